@@ -1,0 +1,88 @@
+"""The options of a checkpointed run: few, named as users know them, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.policy.cadence import SavePolicy
+from ckpt_tasks.policy.retention import RetentionPolicy
+
+__all__ = ["CheckpointConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Say where a run's checkpoints live, when to save and what to keep.
+
+    `checkpoint_dir` is a directory. `run_key` names the run; a directory of another run is refused (default: the
+    directory's name). Save when `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have
+    passed, whichever comes first; with none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None:
+    all), every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
+    also say what the name "best" means). An owner that
+    has shown no life for `owner_timeout_s` seconds may be taken over from another host.
+
+    Raises ConfigError, a ValueError. The first five names are those of Paddle Fluid's CheckpointConfig and
+    TensorFlow's CheckpointManager.
+    """
+
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    checkpoint_dir: str
+    run_key: str | None = None
+    step_interval: int | None = None
+    epoch_interval: int | None = None
+    save_interval_secs: float | None = None
+    max_num_checkpoints: int | None = 3
+    keep_every_n_steps: int | None = None
+    keep_best: int = 0
+    best_metric: str | None = None
+    best_mode: str = "min"
+    owner_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir:
+            raise ConfigError(f"checkpoint_dir must be a directory's name, not {self.checkpoint_dir!r}")
+        if self.run_key is not None and (not isinstance(self.run_key, str) or not is_object_name(self.run_key)):
+            raise ConfigError(
+                f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."
+            )
+        for name in ("step_interval", "epoch_interval", "max_num_checkpoints", "keep_every_n_steps"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} must be a whole number from 1 on or None, not {value!r}")
+        if type(self.keep_best) is not int or self.keep_best < 0:
+            raise ConfigError(f"keep_best must be a whole number from 0 on, not {self.keep_best!r}")
+        for name in ("save_interval_secs", "owner_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+        if self.owner_timeout_s is None:
+            raise ConfigError("owner_timeout_s must be a number of seconds above 0, not None")
+        if self.best_mode not in ("min", "max"):
+            raise ConfigError(f"best_mode must be 'min' or 'max', not {self.best_mode!r}")
+        if self.keep_best and self.best_metric is None:
+            raise ConfigError("keep_best needs best_metric: the best by which metric?")
+
+    @property
+    def save_policy(self) -> SavePolicy:
+        """The options that say when to save."""
+        return SavePolicy(
+            step_interval=self.step_interval,
+            epoch_interval=self.epoch_interval,
+            save_interval_secs=self.save_interval_secs,
+        )
+
+    @property
+    def retention_policy(self) -> RetentionPolicy:
+        """The options that say what to keep."""
+        return RetentionPolicy(
+            max_num_checkpoints=self.max_num_checkpoints,
+            keep_every_n_steps=self.keep_every_n_steps,
+            keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_mode=self.best_mode,
+        )

@@ -1,0 +1,225 @@
+"""The ledger in use: read the newest entry, append the next one, and know which outcome that had.
+
+Whoever appends never believes the store's answer: it reads the number back and compares the nonce. My nonce means
+done; another valid entry means look at it and try the next number, unless the directory changed hands; nothing there
+means send the same bytes again; unreadable means that nobody can know yet.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    FencedError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    StoreError,
+)
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, ledger_name, live_list_name, parse_ledger_name
+from ckpt_tasks.format.ledger import (
+    MAX_ENTRY_BYTES,
+    MAX_INLINE_CHECKPOINTS,
+    Entry,
+    Owner,
+    State,
+    read_live_list,
+    write_live_list,
+)
+from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Head", "History", "now_iso"]
+
+_SAME_NUMBER_TRIES = 3
+_NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest state of a run: `entry` is None before the first; `damaged` names entries that were passed over."""
+
+    entry: Entry | None
+    digest: str | None
+    next_n: int
+    damaged: tuple[str, ...]
+
+    @property
+    def state(self) -> State:
+        """The state after the newest good entry."""
+        return self.entry.state if self.entry else State()
+
+
+class History:
+    """Read and extend the ledger of one run directory."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def create(self, run_key: str) -> None:
+        """Make the run directory's format.json unless it is there; check that it is this run's."""
+        body = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso(), "single_writer": False}
+        try:
+            data = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+            self.store.put_if_absent(FORMAT_NAME, data)
+        except ObjectExistsError:
+            return
+
+    def check(self, run_key: str | None) -> str | None:
+        """Return the run's key, None where format.json is damaged (every manifest holds the key as well).
+
+        Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another one's, and
+        FormatVersionError where a newer version wrote it.
+        """
+        try:
+            data = self.store.get(FORMAT_NAME, 1 << 20)
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{self.store.url} is no run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
+            ) from error
+        try:
+            body = json.loads(data)
+            digest = body.pop("digest")
+            if digest_hex(canonical_json(body)) != digest:
+                return None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        check_version(body["version"], FORMAT_NAME)
+        found = str(body["run_key"])
+        if run_key is not None and found != run_key:
+            raise RunMismatchError(
+                f"{self.store.url} holds the run {found!r}, not {run_key!r}",
+                hint="Use another directory, or the run's own key.",
+            )
+        return found
+
+    def head(self) -> Head:
+        """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported."""
+        names = self.store.names(LEDGER_PREFIX, limit=16)
+        numbered = [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
+        found = self._newest(numbered)
+        if found is None and len(names) == 16:
+            every = self.store.names(LEDGER_PREFIX)
+            numbered = [(n, name) for name in every if (n := parse_ledger_name(name)) is not None]
+            found = self._newest(numbered)
+        next_n = max((n for n, _ in numbered), default=-1) + 1
+        if found is None:
+            return Head(None, None, next_n, tuple(name for _, name in numbered))
+        entry, digest, damaged = found
+        return Head(entry, digest, next_n, damaged)
+
+    def read_entry(self, n: int) -> tuple[Entry, str]:
+        """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError where it is torn or foreign."""
+        name = ledger_name(n)
+        entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
+        if entry.n != n:
+            raise IntegrityError(f"the entry says that it is number {entry.n}", key=name)
+        if entry.live_list is not None:
+            place, expected = entry.live_list
+            live = read_live_list(self.store.get(place, MAX_ENTRY_BYTES), digest=expected, name=place)
+            entry = replace(entry, state=replace(entry.state, live=live))
+        return entry, digest
+
+    def append(
+        self,
+        event: Mapping[str, Any],
+        change: Callable[[State, int], State],
+        *,
+        owner: Owner | None,
+    ) -> Entry:
+        """Append one event; `change` turns the state before entry n into the state after it.
+
+        `owner` is the writer when the event is the owner's alone. Raises FencedError where the directory has another
+        owner by now, CommitUncertainError where the outcome cannot be known, StoreError where nothing was written.
+        """
+        nonce = secrets.token_hex(16)
+        for _ in range(_NUMBERS_TRIED):
+            head = self.head()
+            if owner is not None:
+                check_owner(head.state.owner, owner)
+            n = head.next_n
+            entry = Entry(
+                n=n,
+                epoch=owner.epoch if owner else (head.state.owner.epoch if head.state.owner else 0),
+                nonce=nonce,
+                previous=head.digest,
+                at=now_iso(),
+                event=event,
+                state=change(head.state, n),
+            )
+            if self._settle(entry):
+                return entry
+        raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=ledger_name(n))
+
+    def _settle(self, entry: Entry) -> bool:
+        """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
+        entry = self._spill(entry)
+        name, (data, _) = ledger_name(entry.n), entry.to_bytes()
+        failure: StoreError | None = None
+        for _ in range(_SAME_NUMBER_TRIES):
+            try:
+                self.store.put_if_absent(name, data)
+            except StoreError as error:
+                failure = error
+            try:
+                found = self.store.get(name, MAX_ENTRY_BYTES)
+            except ObjectNotFoundError:
+                if failure is not None and not isinstance(failure, ObjectExistsError):
+                    continue
+                raise CommitUncertainError("the ledger entry was taken and cannot be seen", key=name) from failure
+            except StoreError as error:
+                raise CommitUncertainError(
+                    "whether the commit landed cannot be known: its ledger entry cannot be read back",
+                    key=name,
+                    hint="All data is durable; start again, and the run goes on from what the ledger then says.",
+                ) from error
+            return found == data
+        assert failure is not None
+        raise failure
+
+    def _spill(self, entry: Entry) -> Entry:
+        live = entry.state.live
+        if len(live) <= MAX_INLINE_CHECKPOINTS:
+            return entry
+        data = write_live_list(live)
+        name = live_list_name(digest_hex(data))
+        try:
+            self.store.put_if_absent(name, data)
+        except ObjectExistsError:
+            pass  # named by its digest: whoever wrote it wrote the same bytes
+        return replace(entry, live_list=(name, digest_hex(data)))
+
+    def _newest(self, numbered: list[tuple[int, str]]) -> tuple[Entry, str, tuple[str, ...]] | None:
+        damaged: list[str] = []
+        for n, name in sorted(numbered, reverse=True):
+            try:
+                entry, digest = self.read_entry(n)
+            except (IntegrityError, ObjectNotFoundError):
+                damaged.append(name)
+                continue
+            return entry, digest, tuple(damaged)
+        return None
+
+
+def check_owner(found: Owner | None, mine: Owner) -> None:
+    """Raise FencedError unless the directory is still this owner's."""
+    if found is None or found.id != mine.id or found.epoch != mine.epoch:
+        who = f"process {found.pid} on {found.host}, owner epoch {found.epoch}" if found else "nobody that can be read"
+        raise FencedError(
+            f"the run directory has been taken over by {who}",
+            hint="This process must stop: what it trained since its last commit is not part of the run.",
+        )
+
+
+def now_iso() -> str:
+    """Return the time for people to read; no decision is made from it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,191 @@
+"""Who holds a run directory, and when another process may take it.
+
+Safety needs none of this: the ledger's dense numbers fence a writer that lost the directory. What is decided here is
+only when to take over without being told to: from an owner that released it, that is provably dead, or whose
+heartbeat is older than the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from ckpt_tasks.checkpoint.history import Head, History, check_owner, now_iso
+from ckpt_tasks.errors import CkptError, FencedError, OwnedError, StoreError
+from ckpt_tasks.format.digests import canonical_json
+from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.format.ledger import Owner, State
+
+__all__ = ["Heartbeat", "acquire", "identify", "why_free"]
+
+RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits that long and a bit
+_POLL_S = 0.25
+
+
+def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
+    """Describe this process so that another one, on this host or elsewhere, can tell whether it still lives."""
+    return Owner(
+        epoch=epoch,
+        id=secrets.token_hex(16),
+        flow_run_id=flow_run_id,
+        host=socket.gethostname(),
+        machine_id=_read("/etc/machine-id"),
+        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        process_start=_process_start(os.getpid()),
+        taken_at=now_iso(),
+    )
+
+
+def why_free(owner: Owner | None, me: Owner, heartbeat_age_s: float | None, timeout_s: float) -> str | None:
+    """Say why the directory may be taken without asking; None when its owner may be alive."""
+    if owner is None:
+        return "it has had no owner"
+    if owner.released:
+        return "its owner released it"
+    same_host = owner.host == me.host and owner.machine_id == me.machine_id
+    if same_host and owner.boot_id == me.boot_id and owner.pid_namespace == me.pid_namespace:
+        start = _process_start(owner.pid)
+        if start != owner.process_start:
+            return f"its owner, process {owner.pid} on this host, is gone"
+        return "this process holds it already" if owner.pid == me.pid else _silent(heartbeat_age_s, timeout_s)
+    if same_host and me.machine_id and owner.boot_id and owner.boot_id != me.boot_id:
+        return "the host of its owner has been started anew"
+    return _silent(heartbeat_age_s, timeout_s)
+
+
+def acquire(
+    history: History,
+    me: Owner,
+    *,
+    take_over: bool,
+    timeout_s: float,
+    best: tuple[str | None, str] = (None, "min"),
+) -> Owner:
+    """Take the run directory and return this process' owner record.
+
+    Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
+    commits and releases within its grace. Raises OwnedError where the owner may be alive and `take_over` is False.
+    """
+    deadline = time.monotonic() + RELEASE_GRACE_S
+    while True:
+        head = history.head()
+        owner = head.state.owner
+        free = why_free(owner, me, _heartbeat_age_s(history, head), timeout_s)
+        if free or take_over:
+            break
+        assert owner is not None
+        same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
+        if not same_run:
+            raise OwnedError(
+                f"the run directory is held by process {owner.pid} on {owner.host} since {owner.taken_at}",
+                hint="Stop that process, wait until its heartbeat expires, or pass take_over=True to fence it.",
+            )
+        if time.monotonic() > deadline:
+            free = "the same flow run has not released it within its grace"
+            break
+        time.sleep(_POLL_S)
+    return _take(history, me, free or "take_over was asked for", owner, best)
+
+
+def _take(history: History, me: Owner, why: str, seen: Owner | None, best: tuple[str | None, str]) -> Owner:
+    taken: list[Owner] = []
+
+    def change(state: State, n: int) -> State:
+        now = state.owner
+        if (now and now.id) != (seen and seen.id):
+            raise OwnedError(
+                f"process {now.pid} on {now.host} took the run directory first" if now else "the owner has changed",
+                hint="Start again when it has ended.",
+            )
+        taken[:] = [replace(me, epoch=(now.epoch if now else 0) + 1, taken_at=now_iso())]
+        return state.with_owner(taken[0], *best)
+
+    history.append({"kind": "owner", "because": why, "pid": me.pid, "host": me.host}, change, owner=None)
+    if seen is not None:
+        history.store.delete(heartbeat_name(seen.epoch))
+    return taken[0]
+
+
+class Heartbeat:
+    """Renew a sign of life while this process owns the directory, and notice when it no longer does.
+
+    A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once another
+    owner stands in the ledger, so that training stops before its next commit would tell it.
+    """
+
+    def __init__(self, history: History, owner: Owner, timeout_s: float):
+        self.fenced: FencedError | None = None
+        self._history = history
+        self._owner = owner
+        self._every_s = timeout_s / 4
+        self._stop = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="ckpt-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the sign of life grows old from now on."""
+        self._stop.set()
+        self._thread.join(timeout=self._every_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                check_owner(self._history.head().state.owner, self._owner)
+                self._beat()
+            except FencedError as error:
+                self.fenced = error
+                return
+            except CkptError:
+                continue  # the store is away: commits will say so; an old heartbeat only invites a take-over
+
+    def _beat(self) -> None:
+        body = canonical_json({"id": self._owner.id, "at_s": time.time()})
+        self._history.store.replace(heartbeat_name(self._owner.epoch), body)
+
+
+def _heartbeat_age_s(history: History, head: Head) -> float | None:
+    """Return the seconds since the owner last showed life: by its heartbeat, else by when it took the directory."""
+    owner = head.state.owner
+    if owner is None or head.entry is None:
+        return None
+    try:
+        beat = json.loads(history.store.get(heartbeat_name(owner.epoch), 4096))
+        at_s = float(beat["at_s"])
+    except (StoreError, ValueError, TypeError, KeyError):
+        at_s = datetime.fromisoformat(owner.taken_at).timestamp()
+    return time.time() - at_s
+
+
+def _silent(age_s: float | None, timeout_s: float) -> str | None:
+    return f"its owner has shown no life for {age_s:.0f} s" if age_s is not None and age_s > timeout_s else None
+
+
+def _process_start(pid: int) -> str:
+    """Return when a process of this host started, in clock ticks since boot; "" where it is gone or a zombie."""
+    text = _read(f"/proc/{pid}/stat")
+    fields = text.rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,166 @@
+"""Verify and prune: what is damaged, what nothing names, and what policy no longer keeps.
+
+Prune writes top-down what save wrote bottom-up: first the ledger says that checkpoints are gone and which objects go
+with them (so that no later commit names one), then the objects are deleted, the manifest first. A crash between leaves
+names in `retired`, and the next owner deletes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tasks.checkpoint.history import Head, History
+from ckpt_tasks.checkpoint.restore import check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
+from ckpt_tasks.format.image import parse_header
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix, parse_attempt
+from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["RunFaults", "delete_retired", "orphans", "plan_prune", "retire", "verify_checkpoint", "verify_run_directory"]
+
+
+@dataclass(frozen=True)
+class RunFaults:
+    """What is wrong in a run directory: faults by checkpoint, damaged ledger entries, and objects that nothing names."""
+
+    checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
+    damaged: tuple[str, ...]
+    orphans: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether every checkpoint verifies and the ledger is whole; orphans are no fault."""
+        return not self.damaged and not any(faults for _, faults in self.checkpoints.values())
+
+
+def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
+    """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index."""
+    try:
+        opened = open_checkpoint(store, checkpoint)
+    except (IntegrityError, StoreError) as error:
+        return [str(error)]
+    faults: list[str] = []
+    by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
+    for row in opened.rows:
+        by_object[row.object].append(row)
+    for record in opened.manifest.objects:
+        try:
+            check_header(store, record)
+            faults += _header_faults(store, record, by_object[record.name])
+            for run in merge_runs(by_object[record.name]):
+                data = memoryview(bytearray(run[-1].end - run[0].begin))
+                store.read(record.name, run[0].begin, data)
+                faults += verify_run(run, data)
+        except (IntegrityError, StoreError) as error:
+            faults.append(str(error))
+    return faults
+
+
+def verify_run_directory(history: History) -> RunFaults:
+    """Verify every live checkpoint and look for damaged ledger entries and orphans."""
+    head = history.head()
+    found = {c.manifest_digest: (c, tuple(verify_checkpoint(history.store, c))) for c in lineage(head.state.live)}
+    damaged = list(head.damaged)
+    if history.check(None) is None:
+        damaged.append("format.json")
+    return RunFaults(found, tuple(damaged), tuple(orphans(history.store, head.state)))
+
+
+def orphans(store: Store, state: State) -> list[str]:
+    """List the objects of attempts that were never committed or are no longer live.
+
+    Attempts of the present owner's epoch may be under way and do not count; nor do names that are not ours.
+    """
+    # The data is listed before the ledger is trusted by whoever deletes: see `plan_prune`.
+    epoch = state.owner.epoch if state.owner else 0
+    live = {(c.step, c.attempt) for c in state.live}
+    found = []
+    for name in store.names(""):
+        attempt = parse_attempt(name)
+        if attempt is None or (attempt.step, attempt.name) in live:
+            continue
+        if attempt.epoch < epoch or (state.owner is not None and state.owner.released):
+            found.append(name)
+    return found
+
+
+def plan_prune(
+    head: Head,
+    policy: RetentionPolicy,
+    *,
+    verified: frozenset[str] = frozenset(),
+    restored_from: str | None = None,
+) -> list[Verdict]:
+    """Decide what stays and why; reads nothing and changes nothing."""
+    state, now = head.state, time.time()
+    metrics: dict[str, dict[str, float]] = {}
+    for evaluation in state.evaluations:
+        metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
+    return plan_retention(
+        lineage(state.live),
+        policy,
+        pins=state.pins,
+        leased={lease.manifest_digest: lease.holder for lease in state.leases if lease.expires_at > now},
+        verified=verified,
+        restored_from=restored_from,
+        metrics=metrics,
+    )
+
+
+def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:
+    """Take the checkpoints that a plan removes out of the ledger; return the objects to delete, manifests first."""
+    going = {v.manifest_digest for v in verdicts if not v.keep}
+    names: list[str] = []
+    for checkpoint in history.head().state.live:
+        if checkpoint.manifest_digest in going:
+            attempt = parse_attempt(checkpoint.manifest)
+            assert attempt is not None
+            prefix = attempt_prefix(attempt)
+            inside = history.store.names(prefix)
+            names += sorted(inside, key=lambda name: name != prefix + MANIFEST_NAME)
+    retired: list[str] = []
+
+    def change(state: State, n: int) -> State:
+        # What was leased or pinned since the plan was made stays.
+        now = time.time()
+        held = {*state.pins, *(lease.manifest_digest for lease in state.leases if lease.expires_at > now)}
+        gone = frozenset(going - held)
+        kept = [c.manifest.rpartition("/")[0] + "/" for c in state.live if c.manifest_digest not in gone]
+        retired[:] = [name for name in names if not name.startswith(tuple(kept))]
+        return state.retire(gone, tuple(retired), deleted)
+
+    history.append({"kind": "retire", "checkpoints": sorted(going)}, change, owner=owner)
+    return tuple(retired)
+
+
+def delete_retired(store: Store, names: Iterable[str]) -> frozenset[str]:
+    """Delete retired objects and return those that are gone; one that cannot be deleted now is left to a later try."""
+    gone = set()
+    for name in names:
+        try:
+            store.delete(name)
+        except CkptError:
+            continue
+        gone.add(name)
+    return frozenset(gone)
+
+
+def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:
+    prefix = bytearray(record.digested_bytes)
+    store.read(record.name, 0, memoryview(prefix))
+    entries = parse_header(bytes(prefix), record.size_bytes)
+    spans: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        begin, end = spans.get(row.key, (row.begin, row.end))
+        spans[row.key] = (min(begin, row.begin), max(end, row.end))
+    return [
+        f"{key}: the header of {record.name} places it at {entries[key][2:] if key in entries else 'nowhere'}"
+        for key, span in spans.items()
+        if key not in entries or entries[key][2:] != span
+    ]

@@ -1,0 +1,186 @@
+"""Every exception that ckpt_tasks raises, grouped by what the handler does next.
+
+::
+
+    CkptError
+    ├── ConfigError                  fix the call: nothing was read or written
+    │   └── ProgramError             … the program of a flow cannot be built
+    ├── StateError                   fix the state: nothing was written, the target is untouched
+    │   ├── UnsupportedStateError    … a value that cannot be stored
+    │   └── StateMismatchError       … the checkpoint and the target differ
+    ├── RunMismatchError             use another directory: this one belongs to another run
+    ├── FormatVersionError           upgrade ckpt_tasks: a newer version wrote this
+    ├── CheckpointNotFoundError      choose another step: there is no such checkpoint
+    ├── IntegrityError               take an older checkpoint: bytes are not what was written
+    │   └── NoGoodCheckpointError    … and none of the older ones is good either
+    ├── StoreError                   look at the store, then try again
+    │   ├── ObjectNotFoundError
+    │   └── ObjectExistsError
+    ├── CommitUncertainError         start again: the commit may or may not have landed, no data is lost
+    ├── OwnerError
+    │   ├── OwnedError               wait, or take over: a live process holds the run directory
+    │   └── FencedError              stop: another process has taken the run directory over
+    └── NoProgressError              look at the failures: attempt after attempt commits nothing
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointNotFoundError",
+    "CkptError",
+    "CommitUncertainError",
+    "ConfigError",
+    "FencedError",
+    "FormatVersionError",
+    "IntegrityError",
+    "NoGoodCheckpointError",
+    "NoProgressError",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "OwnedError",
+    "OwnerError",
+    "ProgramError",
+    "RunMismatchError",
+    "StateError",
+    "StateMismatchError",
+    "StoreError",
+    "UnsupportedStateError",
+]
+
+
+class CkptError(Exception):
+    """Carry what went wrong, for which key and step, and what to do next.
+
+    `key` is a path in the state tree, a tensor's key or an object's name; `step` is the checkpoint's step;
+    `hint` is one sentence that says what to do. All three are optional, and all survive pickling.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, step: int | None = None, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.key = key
+        self.step = step
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [f"step {self.step}" if self.step is not None else "", f"at {self.key}" if self.key else ""]
+        place = ", ".join(part for part in where if part)
+        text = f"{self.message} ({place})" if place else self.message
+        return f"{text}. {self.hint}" if self.hint else text
+
+
+class ConfigError(CkptError, ValueError):
+    """A bad option or argument; nothing was read or written."""
+
+
+class ProgramError(ConfigError):
+    """The program named for a flow cannot be imported, built or used."""
+
+
+class StateError(CkptError):
+    """The state given does not fit; nothing was written and the target is untouched."""
+
+
+class UnsupportedStateError(StateError, TypeError):
+    """A value in the state cannot be stored; `key` is its path."""
+
+
+class StateMismatchError(StateError):
+    """Checkpoint and target differ; the lists say in which keys.
+
+    `missing` are keys that the target has and the checkpoint lacks, `unexpected` the reverse, `different` says
+    key by key which shape, dtype or kind differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        different: tuple[str, ...] = (),
+        key: str | None = None,
+        step: int | None = None,
+        hint: str | None = None,
+    ):
+        super().__init__(message, key=key, step=step, hint=hint)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.different = different
+
+    def __str__(self) -> str:
+        lists = (("missing", self.missing), ("unexpected", self.unexpected), ("different", self.different))
+        parts = [f"{name}: {_some(keys)}" for name, keys in lists if keys]
+        return "; ".join([super().__str__(), *parts])
+
+
+class RunMismatchError(CkptError):
+    """The directory belongs to a run with another key."""
+
+
+class FormatVersionError(CkptError):
+    """An object was written by a newer version of the format; it is never skipped or guessed at."""
+
+
+class CheckpointNotFoundError(CkptError, LookupError):
+    """The run has no such checkpoint."""
+
+
+class IntegrityError(CkptError):
+    """Stored bytes are missing, cut or changed; `key` names the object or the tensor."""
+
+
+class NoGoodCheckpointError(IntegrityError):
+    """Every checkpoint of the run failed verification; `reasons` holds (step, why) newest first."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reasons: tuple[tuple[int, str], ...] = (),
+        key: str | None = None,
+        step: int | None = None,
+        hint: str | None = None,
+    ):
+        super().__init__(message, key=key, step=step, hint=hint)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return "; ".join([super().__str__(), *(f"step {step}: {why}" for step, why in self.reasons)])
+
+
+class StoreError(CkptError, OSError):
+    """The store refused or failed a request; `key` is the object's name."""
+
+
+class ObjectNotFoundError(StoreError):
+    """The object does not exist."""
+
+
+class ObjectExistsError(StoreError):
+    """The object exists already, and the request was put-if-absent."""
+
+
+class CommitUncertainError(CkptError):
+    """The commit's answer was lost and could not be read back: all data is durable, a late arrival is valid."""
+
+
+class OwnerError(CkptError):
+    """The run directory is held by another process."""
+
+
+class OwnedError(OwnerError):
+    """A process that may be alive holds the run directory; nothing was written."""
+
+
+class FencedError(OwnerError):
+    """Another process has taken the run directory over: this one must stop, and has touched nothing since."""
+
+
+class NoProgressError(CkptError):
+    """Attempt after attempt ended without a new committed step."""
+
+
+def _some(keys: tuple[str, ...], most: int = 6) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more

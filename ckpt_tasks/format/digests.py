@@ -1,0 +1,30 @@
+"""Digests: xxh3-128, fast enough (25 GB/s a core) to cover every byte of every save and restore.
+
+They find damage, not malice: whoever can write the run directory can write a fitting digest.
+Source: github.com/Cyan4973/xxHash.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+__all__ = ["canonical_json", "digest_bytes", "digest_hex"]
+
+
+def digest_bytes(data: bytes | memoryview) -> bytes:
+    """Return the 16 bytes of the xxh3-128 digest."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def digest_hex(data: bytes | memoryview) -> str:
+    """Return the xxh3-128 digest as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def canonical_json(value: Mapping[str, Any]) -> bytes:
+    """Write JSON in the one form that is digested: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

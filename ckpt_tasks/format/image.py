@@ -1,0 +1,196 @@
+"""The layout of one safetensors file, planned before a byte of it exists.
+
+A snapshot copies every tensor straight to its final offset; the buffer then *is* the file. So the layout is made
+from names, dtypes and shapes alone::
+
+    [8 bytes: header length n, little endian] [n bytes: JSON, padded with spaces] [tensors, no gaps]
+
+The padding puts the first tensor on a 4,096-byte boundary (for aligned direct writes), and tensors lie by falling
+element size, so that each is aligned to its own. Format: github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.regions import Box, blocks
+
+__all__ = [
+    "ALIGNMENT",
+    "MAX_HEADER_BYTES",
+    "REGION_BYTES",
+    "STORED_DTYPES",
+    "ImageLayout",
+    "Slot",
+    "StoredDtype",
+    "TensorSpec",
+    "parse_header",
+    "plan_image",
+    "plan_parts",
+]
+
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 16 << 20  # a reader takes memory for it before it can know that the file is honest
+REGION_BYTES = 16 << 20  # what is digested, and can be read again, on its own
+
+
+class StoredDtype(NamedTuple):
+    """How safetensors holds a dtype: its code, the bytes of one stored element, and the dimensions added."""
+
+    code: str
+    itemsize: int
+    suffix: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one element of the original dtype."""
+        return self.itemsize * math.prod(self.suffix)
+
+
+# By torch's name. What safetensors has no code for is stored as a view of a dtype that it has.
+STORED_DTYPES: Mapping[str, StoredDtype] = {
+    "float64": StoredDtype("F64", 8),
+    "int64": StoredDtype("I64", 8),
+    "uint64": StoredDtype("U64", 8),
+    "complex64": StoredDtype("C64", 8),
+    "complex128": StoredDtype("F64", 8, (2,)),
+    "float32": StoredDtype("F32", 4),
+    "int32": StoredDtype("I32", 4),
+    "uint32": StoredDtype("U32", 4),
+    "complex32": StoredDtype("F16", 2, (2,)),
+    "float16": StoredDtype("F16", 2),
+    "bfloat16": StoredDtype("BF16", 2),
+    "int16": StoredDtype("I16", 2),
+    "uint16": StoredDtype("U16", 2),
+    "int8": StoredDtype("I8", 1),
+    "uint8": StoredDtype("U8", 1),
+    "bool": StoredDtype("BOOL", 1),
+    "float8_e4m3fn": StoredDtype("F8_E4M3", 1),
+    "float8_e5m2": StoredDtype("F8_E5M2", 1),
+    "float8_e4m3fnuz": StoredDtype("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": StoredDtype("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": StoredDtype("U8", 1),
+    "float4_e2m1fn_x2": StoredDtype("U8", 1),
+}
+
+
+class TensorSpec(NamedTuple):
+    """One tensor to store: its name in the file, torch's name of its dtype, and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that it takes in the file."""
+        return STORED_DTYPES[self.dtype].nbytes * math.prod(self.shape)
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in the file: `begin` and `end` in bytes from the start of the file."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+    def regions(self) -> list[tuple[Box, int, int]]:
+        """Cut the tensor into regions of at most REGION_BYTES: (box, begin, end) in bytes of the file."""
+        itemsize = STORED_DTYPES[self.spec.dtype].nbytes
+        found, begin = [], self.begin
+        for box in blocks(self.spec.shape, REGION_BYTES // itemsize):
+            end = begin + box.size * itemsize
+            found.append((box, begin, end))
+            begin = end
+        return found
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """The exact layout of one file: its header's bytes, every tensor's slot, and the file's size in bytes."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    size_bytes: int
+
+
+def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
+    """Lay tensors out in one file, by falling element size and otherwise in the order given.
+
+    Raises UnsupportedStateError for a dtype that cannot be stored and for a header over 16 MiB.
+    """
+    ordered = sorted(specs, key=lambda spec: -_stored(spec).itemsize)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin, offsets = 0, []
+    for spec in ordered:
+        stored, end = _stored(spec), begin + spec.size_bytes
+        entries[spec.name] = {
+            "dtype": stored.code,
+            "shape": [*spec.shape, *stored.suffix],
+            "data_offsets": [begin, end],
+        }
+        offsets.append((spec, begin, end))
+        begin = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if start - 8 > MAX_HEADER_BYTES:
+        raise UnsupportedStateError(f"the names of {len(ordered)} tensors need a header of {len(text)} bytes")
+    header = struct.pack("<Q", start - 8) + text.ljust(start - 8)
+    return ImageLayout(header, tuple(Slot(spec, start + b, start + e) for spec, b, e in offsets), start + begin)
+
+
+def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    """Cut a group into files of at most `max_shard_bytes` and half of the largest header; a larger tensor stands alone."""
+    parts: list[list[TensorSpec]] = []
+    size_bytes = header_bytes = 0
+    for spec in specs:
+        entry_bytes = 100 + len(spec.name.encode()) + 21 * len(spec.shape)
+        full = size_bytes + spec.size_bytes > max_shard_bytes or header_bytes + entry_bytes > MAX_HEADER_BYTES // 2
+        if not parts or full:
+            parts.append([])
+            size_bytes = header_bytes = 0
+        parts[-1].append(spec)
+        size_bytes += spec.size_bytes
+        header_bytes += entry_bytes
+    return parts
+
+
+def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
+
+    `prefix` holds at least the header, `size_bytes` is the whole file's. Raises IntegrityError where the header is
+    cut, too large or malformed, or where the tensors do not fill the rest of the file exactly.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", prefix)
+        if length > MAX_HEADER_BYTES or 8 + length > min(len(prefix), size_bytes):
+            raise IntegrityError(f"the safetensors header claims {length} bytes")
+        entries = json.loads(prefix[8 : 8 + length])
+        entries.pop("__metadata__", None)
+        found = {
+            name: (str(e["dtype"]), tuple(map(int, e["shape"])), *(8 + length + int(o) for o in e["data_offsets"]))
+            for name, e in entries.items()
+        }
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"the safetensors header is malformed: {error}") from error
+    at = 8 + length
+    for name, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if begin != at or end < begin:
+            raise IntegrityError("the tensors of a safetensors file leave a gap or overlap", key=name)
+        at = end
+    if at != size_bytes:
+        raise IntegrityError(f"a safetensors file has {size_bytes} bytes and its tensors end at {at}")
+    return found
+
+
+def _stored(spec: TensorSpec) -> StoredDtype:
+    stored = STORED_DTYPES.get(spec.dtype)
+    if stored is None:
+        raise UnsupportedStateError(f"tensors of dtype {spec.dtype} cannot be stored", key=spec.name)
+    return stored

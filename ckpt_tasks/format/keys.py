@@ -1,0 +1,108 @@
+"""The names of objects in a run directory, and how to read them back.
+
+Every name is built and parsed here. Names are relative, their parts are flat and match a strict pattern, and
+parsing is by full match: a foreign name in the directory is ignored, never misread.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = [
+    "FORMAT_NAME",
+    "INDEX_NAME",
+    "LEDGER_PREFIX",
+    "MANIFEST_NAME",
+    "Attempt",
+    "attempt_prefix",
+    "evaluation_name",
+    "heartbeat_name",
+    "is_group",
+    "is_object_name",
+    "ledger_name",
+    "live_list_name",
+    "parse_attempt",
+    "parse_ledger_name",
+    "shard_name",
+]
+
+FORMAT_NAME = "format.json"
+MANIFEST_NAME = "manifest.json"
+INDEX_NAME = "index.arrow"
+LEDGER_PREFIX = "ledger/"
+MAX_STEP = 10**12 - 1
+_INVERSE = 10**20 - 1
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
+_GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
+_LEDGER = re.compile(r"ledger/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
+_ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
+
+
+class Attempt(NamedTuple):
+    """One try to save one step: `epoch` is the owner epoch of its writer, `nonce` 16 hex digits of its own."""
+
+    step: int
+    epoch: int
+    nonce: str
+
+    @property
+    def name(self) -> str:
+        """The attempt's directory name, unique for ever: two tries never write the same object."""
+        return f"e{self.epoch:06d}-{self.nonce}"
+
+
+def attempt_prefix(attempt: Attempt) -> str:
+    """Return the prefix of everything that an attempt writes, with the slash at its end."""
+    return f"checkpoint_{attempt.step:012d}/{attempt.name}/"
+
+
+def parse_attempt(name: str) -> Attempt | None:
+    """Read the attempt out of an object's name or prefix; None for any other name."""
+    match = _ATTEMPT.fullmatch(name)
+    return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
+    """Name one safetensors file of a group: rank r of n, part p."""
+    return f"{group}-{rank:05d}-of-{world_size:05d}-{part}.safetensors"
+
+
+def ledger_name(n: int) -> str:
+    """Name ledger entry n so that the newest lists first."""
+    return f"{LEDGER_PREFIX}{_INVERSE - n:020d}-{n:020d}.json"
+
+
+def parse_ledger_name(name: str) -> int | None:
+    """Read the number of a ledger entry; None where the name is foreign or its two numbers disagree."""
+    match = _LEDGER.fullmatch(name)
+    if match is None or int(match[1]) + int(match[2]) != _INVERSE:
+        return None
+    return int(match[2])
+
+
+def live_list_name(digest: str) -> str:
+    """Name the object that holds a list of live checkpoints too long for a ledger entry."""
+    return f"live/{digest}.json"
+
+
+def evaluation_name(step: int, suite: str, nonce: str) -> str:
+    """Name the table of one evaluation."""
+    return f"evals/{step:012d}-{suite}-{nonce}.arrow"
+
+
+def heartbeat_name(epoch: int) -> str:
+    """Name the object that an owner renews while it lives."""
+    return f"heartbeat/{epoch:06d}.json"
+
+
+def is_group(name: str) -> bool:
+    """Say whether a name can be a group's: a letter, then letters, digits and underscores, 64 at most."""
+    return _GROUP.fullmatch(name) is not None
+
+
+def is_object_name(name: str) -> bool:
+    """Say whether a name can stand for an object: one to four flat parts, no dots first, no URL, no way out."""
+    parts = name.split("/")
+    return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)

@@ -1,0 +1,135 @@
+"""The manifest of one checkpoint: the JSON object that names every other object of it with size and digest.
+
+It is written last, before the commit; a ledger entry names it with its own digest. So a checkpoint is a tree of
+digests: ledger entry → manifest → index and headers → regions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tasks.errors import FormatVersionError, IntegrityError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.keys import is_group, is_object_name
+
+__all__ = ["FORMAT_VERSION", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
+
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+class ObjectRecord(NamedTuple):
+    """One object of a checkpoint.
+
+    `name` is relative to the run directory. `digest` (hex) covers the first `digested_bytes`: all of an index or
+    table, and the header of a safetensors file, whose data the index digests region by region.
+    """
+
+    name: str
+    size_bytes: int
+    digest: str
+    digested_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one checkpoint is made of.
+
+    `groups` maps each group to {"kind", "tree"}; `index` and `objects` name what was written; `world_size` is the
+    number of ranks that wrote; `environment` says which versions wrote it, for people.
+    """
+
+    run_key: str
+    step: int
+    attempt: str
+    world_size: int
+    index: ObjectRecord
+    objects: tuple[ObjectRecord, ...]
+    groups: Mapping[str, Mapping[str, Any]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created_at: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Write the manifest as JSON; keys keep their order, since a dict in the state has one."""
+        body = {
+            "version": FORMAT_VERSION,
+            "run_key": self.run_key,
+            "step": self.step,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "created_at": self.created_at,
+            "environment": dict(self.environment),
+            "metrics": {name: _metric_out(value) for name, value in self.metrics.items()},
+            "index": list(self.index),
+            "objects": [list(record) for record in self.objects],
+            "groups": self.groups,
+        }
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, digest: str, name: str) -> Manifest:
+        """Read a manifest whose digest is known.
+
+        Raises IntegrityError where the bytes are not those that were committed or do not make sense, and
+        FormatVersionError where a newer version wrote them.
+        """
+        if digest_hex(data) != digest:
+            raise IntegrityError("the manifest is not the one that was committed", key=name)
+        try:
+            body = json.loads(data)
+            check_version(body["version"], name)
+            manifest = cls(
+                run_key=str(body["run_key"]),
+                step=_count(body["step"]),
+                attempt=str(body["attempt"]),
+                world_size=_count(body["world_size"]),
+                index=_record(body["index"]),
+                objects=tuple(_record(record) for record in body["objects"]),
+                groups={_group(group): dict(saved) for group, saved in body["groups"].items()},
+                metrics={str(k): float(v) for k, v in body["metrics"].items()},
+                created_at=str(body["created_at"]),
+                environment={str(k): str(v) for k, v in body["environment"].items()},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"the manifest is malformed: {error!r}", key=name) from error
+        return manifest
+
+
+def check_version(version: Any, name: str) -> None:
+    """Raise FormatVersionError unless this version of the format is one that this code reads."""
+    if type(version) is not int or version < 1:
+        raise IntegrityError(f"{version!r} is no format version", key=name)
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this version of ckpt-tasks reads",
+            key=name,
+            hint="Upgrade ckpt-tasks.",
+        )
+
+
+def _record(value: Any) -> ObjectRecord:
+    name, size_bytes, digest, digested_bytes = value
+    if not isinstance(name, str) or not is_object_name(name):
+        raise ValueError(f"{name!r:.80} is no object name")
+    return ObjectRecord(name, _count(size_bytes), str(digest), _count(digested_bytes))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _group(name: str) -> str:
+    if not is_group(name):
+        raise ValueError(f"{name!r:.80} is no group name")
+    return name
+
+
+def _metric_out(value: float) -> float | str:
+    # JSON has no NaN: float("nan") reads back what repr wrote.
+    return value if value == value and abs(value) != float("inf") else repr(value)

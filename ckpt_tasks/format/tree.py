@@ -1,0 +1,245 @@
+"""Turn a nested state into JSON and back, every type exactly as it was.
+
+JSON's own types stand for themselves. Everything else is an object with one key that begins with ``~``::
+
+    {"~tensor": "model/embed.weight"}                          a tensor, by its full key
+    {"~tensor": ["model/w", {"stride": [1, 8]}]}               … with what it takes to come back as it was
+    {"~dict": [[{"~int": "3"} or key, value], …]}              a dict whose keys are not all plain strings
+    {"~tuple": […]} {"~set": […]} {"~frozenset": […]} {"~deque": [maxlen, […]]}
+    {"~odict": [[key, value], …]} {"~counter": [[key, count], …]}
+    {"~float": "nan"} {"~complex": [re, im]} {"~bytes": "base64"}
+    {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
+    {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
+
+Nothing is pickled and no entry names a class to import: the vocabulary above is closed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from typing import Any
+
+from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
+
+__all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "tensor_refs"]
+
+MAX_DEPTH = 200  # deeper than any real state; a cycle ends here instead of in a RecursionError
+
+Json = Any
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stand for a tensor in the tree.
+
+    `key` is the full key "group/name". `array`: it came as a numpy.ndarray. `stride` is in elements and given only
+    where the layout is not the C-contiguous one. `requires_grad` is the tensor's flag.
+    """
+
+    key: str
+    array: bool = False
+    stride: tuple[int, ...] | None = None
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TorchName:
+    """Stand for a torch.dtype, torch.device or torch.Size: `kind` is "dtype", "device" or "size"."""
+
+    kind: str
+    value: str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyScalar:
+    """Stand for a NumPy scalar: its dtype's name and its value as a Python bool, int, float or complex."""
+
+    dtype: str
+    value: bool | int | float | complex
+
+
+def encode(value: Any, path: str = "") -> Json:
+    """Turn a value into JSON types.
+
+    `path` is where the value stands in the state, for the error. Raises UnsupportedStateError with the path of the
+    first value that the vocabulary has no word for; exact types only, so that what comes back is what went in.
+    """
+    return _encode(value, path, 0)
+
+
+def decode(node: Json) -> Any:
+    """Turn what `encode` gave back into the value; raise IntegrityError on anything that `encode` cannot have written."""
+    try:
+        return _decode(node, 0)
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError, binascii.Error) as error:
+        raise IntegrityError(f"the state tree is malformed: {error}") from error
+
+
+def tensor_refs(value: Any) -> list[TensorRef]:
+    """List every TensorRef of a tree, in its order."""
+    found: list[TensorRef] = []
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        kind = type(item)
+        if kind is TensorRef:
+            found.append(item)
+        elif kind in _MAPPINGS:
+            waiting.extend(reversed(item.values()))
+        elif kind in (list, tuple, deque):
+            waiting.extend(reversed(item))
+    return found
+
+
+def _encode(value: Any, path: str, depth: int) -> Json:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"~float": repr(value)}
+    if depth > MAX_DEPTH:
+        raise UnsupportedStateError(
+            f"the state nests deeper than {MAX_DEPTH} levels", key=path[:200], hint="Is there a cycle in it?"
+        )
+    if kind is dict:
+        return _encode_dict(value, path, depth)
+    writer = _WRITERS.get(kind)
+    if writer is None:
+        raise UnsupportedStateError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
+            key=path or None,
+            hint="Leave it out of the state, or give its owner a state_dict() of tensors and plain values.",
+        )
+    return writer(value, path, depth)
+
+
+def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:
+    if all(type(key) is str and not key.startswith("~") for key in value):
+        return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
+    return {"~dict": _pairs(value, path, depth)}
+
+
+def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
+    return [
+        [_encode(key, f"{path}/<key {key!r:.60}>", depth + 1), _encode(item, f"{path}/{key}", depth + 1)]
+        for key, item in value.items()
+    ]
+
+
+def _items(value: Any, path: str, depth: int) -> list[Json]:
+    return [_encode(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)]
+
+
+def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
+    how: dict[str, Any] = {}
+    if ref.array:
+        how["array"] = True
+    if ref.stride is not None:
+        how["stride"] = list(ref.stride)
+    if ref.requires_grad:
+        how["requires_grad"] = True
+    return {"~tensor": [ref.key, how] if how else ref.key}
+
+
+def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
+    # Sorted by type and repr, so that the same set always gives the same bytes whatever the hash seed is.
+    return _items(sorted(value, key=lambda item: (type(item).__name__, repr(item))), path, depth)
+
+
+_WRITERS: dict[type, Callable[[Any, str, int], Json]] = {
+    list: _items,
+    tuple: lambda v, p, d: {"~tuple": _items(v, p, d)},
+    OrderedDict: lambda v, p, d: {"~odict": _pairs(v, p, d)},
+    Counter: lambda v, p, d: {"~counter": _pairs(v, p, d)},
+    set: lambda v, p, d: {"~set": _encode_set(v, p, d)},
+    frozenset: lambda v, p, d: {"~frozenset": _encode_set(v, p, d)},
+    deque: lambda v, p, d: {"~deque": [v.maxlen, _items(v, p, d)]},
+    bytes: lambda v, p, d: {"~bytes": base64.b64encode(v).decode("ascii")},
+    complex: lambda v, p, d: {"~complex": [_encode(v.real, p, d), _encode(v.imag, p, d)]},
+    datetime: lambda v, p, d: {"~datetime": v.isoformat()},
+    date: lambda v, p, d: {"~date": v.isoformat()},
+    timedelta: lambda v, p, d: {"~timedelta": [v.days, v.seconds, v.microseconds]},
+    TensorRef: _encode_tensor,
+    TorchName: lambda v, p, d: {"~torch": [v.kind, list(v.value) if v.kind == "size" else v.value]},
+    NumpyScalar: lambda v, p, d: {"~numpy": [v.dtype, _encode(v.value, p, d)]},
+}
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+def _decode(node: Json, depth: int) -> Any:
+    if depth > MAX_DEPTH + 2:
+        raise ValueError("nested too deep")
+    kind = type(node)
+    if kind is dict:
+        if len(node) == 1:
+            tag, body = next(iter(node.items()))
+            if tag.startswith("~"):
+                reader = _READERS.get(tag)
+                if reader is None:
+                    raise FormatVersionError(
+                        f"the state tree holds the unknown entry {tag[:40]!r}",
+                        hint="A newer version of ckpt-tasks wrote this checkpoint: upgrade to read it.",
+                    )
+                return reader(body, depth)
+        return {key: _decode(item, depth + 1) for key, item in node.items()}
+    if kind is list:
+        return [_decode(item, depth + 1) for item in node]
+    return node
+
+
+def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
+    return [(_decode(key, depth + 1), _decode(item, depth + 1)) for key, item in body]
+
+
+def _read_tensor(body: Json, depth: int) -> TensorRef:
+    if isinstance(body, str):
+        return TensorRef(body)
+    key, how = body
+    stride = how.get("stride")
+    return TensorRef(
+        str(key),
+        array=how.get("array") is True,
+        stride=None if stride is None else tuple(int(s) for s in stride),
+        requires_grad=how.get("requires_grad") is True,
+    )
+
+
+def _read_float(body: Json, depth: int) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[body]
+
+
+def _read_torch(body: Json, depth: int) -> TorchName:
+    kind, value = body
+    if kind not in ("dtype", "device", "size"):
+        raise ValueError(f"unknown torch name {kind!r}")
+    return TorchName(kind, tuple(int(n) for n in value) if kind == "size" else str(value))
+
+
+def _read_items(body: Json, depth: int) -> list[Any]:
+    return [_decode(item, depth + 1) for item in body]
+
+
+_READERS: dict[str, Callable[[Json, int], Any]] = {
+    "~tensor": _read_tensor,
+    "~dict": lambda b, d: dict(_read_pairs(b, d)),
+    "~odict": lambda b, d: OrderedDict(_read_pairs(b, d)),
+    "~counter": lambda b, d: Counter(dict(_read_pairs(b, d))),
+    "~tuple": lambda b, d: tuple(_read_items(b, d)),
+    "~set": lambda b, d: set(_read_items(b, d)),
+    "~frozenset": lambda b, d: frozenset(_read_items(b, d)),
+    "~deque": lambda b, d: deque(_read_items(b[1], d), b[0]),
+    "~bytes": lambda b, d: base64.b64decode(b, validate=True),
+    "~complex": lambda b, d: complex(_decode(b[0], d), _decode(b[1], d)),
+    "~float": _read_float,
+    "~datetime": lambda b, d: datetime.fromisoformat(b),
+    "~date": lambda b, d: date.fromisoformat(b),
+    "~timedelta": lambda b, d: timedelta(*b),
+    "~torch": _read_torch,
+    "~numpy": lambda b, d: NumpyScalar(str(b[0]), _decode(b[1], d)),
+}

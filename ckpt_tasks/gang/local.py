@@ -1,0 +1,177 @@
+"""Sessions in this process: over a state that the caller made, and over a program that is built when needed."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import ProgramError
+from ckpt_tasks.gang.session import Progress, watcher
+
+__all__ = ["LocalSession", "Program", "StateSession", "build_program"]
+
+_PACE_STEPS = 20
+
+
+class Program(Protocol):
+    """What a user brings to the flow: a plain class with a state, one train step and one evaluation.
+
+    `state` names what is saved (modules, optimizer, scheduler, sampler …). `train_step` is one optimizer step on the
+    next data; it returns metrics, and the count of what it went through under the name in `unit`, if the program has
+    one (else "samples"). `evaluate` must change nothing and draw no number from the training's random streams.
+    """
+
+    state: dict[str, Any]
+
+    def train_step(self) -> Mapping[str, float]: ...
+
+    def evaluate(self, suite: str) -> Mapping[str, float]: ...
+
+
+def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
+    """Import "module:Factory" and call the factory with `params`.
+
+    Raises ProgramError where the name leads nowhere, the parameters are not the factory's, or what it makes is no
+    program; what the factory itself raises passes through, as that may go away by itself.
+    """
+    factory = _find_factory(name)
+    try:
+        inspect.signature(factory).bind(**(params or {}))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
+        raise ProgramError(f"{name} cannot be called with these parameters: {error}", key=name) from error
+    program = factory(**(params or {}))
+    if not isinstance(getattr(program, "state", None), dict) or not callable(getattr(program, "train_step", None)):
+        raise ProgramError(
+            f"{name} made a {type(program).__name__}, which is no program",
+            hint="It needs `state`, a dict, and `train_step()`.",
+        )
+    built: Program = program
+    return built
+
+
+class StateSession:
+    """Hold a state that the caller made and keeps; a failed attempt's values are overwritten by the next restore."""
+
+    def __init__(self, ckpt: Checkpointer, state: dict[str, Any]):
+        self.ckpt = ckpt
+        self.clean = False
+        self._state = state
+        self._metrics: Mapping[str, float] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved and restored."""
+        return self._state
+
+    def restore(self) -> int:
+        """Make the live state that of the newest good checkpoint; where there is none, save this one as the first."""
+        step = self.ckpt.restore(self.state)
+        if not self.ckpt.checkpoints():
+            self.ckpt.save(step, self.state)
+        self.clean = True
+        return step
+
+    def save(self, step: int) -> None:
+        """Commit the live state as `step`, unless that is committed already."""
+        self.ckpt.wait()
+        last = self.ckpt.last_commit
+        if last is None or last.step != step:
+            self.ckpt.save(step, self.state, metrics=self._metrics)
+
+    def discard(self) -> None:
+        """Give up the live values, and the gradients with them."""
+        self.clean = False
+        for value in self.state.values():
+            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                # No checkpoint holds gradients: those of the failed step would be added to the retry's.
+                value.zero_grad(set_to_none=True)
+
+
+class LocalSession(StateSession):
+    """Hold a program's live state in this process, build it when it is first needed, and anew after a failure."""
+
+    def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any] | None = None):
+        super().__init__(ckpt, {})
+        self._name = program
+        self._params = dict(params or {})
+        self._program: Program | None = None
+        self._step_s: deque[float] = deque(maxlen=_PACE_STEPS)
+
+    @property
+    def program(self) -> Program:
+        """The live program."""
+        if self._program is None:
+            self._program = build_program(self._name, self._params)
+        return self._program
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved and restored: the live program's."""
+        return self.program.state
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that a step takes: the median of the last ones, without saves; None before the first."""
+        return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the last step reported."""
+        return self._metrics or {}
+
+    def run(self, until: int) -> None:
+        """Train from the position to step `until`, reporting every step to the Checkpointer and to the watcher."""
+        program, watch = self.program, watcher.get()
+        unit = str(getattr(program, "unit", "samples"))
+        while self.ckpt.position < until:
+            started = time.perf_counter()
+            metrics = self._train_step(program)
+            step_s = time.perf_counter() - started
+            amount = metrics.pop(unit, 0.0)
+            self._step_s.append(step_s)
+            self._metrics = metrics
+            step = self.ckpt.position + 1
+            self.ckpt.step(step, program.state, metrics=metrics)
+            if watch:
+                commit = self.ckpt.last_commit
+                watch(Progress(step=step, metrics=metrics, step_s=step_s, amount=amount, unit=unit, commit=commit))
+
+    def discard(self) -> None:
+        """Drop the program with all that it holds; the next restore builds a new one."""
+        self.clean = False
+        self._program = None
+        self._metrics = None
+        gc.collect()  # modules and optimizers refer to each other in circles: without this their memory stays taken
+        torch.cuda.empty_cache()
+
+    def _train_step(self, program: Program) -> dict[str, float]:
+        found = program.train_step()
+        if not isinstance(found, Mapping):
+            raise ProgramError(f"{self._name}.train_step() returned a {type(found).__name__}, not metrics by name")
+        return {str(name): _number(value) for name, value in found.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _find_factory(name: str) -> Callable[..., Any]:
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ProgramError(f"{name!r:.200} names no program", hint='Write it as "package.module:Factory".')
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ProgramError(f"{name} cannot be imported: {error}", hint="Is its folder on PYTHONPATH?") from error
+    found: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(found):
+        raise ProgramError(f"{module_name} has no factory {attribute!r}", key=name)
+    return found

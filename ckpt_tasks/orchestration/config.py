@@ -1,0 +1,75 @@
+"""What a flow's parameters mean: the run's own directory, where it stands, and where the next batch ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+
+__all__ = ["BatchLength", "config_of_run", "position_of_run"]
+
+_FIRST_STEPS = 10  # before a step has been timed
+_GROWTH = 8  # the first steps after a start are slow ones: believe them step by step
+
+
+def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
+    """Return the options of one run: its key, and its own directory where `checkpoint_dir` holds "{run_key}".
+
+    Raises ConfigError where the options name another run, or the key cannot be a directory's name.
+    """
+    if config.run_key not in (None, run_key):
+        raise ConfigError(
+            f"run_key is {run_key!r} and checkpoint.run_key {config.run_key!r}", hint="Set only one of them."
+        )
+    keyed = replace(config, run_key=run_key)  # checks the key, before it becomes part of a path
+    return replace(keyed, checkpoint_dir=config.checkpoint_dir.replace("{run_key}", run_key))
+
+
+def position_of_run(config: CheckpointConfig) -> int:
+    """Return the step of the checkpoint that a restore tries first, 0 where there is none.
+
+    The ledger says so, never Prefect's results: they know nothing of another process. Raises RunMismatchError.
+    """
+    try:
+        newest_first = open_run(config.checkpoint_dir, config.run_key).checkpoints()
+    except CheckpointNotFoundError:
+        return 0
+    return newest_first[0].step if newest_first else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLength:
+    """Say how long a step-batch is: `steps`, or as many as take `seconds`.
+
+    Batches end at multiples of their length (and of `step_interval`, where they are longer than that), so that they
+    end where saves are due anyway, and a run that was stopped within a batch soon falls into step again.
+    """
+
+    steps: int | None = None
+    seconds: float = 30.0
+    step_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"batch_steps must be 1 or more, not {self.steps}")
+        if not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"batch_seconds must be above 0, not {self.seconds}")
+
+    def end(self, position: int, total: int, *, step_s: float | None, last: int | None) -> int:
+        """Return the step at which the batch from `position` on ends, `total` at most.
+
+        `step_s` is how long a step takes, `last` how many steps the last batch of this process had; None where there
+        is none yet.
+        """
+        stride = self.steps or self._sized(step_s, last)
+        return min((position // stride + 1) * stride, total)
+
+    def _sized(self, step_s: float | None, last: int | None) -> int:
+        wanted = _FIRST_STEPS
+        if step_s is not None and last is not None:
+            wanted = max(1, min(int(self.seconds / max(step_s, 1e-9)), max(_FIRST_STEPS, last) * _GROWTH))
+        if self.step_interval and wanted > self.step_interval:
+            wanted -= wanted % self.step_interval
+        return wanted

@@ -1,0 +1,65 @@
+"""A step-batch: one Prefect task that restores if it has to, trains up to a step, and ends with a commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prefect import Task
+from prefect.logging import get_run_logger
+
+from ckpt_tasks.gang.local import LocalSession
+from ckpt_tasks.orchestration.config import BatchLength, position_of_run
+from ckpt_tasks.orchestration.hooks import Attempts, attempted_task
+
+__all__ = ["BatchResult", "run_in_batches", "step_batch"]
+
+_MAX_STALLED_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """What a batch leaves behind: the steps it trained, the last metrics, how long it took, what its commit cost."""
+
+    start: int
+    end: int
+    metrics: Mapping[str, float]
+    seconds: float
+    commit_s: float
+
+
+def step_batch(session: LocalSession, *, retries: int) -> Task[[int, int], BatchResult]:
+    """Make the task that trains from one step to another; it is called directly, so that signals reach it."""
+    attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
+
+    def steps(start: int, end: int) -> BatchResult:
+        started = time.perf_counter()
+        attempts.run(session.run, end)
+        commit = session.ckpt.last_commit
+        done = BatchResult(
+            start=start,
+            end=session.ckpt.position,
+            metrics=session.metrics,
+            seconds=time.perf_counter() - started,
+            commit_s=commit.cost_s if commit else 0.0,
+        )
+        report = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
+        get_run_logger().info("Step %d committed after %.1f s: %s", done.end, done.seconds, report or "no metrics")
+        return done
+
+    name = "steps {start}–{end}"  # noqa: RUF001 (an en dash is what stands between two numbers)
+    return attempted_task(steps, name="steps", task_run_name=name, retries=retries, retry_delay_s=2.0)
+
+
+def run_in_batches(
+    session: LocalSession, total_steps: int, length: BatchLength, *, retries: int
+) -> Iterator[BatchResult]:
+    """Train to `total_steps`, one task per batch; a batch that follows a good one restores nothing."""
+    batch = step_batch(session, retries=retries)
+    position, last = position_of_run(session.ckpt.config), None
+    while position < total_steps:
+        end = length.end(position, total_steps, step_s=session.step_s, last=last)
+        done = batch(position, end)
+        position, last = done.end, done.end - done.start
+        yield done

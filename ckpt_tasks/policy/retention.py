@@ -1,0 +1,105 @@
+"""Which checkpoints stay, and why: a pure function from facts to verdicts.
+
+Whatever the policy: the newest checkpoint, the newest verified one, the one that training was restored from, pinned
+and leased ones stay. Rules add up: a checkpoint stays when any rule wants it. The form (plan with reasons, then
+execute) follows restic's forget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Candidate", "RetentionPolicy", "Verdict", "plan_retention", "rank_best"]
+
+
+class Candidate(Protocol):
+    """What retention needs to know of a checkpoint."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def manifest_digest(self) -> str: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def abandoned(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best k by a metric ("min" or "max")."""
+
+    max_num_checkpoints: int | None = None
+    keep_every_n_steps: int | None = None
+    keep_best: int = 0
+    best_metric: str | None = None
+    best_mode: str = "min"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one checkpoint: `reasons` say why it stays, or the one reason why it goes."""
+
+    step: int
+    manifest_digest: str
+    keep: bool
+    reasons: tuple[str, ...]
+
+
+def plan_retention(
+    newest_first: Sequence[Candidate],
+    policy: RetentionPolicy,
+    *,
+    pins: Mapping[str, str],
+    leased: Mapping[str, str],
+    verified: frozenset[str],
+    restored_from: str | None,
+    metrics: Mapping[str, Mapping[str, float]],
+) -> list[Verdict]:
+    """Decide for each checkpoint, newest first as given.
+
+    `pins` and `leased` map identities (manifest digests) to reasons; `verified` holds those whose bytes this process
+    has seen to be good; `metrics` adds evaluation results to a checkpoint's own metrics. Draws nothing from a clock:
+    the order is the order of commits.
+    """
+    best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
+    newest_verified = next((c.manifest_digest for c in newest_first if c.manifest_digest in verified), None)
+    verdicts = []
+    for place, candidate in enumerate(newest_first):
+        digest, step = candidate.manifest_digest, candidate.step
+        limit, every = policy.max_num_checkpoints, policy.keep_every_n_steps
+        rules = [
+            (place == 0, "newest"),
+            (limit is None, "all are kept"),
+            (limit is not None and place < limit, f"one of the newest {limit}"),
+            (every is not None and step % every == 0 and not candidate.abandoned, f"every {every} steps"),
+            (digest in best, f"number {best.get(digest)} by {policy.best_metric}"),
+            (digest in pins, f"pinned: {pins.get(digest)}"),
+            (digest in leased, f"leased by {leased.get(digest)}"),
+            (digest == newest_verified, "newest verified"),
+            (digest == restored_from, "training was restored from it"),
+        ]
+        why = tuple(reason for holds, reason in rules if holds)
+        gone = "on a line that was left" if candidate.abandoned else f"older than the newest {limit}"
+        verdicts.append(Verdict(step, digest, bool(why), why or (gone,)))
+    return verdicts
+
+
+def rank_best(
+    newest_first: Sequence[Candidate], policy: RetentionPolicy, metrics: Mapping[str, Mapping[str, float]]
+) -> list[Candidate]:
+    """Return the best `keep_best` checkpoints, best first; NaN and missing values are never best, ties go to the newer."""
+    if not policy.keep_best or policy.best_metric is None:
+        return []
+    sign = 1.0 if policy.best_mode == "min" else -1.0
+    scored = []
+    for place, candidate in enumerate(newest_first):
+        own = {**candidate.metrics, **metrics.get(candidate.manifest_digest, {})}
+        value = own.get(policy.best_metric)
+        if value is not None and not math.isnan(value):
+            scored.append((sign * value, place, candidate))
+    scored.sort(key=lambda item: item[:2])
+    return [candidate for _, _, candidate in scored[: policy.keep_best]]

@@ -1,0 +1,57 @@
+"""Capture a state: everything that a resumed training needs, as trees of plain values and live tensors.
+
+A *state* is a dict; each key names a *group*. A value is a module, an optimizer, a random generator, anything with
+state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Nothing is
+copied here except containers: whoever needs the tensors as they are now copies them before training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tasks.state.groups import Captured, GroupState
+from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
+from ckpt_tasks.state.modules import capture_module, parameter_names
+from ckpt_tasks.state.optimizers import capture_optimizer
+from ckpt_tasks.state.restoring import RestorePlan, plan_restore
+from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
+from ckpt_tasks.state.tensors import TensorSet
+from ckpt_tasks.state.values import pack
+
+__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
+
+# Memory that two groups share belongs to the first of these, so that a module can be restored from its own files.
+_ORDER = ("module", "optimizer", "generator", "stateful", "plain")
+
+
+def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
+    """Capture a state and, with `rng`, the random streams of the process.
+
+    Draws no random number and changes nothing. Tensors that are one (same memory, dtype, shape and strides) are stored
+    once, also across groups. Raises UnsupportedStateError with the path ("group/name/…") of what cannot be stored.
+    """
+    checked_state(state)
+    tensors = TensorSet()
+    names = parameter_names(modules_of(state))
+    found: dict[str, GroupState] = {}
+    with undisturbed():
+        for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
+            found[name] = _capture_group(state[name], name, names, tensors)
+    groups = {name: found[name] for name in state}
+    if rng:
+        groups[RNG] = GroupState("rng", capture_streams(tensors))
+    return Captured(groups, tensors.tensors)
+
+
+def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: TensorSet) -> GroupState:
+    kind = kind_of(value)
+    if kind == "module":
+        return GroupState(kind, capture_module(value, name, tensors))
+    if kind == "optimizer":
+        return GroupState(kind, capture_optimizer(value, name, names, tensors))
+    if kind == "generator":
+        return GroupState(kind, capture_generator(value, name, tensors))
+    if kind == "stateful":
+        return GroupState(kind, pack(value.state_dict(), name, tensors))
+    return GroupState(kind, pack(value, name, tensors))

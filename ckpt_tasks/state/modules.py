@@ -1,0 +1,163 @@
+"""Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
+
+A wrapper (DistributedDataParallel, DataParallel, torch.compile) leaves no trace in the names, so that what was saved
+wrapped restores bare. What a state_dict leaves out is not part of the state here either: buffers that are not
+persistent, and the requires_grad flags. load_state_dict takes time in the square of the number of submodules, so it is
+called only where a module's own code takes part (hooks, extra state, an overridden method), and then under a guard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.tensors import TensorSet, identity
+from ckpt_tasks.state.values import pack, unpack
+
+__all__ = ["ModulePart", "capture_module", "parameter_names", "unwrapped"]
+
+_EXTRA = "_extra_state"
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
+_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_METHODS = (
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while True:
+        inner = module.module if isinstance(module, _WRAPPERS) else module._modules.get("_orig_mod")
+        if inner is None:
+            return module
+        module = inner
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Name every parameter by id(): "group/name", the first in order of text where it has several."""
+    names: dict[int, str] = {}
+    for group, module in modules.items():
+        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False):
+            full = f"{group}/{_bare(name)}"
+            names[id(parameter)] = min(full, names.get(id(parameter), full))
+    return names
+
+
+def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[str, Any]:
+    """Turn a module's state into a tree: name → TensorRef, or what a get_extra_state returned."""
+    return {
+        name: tensors.add(value, f"{group}/{name}", exact=False)
+        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA)
+        else pack(value, f"{group}/{name}", tensors)
+        for name, value in _named_state(module, group).items()
+    }
+
+
+class ModulePart:
+    """Restore one module."""
+
+    def __init__(self, module: nn.Module, group: str, tree: dict[str, Any]):
+        self._module = unwrapped(module)
+        self._group = group
+        self._tree = tree
+        self._state = _named_state(module, group)
+        self._value: dict[str, Any] = {}
+        self._copies = Copies()
+        capture_module(module, group, TensorSet())  # what could not be saved from here is refused here too
+        self.guard = None if self._is_ordinary() else Guard(self._module, group, self._module.state_dict())
+
+    def compare(self, differences: Differences) -> None:
+        """Compare names, shapes, dtypes and ties."""
+        differences.names(self._group, set(self._state), set(self._tree))
+        for name, live in self._state.items():
+            ref = self._tree.get(name)
+            if name not in self._tree or name.endswith(_EXTRA):
+                continue
+            if isinstance(live, torch.Tensor):
+                differences.tensor(f"{self._group}/{name}", live, ref)
+            elif type(ref) is TensorRef:
+                differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
+        self._compare_ties(differences)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look up what to copy; make a whole state for load_state_dict where the module's own code takes part."""
+        if self.guard is None:
+            for name, live in self._state.items():
+                self._copies.want(f"{self._group}/{name}", live, self._tree[name])
+            self._copies.prepare(tensors)
+            return
+        make = Maker(tensors)
+        own = self._module.state_dict()
+        self._value = type(own)((name, unpack(self._tree[_bare(name)], make, live)) for name, live in own.items())
+        if hasattr(own, "_metadata"):  # the versions of the submodules' states
+            self._value._metadata = own._metadata  # type: ignore[attr-defined]
+
+    def write(self) -> None:
+        """Copy into the module's tensors, or hand the state to load_state_dict."""
+        if self.guard is None:
+            self._copies.write()
+        else:
+            self._module.load_state_dict(self._value)
+
+    def _is_ordinary(self) -> bool:
+        if any(_takes_part(module) for module in self._module.modules()):
+            return False
+        own = {identity(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        return all(isinstance(t, torch.Tensor) and identity(t) in {*own, None} for t in self._state.values())
+
+    def _compare_ties(self, differences: Differences) -> None:
+        parameters = {identity(p) for p in self._module.parameters()}
+        first: dict[str, Any] = {}
+        for name, ref in self._tree.items():
+            live = self._state.get(name)
+            if type(ref) is not TensorRef or not isinstance(live, torch.Tensor):
+                continue
+            known = identity(live)
+            # Buffers come apart when a module moves to a device, so only parameters must stay tied.
+            if first.setdefault(ref.key, known) != known and known in parameters:
+                differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
+
+
+def _bare(name: str) -> str:
+    return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
+
+
+def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
+    state = unwrapped(module).state_dict()
+    named = {_bare(name): value for name, value in state.items()}
+    if len(named) != len(state):
+        raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
+    return named
+
+
+def _takes_part(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) for name in _HOOKS) or _overrides(type(module))
+
+
+@cache
+def _overrides(kind: type[nn.Module]) -> bool:
+    # torch's own overrides read older versions of a state; they do nothing for one that has every name.
+    for name in _METHODS:
+        home = getattr(getattr(kind, name), "__module__", "")
+        if not home.startswith("torch.nn.modules."):
+            return True
+    return False

@@ -1,0 +1,257 @@
+"""Optimizers: their state by the names of the parameters, not by their positions.
+
+torch numbers parameters in the order in which the optimizer got them, and restores by number alone: reorder or freeze
+one, and moments attach to the wrong parameters without a word (github.com/pytorch/pytorch issue 192202). Here every
+parameter has a name: of a module in the same state ("model/head.weight"), else of the optimizer's `param_names`, else
+its place ("#0.3", group 0, position 3). Values are copied as they are, never cast to the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.tensors import TensorSet, identity
+from ckpt_tasks.state.values import pack, unpack
+
+__all__ = ["OptimizerPart", "capture_optimizer"]
+
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
+    """Turn an optimizer's state into a tree.
+
+    `names` are the parameters' by id(). The tree: `state` by parameter name (of those that have one), `shared` (what is
+    kept for no parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes`
+    of parameters that no module of the state has, and `on_cpu`: the entries kept on the CPU for parameters elsewhere.
+    """
+    state = _state_dict(optimizer, group)
+    named = _named_groups(optimizer, names, group)
+    numbers = _numbers(state, named)
+    per_name = {numbers[n]: entry for n, entry in state["state"].items() if n in numbers}
+    shared = {n: entry for n, entry in state["state"].items() if n not in numbers}
+    other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    live = dict(pair for members in named for pair in members)
+    return {
+        "state": {name: pack(entry, f"{group}/{name}", tensors) for name, entry in per_name.items()},
+        "shared": pack(shared, f"{group}/shared", tensors),
+        "param_groups": [
+            {
+                "params": [name for name, _ in members],
+                "options": pack(_options(options), f"{group}/param_groups/{n}", tensors),
+            }
+            for n, (members, options) in enumerate(zip(named, state["param_groups"], strict=True))
+        ],
+        "other": pack(other, f"{group}/other", tensors),
+        "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
+        "on_cpu": _on_cpu(per_name, live),
+    }
+
+
+class OptimizerPart:
+    """Restore one optimizer, in its own order of parameters."""
+
+    def __init__(self, optimizer: Optimizer, group: str, tree: Any, names: Mapping[int, str]):
+        capture_optimizer(optimizer, group, names, TensorSet())  # what could not be saved from here is refused here too
+        self._optimizer = optimizer
+        self._group = group
+        self._tree = _checked(tree, group)
+        self._named = _named_groups(optimizer, names, group)
+        self._copies = Copies()
+        self._copied_into: set[Any] = set()
+        self._state: dict[Any, Any] = {}
+        self._options: list[dict[str, Any]] = []
+        self._value: dict[str, Any] = {}
+        self.guard = None if _is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
+
+    def compare(self, differences: Differences) -> None:
+        """Compare which parameters there are, in which group each is, and the shapes that no module answers for."""
+        here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members}
+        there = {name: n for n, saved in enumerate(self._tree["param_groups"]) for name in saved["params"]}
+        differences.names(self._group, set(here), set(there))
+        if len(self._named) != len(self._tree["param_groups"]):
+            count = len(self._tree["param_groups"])
+            differences.differ(self._group, f"{len(self._named)} param groups here, {count} in the checkpoint")
+        for name, (n, parameter) in here.items():
+            if there.get(name, n) != n:
+                differences.differ(f"{self._group}/{name}", f"in param group {n} here, {there[name]} in the checkpoint")
+            shape = self._tree["shapes"].get(name)
+            if shape is not None and shape != [*parameter.shape]:
+                differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make every new value; a tensor that is there already with its shape and dtype will be copied into."""
+        make = Maker(tensors)
+        if self.guard is not None:
+            self._value = self._numbered(make)
+            return
+        live_state = self._optimizer.state
+        old = {key: value for key, value in live_state.items() if not isinstance(key, torch.Tensor)}
+        self._state = unpack(self._tree["shared"], make, old)
+        for saved, members, live in zip(
+            self._tree["param_groups"], self._named, self._optimizer.param_groups, strict=True
+        ):
+            options = saved["options"]
+            for name, parameter in members:
+                if name in self._tree["state"]:
+                    at = partial(_device, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
+                    entry, before = self._tree["state"][name], live_state.get(parameter, {})
+                    self._state[parameter] = self._values(entry, before, tensors, make, at, f"{self._group}/{name}")
+            first = members[0][1].device if members and options.get("capturable") else torch.device("cpu")
+            made = self._values(options, live, tensors, make, lambda _, first=first: first, self._group)  # type: ignore[misc]
+            self._options.append({**self._optimizer.defaults, **made})
+        self._copies.prepare(tensors)
+
+    def write(self) -> None:
+        """Copy and attach; param groups stay the dicts that they are, since schedulers and graphs hold on to them."""
+        if self.guard is not None:
+            self._optimizer.load_state_dict(self._value)
+            return
+        self._copies.write()
+        state = cast("dict[Any, Any]", self._optimizer.state)
+        state.clear()
+        state.update(self._state)
+        for live, made in zip(self._optimizer.param_groups, self._options, strict=True):
+            kept = {key: live[key] for key in _NOT_OPTIONS if key in live}
+            live.clear()
+            live.update({**made, **kept})
+
+    def _values(
+        self,
+        saved: Mapping[str, Any],
+        live: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        make: Maker,
+        at: Callable[[str], torch.device],
+        place: str,
+    ) -> dict[str, Any]:
+        made = {}
+        for key, value in saved.items():
+            old = live.get(key)
+            if type(value) is TensorRef and self._can_take(old, tensors[value.key]):
+                self._copies.want(f"{place}/{key}", old, value)
+                made[key] = old
+            else:
+                made[key] = unpack(value, partial(make, device=at(key)), old)
+        return made
+
+    def _can_take(self, live: Any, source: torch.Tensor) -> bool:
+        if type(live) is not torch.Tensor or live.shape != source.shape or live.dtype != source.dtype:
+            return False
+        known = identity(live)
+        if known in self._copied_into or live.requires_grad:
+            return False  # two entries in one tensor here may be two tensors in the checkpoint
+        if known:
+            self._copied_into.add(known)
+        return True
+
+    def _numbered(self, make: Maker) -> dict[str, Any]:
+        # As torch's own state_dict has it, in the target's numbers.
+        own = self._optimizer.state_dict()
+        numbers = {name: n for n, name in _numbers(own, self._named).items()}
+        state = unpack(self._tree["shared"], make)
+        for name, entry in self._tree["state"].items():
+            state[numbers[name]] = unpack(entry, make, own["state"].get(numbers[name]))
+        groups = []
+        for saved, live in zip(self._tree["param_groups"], own["param_groups"], strict=True):
+            kept = {key: live[key] for key in _NOT_OPTIONS if key in live}
+            groups.append({**unpack(saved["options"], make, live), **kept})
+        return {**unpack(self._tree["other"], make, own), "state": state, "param_groups": groups}
+
+
+def _state_dict(optimizer: Optimizer, group: str) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    try:
+        sizes = [len(members["params"]) for members in state["param_groups"]]
+        sound = sizes == [len(members["params"]) for members in optimizer.param_groups]
+        sound = sound and all(isinstance(entry, dict) for key, entry in state["state"].items() if type(key) is int)
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        hint = "Wrap it in an object of another type with state_dict and load_state_dict."
+        raise UnsupportedStateError(
+            "an optimizer whose state_dict is not torch's cannot be stored", key=group, hint=hint
+        )
+    return state
+
+
+def _named_groups(optimizer: Optimizer, names: Mapping[int, str], group: str) -> list[list[tuple[str, torch.Tensor]]]:
+    named: list[list[tuple[str, torch.Tensor]]] = []
+    taken: dict[str, int] = {}
+    for n, options in enumerate(optimizer.param_groups):
+        own = options.get("param_names") or [f"#{n}.{position}" for position in range(len(options["params"]))]
+        members = [(names.get(id(p), name), p) for name, p in zip(own, options["params"], strict=True)]
+        for name, parameter in members:
+            if taken.setdefault(name, id(parameter)) != id(parameter):
+                raise UnsupportedStateError("two parameters of the optimizer have one name", key=f"{group}/{name}")
+        named.append(members)
+    return named
+
+
+def _numbers(state: Mapping[str, Any], named: list[list[tuple[str, torch.Tensor]]]) -> dict[Any, str]:
+    return {
+        number: name
+        for options, members in zip(state["param_groups"], named, strict=True)
+        for number, (name, _) in zip(options["params"], members, strict=True)
+    }
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in _NOT_OPTIONS}
+
+
+def _on_cpu(per_name: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[str] | None:
+    if all(parameter.is_cpu for parameter in live.values()):
+        return None
+    return sorted(
+        {
+            key
+            for name, entry in per_name.items()
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor) and value.is_cpu and not live[name].is_cpu
+        }
+    )
+
+
+def _device(key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None) -> torch.device:
+    # Where it was, or where torch would have it if all of it was on the CPU: a step counts on the CPU unless a kernel
+    # reads it.
+    if on_cpu is None:
+        aside = key == "step" and not (options.get("fused") or options.get("capturable"))
+    else:
+        aside = key in on_cpu
+    return torch.device("cpu") if aside else parameter.device
+
+
+def _is_ordinary(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+    return own and not any(getattr(optimizer, name, None) for name in _HOOKS)
+
+
+def _checked(tree: Any, group: str) -> dict[str, Any]:
+    try:
+        groups = [(list(saved["params"]), dict(saved["options"])) for saved in tree["param_groups"]]
+        parts = [dict(tree[name]) for name in ("state", "shared", "other", "shapes")]
+        entries = [dict(entry) for entry in parts[0].values()]
+        known = {name for members, _ in groups for name in members}
+        sound = len(groups) > 0 and len(entries) <= len(known) and known >= parts[0].keys() and "on_cpu" in tree
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise IntegrityError("the optimizer's tree is malformed", key=group)
+    return cast("dict[str, Any]", tree)

@@ -1,0 +1,167 @@
+"""Restore a state: compare everything, prepare everything, and only then change something.
+
+Invariants
+
+1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
+2. `RestorePlan.apply` first makes every value that has to be made; what fails until then has changed nothing.
+3. Code of the user's (load_state_dict of his own objects) runs first, each call under a copy of the old state; when one
+   raises, all that ran are put back. What runs after it only copies and assigns.
+4. The random streams of the process come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt_tasks.errors import FormatVersionError, StateError
+from ckpt_tasks.state.groups import Differences, GroupState, Guard, Maker, Part, Stored, needed_keys
+from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
+from ckpt_tasks.state.modules import ModulePart, parameter_names
+from ckpt_tasks.state.optimizers import OptimizerPart
+from ckpt_tasks.state.plain import PlainPart
+from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
+from ckpt_tasks.state.values import unpack
+
+__all__ = ["RestorePlan", "plan_restore"]
+
+_KINDS = ("module", "optimizer", "stateful", "generator", "plain", "rng")
+
+
+class RestorePlan:
+    """What a restore will do; nothing has been changed yet.
+
+    `keys` are the full keys of the tensors that it needs.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], keys: frozenset[str]):
+        self.keys = keys
+        self._parts = dict(parts)
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore from `tensors`: full key → values of the stored dtype and shape, which are copied and not kept.
+
+        Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where values
+        do not fit; the target is as it was then. A plan is applied once.
+        """
+        with undisturbed():
+            for part in self._parts.values():
+                part.prepare(tensors)
+            self._write_guarded()
+            for name, part in self._parts.items():
+                if part.guard is None and name != RNG:
+                    part.write()
+        if RNG in self._parts:
+            self._parts[RNG].write()
+
+    def _write_guarded(self) -> None:
+        guarded = [(name, part, part.guard) for name, part in self._parts.items() if part.guard is not None]
+        for _, _, guard in guarded:
+            guard.keep()
+        for count, (name, part, _) in enumerate(guarded, start=1):
+            try:
+                part.write()
+            except BaseException as error:
+                faults = _undo_all([(other, guard) for other, _, guard in reversed(guarded[:count])])
+                if not isinstance(error, Exception):
+                    raise
+                kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
+                raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
+
+
+def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
+    faults = []
+    for name, guard in guards:
+        try:
+            guard.undo()
+        except Exception as error:  # noqa: BLE001 (it is the user's code; the caller reports it with the first error)
+            faults.append(f"{name} did not take its old state back ({error!r})")
+    return faults
+
+
+def plan_restore(
+    state: Mapping[str, Any],
+    groups: Mapping[str, GroupState],
+    tensors: Stored,
+    *,
+    partial: bool = False,
+    rng: bool = True,
+) -> RestorePlan:
+    """Compare a target with a checkpoint and plan the restore; nothing is changed and nothing is drawn.
+
+    `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
+    `state` names, and no random streams. Raises StateMismatchError with every difference, UnsupportedStateError where the
+    target could not be saved either, IntegrityError where a tree is not what capture makes.
+    """
+    checked_state(state)
+    stored = {key: (str(dtype).removeprefix("torch."), tuple(shape)) for key, (dtype, shape) in tensors.items()}
+    differences = Differences(stored)
+    wanted = {name: groups[name] for name in state if name in groups}
+    differences.missing += [name for name in state if name not in groups]
+    if not partial:
+        differences.unexpected += [name for name in groups if name not in state and name != RNG]
+    if rng and not partial:
+        differences.missing += [RNG] if RNG not in groups else []
+        wanted |= {RNG: groups[RNG]} if RNG in groups else {}
+    for name, group in wanted.items():
+        if group.kind not in _KINDS:
+            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+    keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, stored))
+    with undisturbed():
+        parts = _parts(state, wanted, differences)
+        for part in parts.values():
+            part.compare(differences)
+    differences.raise_any()
+    return RestorePlan(parts, keys)
+
+
+def _parts(state: Mapping[str, Any], groups: Mapping[str, GroupState], differences: Differences) -> dict[str, Part]:
+    names = parameter_names(modules_of(state))
+    parts: dict[str, Part] = {}
+    for name, group in groups.items():
+        if name == RNG:
+            parts[RNG] = StreamsPart(group.tree)
+            continue
+        value, kind = state[name], kind_of(state[name])
+        if kind != group.kind:
+            why = f"{kind} ({type(value).__qualname__}) here, {group.kind} in the checkpoint"
+            differences.differ(name, why)
+        elif kind == "module":
+            parts[name] = ModulePart(value, name, group.tree)
+        elif kind == "optimizer":
+            parts[name] = OptimizerPart(value, name, group.tree, names)
+        elif kind == "stateful":
+            parts[name] = StatefulPart(value, name, group.tree)
+        elif kind == "generator":
+            parts[name] = GeneratorPart(value, name, group.tree)
+        else:
+            parts[name] = PlainPart(state, name, group.tree)
+    return parts
+
+
+class StatefulPart:
+    """Restore an object through its own load_state_dict."""
+
+    def __init__(self, target: Any, name: str, tree: Any):
+        self._target = target
+        self._name = name
+        self._tree = tree
+        self._live = target.state_dict()
+        self._value: Any = None
+        self.guard: Guard | None = Guard(target, name, self._live)
+
+    def compare(self, differences: Differences) -> None:
+        """Compare nothing but a GradScaler that is on with one that is off: it would ignore the state silently."""
+        if isinstance(self._target, torch.amp.GradScaler) and self._target.is_enabled() == (self._tree == {}):
+            here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
+            differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the state, with tensors of its own, on the devices of the present ones."""
+        self._value = unpack(self._tree, Maker(tensors), self._live)
+
+    def write(self) -> None:
+        """Hand it over."""
+        self._target.load_state_dict(self._value)

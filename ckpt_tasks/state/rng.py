@@ -1,0 +1,179 @@
+"""Random streams: those of the process, and generators of the user's own.
+
+The streams of a process are Python's, NumPy's legacy global one, torch's on the CPU, and torch's on every CUDA device
+that the process uses. They are restored last, and reading them draws nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.groups import Differences, Guard, Maker
+from ckpt_tasks.state.tensors import TensorSet
+from ckpt_tasks.state.values import pack, unpack
+
+__all__ = ["GENERATORS", "RNG", "GeneratorPart", "StreamsPart", "capture_generator", "capture_streams", "undisturbed"]
+
+RNG = "rng"  # the group of the process's streams
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put every stream of the process back to where it was, for code of others that may draw from one."""
+    before = [(stream, _state(stream)) for stream in _streams().values()]
+    try:
+        yield
+    finally:
+        for stream, state in before:
+            if not _equal(_state(stream), state):
+                _set_state(stream, state)
+
+
+def capture_streams(tensors: TensorSet) -> dict[str, Any]:
+    """Turn the streams of the process into a tree: python, numpy, torch, cuda:0 …"""
+    return {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in _streams().items()}
+
+
+def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
+    """Turn a generator into a tree; raise UnsupportedStateError for one that has no state, such as SystemRandom."""
+    try:
+        return {"type": _type(generator), "state": pack(_state(generator), path, tensors)}
+    except NotImplementedError as error:
+        raise UnsupportedStateError(f"a {type(generator).__qualname__} has no state to store", key=path) from error
+
+
+class GeneratorPart:
+    """Restore one generator."""
+
+    guard: Guard | None = None
+
+    def __init__(self, generator: Any, path: str, tree: Any):
+        self._generator = generator
+        self._path = path
+        self._tree = tree
+        self._value: Any = None
+        if type(tree) is not dict or not {"type", "state"} <= tree.keys():
+            raise IntegrityError("the generator's tree is malformed", key=path)
+
+    def compare(self, differences: Differences) -> None:
+        """Compare which kind of generator it is."""
+        here, there = _type(self._generator), self._tree["type"]
+        if here != there:
+            differences.differ(self._path, f"{here} here, {there} in the checkpoint")
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Try the state on a scratch generator, so that setting it cannot fail."""
+        self._value = unpack(self._tree["state"], Maker(tensors))
+        try:
+            _set_state(_scratch(self._generator), self._value)
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise IntegrityError(f"the stored state of the generator is not one: {error}", key=self._path) from error
+
+    def write(self) -> None:
+        """Set the state."""
+        _set_state(self._generator, self._value)
+
+
+class StreamsPart:
+    """Restore the streams of the process; one for a device that is not here is an error, one that is not stored stays."""
+
+    guard: Guard | None = None
+
+    def __init__(self, tree: Any):
+        if type(tree) is not dict or not {"python", "numpy", "torch"} <= tree.keys():
+            raise IntegrityError("the tree of the random streams is malformed", key=RNG)
+        streams = _streams(wanted=tree.keys())
+        self._absent = sorted(tree.keys() - streams.keys())
+        self._parts = [GeneratorPart(streams[n], f"{RNG}/{n}", t) for n, t in tree.items() if n in streams]
+
+    def compare(self, differences: Differences) -> None:
+        """Compare which streams there are."""
+        differences.unexpected += [f"{RNG}/{name} (this process has no device {name})" for name in self._absent]
+        for part in self._parts:
+            part.compare(differences)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Prepare every stream."""
+        for part in self._parts:
+            part.prepare(tensors)
+
+    def write(self) -> None:
+        """Set every stream."""
+        for part in self._parts:
+            part.write()
+
+
+def _streams(wanted: Any = ()) -> dict[str, Any]:
+    # The objects behind the module-level functions of random and numpy.random.
+    streams: dict[str, Any] = {
+        "python": random.getstate.__self__,  # type: ignore[attr-defined]
+        "numpy": np.random.get_state.__self__,  # type: ignore[attr-defined]
+        "torch": torch.default_generator,
+    }
+    asks = any(name.startswith("cuda:") for name in wanted)
+    if torch.cuda.is_available() and (asks or torch.cuda.is_initialized()):
+        torch.cuda.init()
+        for index, generator in enumerate(torch.cuda.default_generators):
+            if f"cuda:{index}" in wanted or _in_use(index):
+                streams[f"cuda:{index}"] = generator
+    return streams
+
+
+def _in_use(device: int) -> bool:
+    # A process that sees eight devices and uses one can go on where there is one.
+    return bool(torch._C._cuda_hasPrimaryContext(device))
+
+
+def _type(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return f"torch.Generator on {generator.device.type}"
+    if isinstance(generator, np.random.Generator):
+        return f"numpy.random.Generator of {type(generator.bit_generator).__name__}"
+    return "numpy.random.RandomState" if isinstance(generator, np.random.RandomState) else "random.Random"
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    version, numbers, gauss = generator.getstate()
+    return {"version": version, "numbers": np.array(numbers, dtype=np.uint32), "gauss": gauss}
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate((state["version"], tuple(map(int, state["numbers"])), state["gauss"]))
+
+
+def _scratch(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)())
+    return np.random.RandomState() if isinstance(generator, np.random.RandomState) else random.Random()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other))

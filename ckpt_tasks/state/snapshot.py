@@ -1,0 +1,153 @@
+"""A snapshot: a copy of the state in host memory that already is the bytes of its files.
+
+The plan (which tensor at which offset of which file) depends only on names, dtypes and shapes, and is kept while
+these stay the same. Its images are filled by plain copies; nothing is serialised a second time.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
+from ckpt_tasks.format.keys import shard_name
+
+__all__ = ["BufferPool", "Image", "SnapshotPlan", "plan_snapshot", "tensor_at"]
+
+MAX_SHARD_BYTES = 2 << 30
+
+
+class BufferPool:
+    """Keep page-aligned buffers between saves and restores, since first touch of fresh memory costs more than a copy."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size_bytes: int) -> mmap.mmap:
+        """Return a buffer of at least `size_bytes`: the smallest free one that is not wastefully large, else a new one."""
+        fitting = [b for b in self._free if size_bytes <= len(b) <= 2 * size_bytes + (1 << 20)]
+        if fitting:
+            best = min(fitting, key=len)
+            self._free.remove(best)
+            return best
+        buffer = mmap.mmap(-1, max(size_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Take a buffer back; whoever gives it must not look at it again."""
+        self._free.append(buffer)
+
+
+class Image:
+    """One file of a snapshot in memory: its group, its name, its layout and its bytes."""
+
+    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: mmap.mmap):
+        self.group = group
+        self.name = name
+        self.layout = layout
+        self.buffer = buffer
+        self.bytes = memoryview(buffer)[: layout.size_bytes]
+        self.bytes[: len(layout.header)] = layout.header
+        self.views = {slot.spec.name: _writable(buffer, slot) for slot in layout.slots}
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """The images of one state structure; `signature` says which."""
+
+    signature: tuple[tuple[str, str, tuple[int, ...]], ...]
+    images: tuple[Image, ...]
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor (by full key) to its place; the images then are the files."""
+        for image in self.images:
+            into, out_of = [], []
+            for name, view in image.views.items():
+                into.append(view)
+                out_of.append(_storable(tensors[f"{image.group}/{name}"]))
+            if into:
+                torch._foreach_copy_(into, out_of)
+
+    def free(self, pool: BufferPool) -> None:
+        """Give the images' memory back."""
+        for image in self.images:
+            image.views.clear()
+            image.bytes.release()
+            pool.give(image.buffer)
+
+
+def signature_of(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Describe the structure that a plan depends on."""
+    return tuple((key, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in tensors.items())
+
+
+def plan_snapshot(
+    tensors: Mapping[str, torch.Tensor],
+    pool: BufferPool,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> SnapshotPlan:
+    """Lay out one file per group (several where a group is large) and take memory for them."""
+    signature = signature_of(tensors)
+    groups: dict[str, list[TensorSpec]] = {}
+    for full_key, dtype, shape in signature:
+        group, _, key = full_key.partition("/")
+        groups.setdefault(group, []).append(TensorSpec(key, dtype, shape))
+    layouts = [
+        (group, shard_name(group, rank, world_size, part), plan_image(specs))
+        for group, all_specs in groups.items()
+        for part, specs in enumerate(plan_parts(all_specs, max_shard_bytes))
+    ]
+    images = tuple(Image(group, name, layout, pool.take(layout.size_bytes)) for group, name, layout in layouts)
+    return SnapshotPlan(signature, images)
+
+
+def tensor_at(buffer: mmap.mmap, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
+    """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
+    shape = tuple(shape)
+    stored = STORED_DTYPES[dtype]
+    count = math.prod(shape) * math.prod(stored.suffix)
+    if count == 0:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=count * stored.itemsize)
+    if not stored.suffix:
+        return raw.view(getattr(torch, dtype)).view(shape)
+    real = raw.view(_REAL[dtype]).view(*shape, *stored.suffix)
+    return torch.view_as_complex(real.clone())
+
+
+_REAL = {"complex128": torch.float64, "complex32": torch.float16}
+# Dtypes that few kernels know: their bits are copied as what they are.
+_AS_BYTES = frozenset(
+    name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
+)
+
+
+def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
+    name, dtype, shape = slot.spec
+    if dtype in _AS_BYTES:
+        return tensor_at(buffer, "uint8", shape, slot.begin)
+    if STORED_DTYPES[dtype].suffix:
+        stored = {torch.float64: "float64", torch.float16: "float16"}[_REAL[dtype]]
+        return tensor_at(buffer, stored, (*shape, 2), slot.begin)
+    return tensor_at(buffer, dtype, shape, slot.begin)
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
+    tensor = tensor.detach()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _AS_BYTES:
+        return tensor.view(torch.uint8)
+    if STORED_DTYPES[name].suffix:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor

@@ -1,0 +1,183 @@
+"""One tensor: whether it can be stored, with which others it shares its memory, how it is copied and comes back.
+
+Strides. A checkpoint holds values in C order; a TensorRef adds the strides where they were others. A dense tensor
+(transposed, channels_last) comes back with its strides and an expanded one expanded; a slice comes back dense.
+What is copied into an existing tensor takes that tensor's strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.image import STORED_DTYPES
+from ckpt_tasks.format.tree import TensorRef
+
+__all__ = ["DTYPES", "TensorSet", "copy_all", "difference", "expanded", "identity", "rebuild", "same_bits", "strides"]
+
+# What can be stored, as far as this torch knows it.
+DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
+
+_RESERVED = "__metadata__"  # not a tensor's name in a safetensors header
+_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
+class TensorSet:
+    """Collect live tensors by their full keys, and every piece of memory once.
+
+    `tensors` are the live ones, detached and not copied. Two tensors with the same memory, dtype, shape and strides
+    are one: the second refers to the first one's key.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[tuple[Any, ...], str] = {}
+
+    def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
+        """Take a tensor in and return what stands for it in a tree.
+
+        `exact`: it will have to be made anew, so its type must be torch.Tensor or Parameter and it must not be a result
+        that autograd still knows; else it is restored in place, and a subclass is fine as long as it holds its data
+        itself. Raises UnsupportedStateError with the key.
+        """
+        refuse(tensor, key, exact=exact)
+        requires_grad = exact and tensor.requires_grad
+        if tensor.is_neg() or tensor.is_conj():
+            tensor = tensor.detach().resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
+        elif tensor.requires_grad:
+            tensor = tensor.detach()
+        known = identity(tensor)
+        first = self._known.get(known) if known else None
+        if first is None:
+            first = self._free_key(key)
+            self.tensors[first] = tensor
+            if known:
+                self._known[known] = first
+        return TensorRef(first, array=array, stride=strides(tensor), requires_grad=requires_grad)
+
+    def _free_key(self, key: str) -> str:
+        if key not in self.tensors and not key.endswith(_RESERVED):
+            return key
+        number = 2
+        while f"{key}~{number}" in self.tensors:
+            number += 1
+        return f"{key}~{number}"
+
+
+def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
+    """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
+    kind = type(tensor)
+    why = hint = ""
+    if is_lazy(tensor):
+        why, hint = "a parameter that is not initialised", "Run one forward pass first."
+    elif not (kind in (torch.Tensor, torch.nn.Parameter) or (not exact and _holds_its_data(kind))):
+        why, hint = (
+            f"a tensor of type {kind.__module__}.{kind.__qualname__}",
+            "Store the plain tensors that it is made of.",
+        )
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        why, hint = f"a tensor of layout {tensor.layout}", "Make it dense, or store its parts."
+    elif tensor.is_meta:
+        why, hint = "a tensor on the meta device, which has no values,", "Materialise it first."
+    elif tensor.dtype not in DTYPES:
+        why, hint = f"a tensor of {tensor.dtype}", "Store its integer form and its parameters."
+    elif exact and tensor.requires_grad and not tensor.is_leaf:
+        why, hint = "a tensor with an autograd history", "Store tensor.detach()."
+    if why:
+        raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=hint)
+
+
+@cache
+def _holds_its_data(kind: type) -> bool:
+    # A subclass that changes neither what operators do nor where the values are: its bytes are all there is to it.
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # type: ignore[attr-defined]
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in _FUNCTIONS  # type: ignore[attr-defined]
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Say which memory a tensor shows and how; None where it has no memory."""
+    if not tensor.numel():
+        return None
+    steps = None if tensor.is_contiguous() else tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, steps
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides, in elements, that a copy must have; None for C order.
+
+    Dense ones are kept, zeros of expanded dimensions too; gaps of a slice are closed and its order of dimensions stays.
+    """
+    if tensor.is_contiguous():
+        return None
+    kept = torch.empty_like(expanded(tensor), device="meta", memory_format=torch.preserve_format).stride()
+    found = tuple(
+        0 if step == 0 and size > 1 else new
+        for step, size, new in zip(tensor.stride(), tensor.shape, kept, strict=True)
+    )
+    dense = torch.empty(tensor.shape, device="meta").stride()
+    return None if found == dense else found
+
+
+def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.Tensor:
+    """Narrow every expanded dimension (stride 0, in `steps` or the tensor's own) to 1: each element of memory once."""
+    for dim, step in enumerate(tensor.stride() if steps is None else steps):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def rebuild(source: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
+    """Make a new tensor with the source's values and the strides and flags of its ref; raise IntegrityError on bad strides."""
+    if ref.stride is None:
+        made = torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+    else:
+        once = expanded(source, _sane(ref.stride, source))
+        made = torch.empty_strided(once.shape, ref.stride, dtype=source.dtype, device=device).copy_(once)
+        made = made.expand(source.shape)
+    return made.requires_grad_() if ref.requires_grad else made
+
+
+def _sane(steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
+    # They decide how much memory is taken: never more than the values need.
+    if len(steps) != source.dim() or any(step < 0 for step in steps):
+        raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}")
+    if sum((size - 1) * step for size, step in zip(source.shape, steps, strict=True)) > max(source.numel() - 1, 0):
+        raise IntegrityError(f"strides {tuple(steps)} leave gaps in a tensor of shape {tuple(source.shape)}")
+    return steps
+
+
+@torch.no_grad()
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of every pair into the first, which has its shape and dtype, on any device."""
+    into: list[torch.Tensor] = []
+    out_of: list[torch.Tensor] = []
+    for target, source in pairs:
+        steps = None if target.is_contiguous() else target.stride()
+        into.append(target.detach() if steps is None else expanded(target.detach(), steps))
+        out_of.append(source if steps is None else expanded(source, steps))
+    if into:
+        torch._foreach_copy_(into, out_of)  # one call: 10⁵ small tensors take 0.1 s
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare shape, dtype and every bit: NaN equals itself, and 0.0 is not -0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Say how a live tensor differs from the stored dtype and shape; None where it does not."""
+    here = DTYPES.get(tensor.dtype, str(tensor.dtype))
+    if here == dtype and tuple(tensor.shape) == tuple(shape):
+        return None
+    return f"{here}{list(tensor.shape)} here, {dtype}{list(shape)} in the checkpoint"

@@ -1,0 +1,309 @@
+"""A local directory as a store, durable through power loss.
+
+Invariants
+
+1. `put` returns after fsync of the file and of every directory whose entry is new (without the directory's fsync a
+   power loss takes the name: seen on ext4, xfs and btrfs).
+2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees
+   nothing or all of it, and of racing writers one wins (exists-then-write let several win in 88 of 200 rounds).
+3. A failed fsync is final: the file is given up, never fsynced again (the kernel has dropped the pages).
+
+Large bodies are written with O_DIRECT from aligned buffers, with an ordinary tail: it is the steady way, and it leaves
+the page cache to training. A file system that refuses it gets ordinary writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_tasks.errors import ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.keys import is_object_name
+
+__all__ = ["Calls", "LocalStore"]
+
+_PIECE_BYTES = 16 << 20
+_DIRECT_BYTES = 1 << 20  # below this, alignment costs more than it saves
+_ALIGNMENT = 4096
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class Calls(Protocol):
+    """The system calls that change the disk: the module `os`, or what a test puts between it and the store."""
+
+    open: Any
+    close: Any
+    pwrite: Any
+    fsync: Any
+    link: Any
+    replace: Any
+    unlink: Any
+    mkdir: Any
+
+
+class LocalStore:
+    """Keep objects as files below a directory.
+
+    `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with
+    `group_access`. `calls` are the system calls to use.
+    """
+
+    def __init__(self, root: str | Path, *, group_access: bool = False, calls: Calls = os):
+        text = os.fspath(root)
+        if "://" in text or "\0" in text or not text:
+            raise ConfigError(f"{text!r} is no local directory")
+        self.root = Path(text).expanduser().absolute()
+        self.url = str(self.root)
+        self._calls = calls
+        self._file_mode = 0o660 if group_access else 0o600
+        self._directory_mode = 0o770 if group_access else 0o700
+        self._durable: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        path = self._path(name)
+        with _errors(name, path):
+            self._directory(path.parent)
+            self._write(path, [memoryview(piece).cast("B") for piece in body])
+            self._fsync_directory(path.parent)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        path = self._path(name)
+        with _errors(name, path):
+            self._directory(path.parent)
+            temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
+            self._write(temporary, [memoryview(body)])
+            try:
+                self._link(temporary, path)
+                self._fsync_directory(path.parent)
+            finally:
+                self._unlink_quietly(temporary)
+
+    def replace(self, name: str, body: bytes) -> None:
+        path = self._path(name)
+        with _errors(name, path):
+            self._directory(path.parent)
+            temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
+            self._write(temporary, [memoryview(body)])
+            self._calls.replace(temporary, path)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        with self._opened(name) as (fd, size_bytes):
+            if size_bytes > max_bytes:
+                raise StoreError(f"the object has {size_bytes} bytes, more than the {max_bytes} expected", key=name)
+            buffer = bytearray(size_bytes)
+            _fill(fd, 0, memoryview(buffer), name)
+            return bytes(buffer)
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        with self._opened(name) as (fd, _):
+            _fill(fd, begin, into, name)
+
+    def size(self, name: str) -> int:
+        with self._opened(name) as (_, size_bytes):
+            return size_bytes
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        base = prefix.rstrip("/")
+        if base and not is_object_name(base):
+            raise ConfigError(f"{prefix!r} is no prefix")
+        with _errors(prefix, self.root):
+            names = sorted(self._walk(self.root / base if base else self.root, base))
+        return names if limit is None else names[:limit]
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with _errors(name, path):
+            if any(parent.is_symlink() for parent in path.relative_to(self.root).parents if parent.name):
+                raise StoreError("a symbolic link stands in the way; it is not followed when deleting", key=name)
+            with suppress(FileNotFoundError):
+                self._calls.unlink(path)
+            self._remove_empty(path.parent)
+
+    # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _path(self, name: str) -> Path:
+        if not is_object_name(name):
+            raise ConfigError(f"{name!r:.100} is no object name")
+        return self.root / name
+
+    def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
+        try:
+            entries = list(os.scandir(directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            name = f"{prefix}/{entry.name}" if prefix else entry.name
+            if not is_object_name(name):
+                continue  # temporary names, .nfs*, .DS_Store and what else is not ours
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(Path(entry.path), name)
+            elif entry.is_file(follow_symlinks=False):
+                yield name
+
+    def _directory(self, directory: Path) -> None:
+        """Create a directory and make its name durable, up to one that was there."""
+        if directory in self._durable and directory.exists():
+            return
+        missing = []
+        at = directory
+        while not at.exists():
+            missing.append(at)
+            at = at.parent
+        for new in reversed(missing):
+            with suppress(FileExistsError):
+                self._calls.mkdir(new, self._directory_mode)
+            self._fsync_directory(new.parent)
+        self._durable.add(directory)
+
+    def _remove_empty(self, directory: Path) -> None:
+        while directory != self.root and self.root in directory.parents:
+            try:
+                os.rmdir(directory)
+            except OSError:
+                return  # not empty, or already gone: both are fine
+            self._durable.discard(directory)
+            directory = directory.parent
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _write(self, path: Path, pieces: Sequence[memoryview]) -> None:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _O_NOFOLLOW
+        fd = self._calls.open(path, flags, self._file_mode)
+        try:
+            try:
+                at = 0
+                for piece in pieces:
+                    done = self._write_direct(path, piece, at)
+                    self._write_all(fd, piece[done:], at + done)
+                    at += piece.nbytes
+                self._calls.fsync(fd)
+            finally:
+                self._calls.close(fd)
+        except BaseException:
+            self._unlink_quietly(path)
+            raise
+
+    def _write_direct(self, path: Path, piece: memoryview, at: int) -> int:
+        """Write the aligned part of a large buffer around the page cache; return how many bytes are done."""
+        whole = piece.nbytes - piece.nbytes % _ALIGNMENT
+        if not _O_DIRECT or whole < _DIRECT_BYTES or at % _ALIGNMENT or _address(piece) % _ALIGNMENT:
+            return 0
+        try:
+            fd = self._calls.open(path, os.O_WRONLY | _O_DIRECT | _O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return 0  # tmpfs and some overlays refuse at open
+            raise
+        try:
+            done = 0
+            while done < whole:
+                try:
+                    count = self._calls.pwrite(fd, piece[done : min(whole, done + _PIECE_BYTES)], at + done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:
+                        return done  # … and others at the first write
+                    raise
+                done += count
+                if count % _ALIGNMENT:
+                    break  # a short write left us unaligned: the ordinary way writes the rest
+            return done
+        finally:
+            self._calls.close(fd)
+
+    def _write_all(self, fd: int, piece: memoryview, at: int) -> None:
+        done = 0
+        while done < piece.nbytes:
+            done += self._calls.pwrite(fd, piece[done : done + _PIECE_BYTES], at + done)
+
+    def _link(self, temporary: Path, path: Path) -> None:
+        try:
+            self._calls.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            # Over NFS a link can be made and its answer lost: two names on the file say that it was.
+            if os.stat(temporary).st_nlink != 2:
+                raise
+
+    def _fsync_directory(self, directory: Path) -> None:
+        fd = self._calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._calls.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems know no fsync of a directory
+                raise
+        finally:
+            self._calls.close(fd)
+
+    def _unlink_quietly(self, path: Path) -> None:
+        # The error under way is the one to report; a left-over temporary name is ignored by every listing.
+        with suppress(OSError):
+            self._calls.unlink(path)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        path = self._path(name)
+        with _errors(name, path):
+            # O_NONBLOCK: a FIFO in the directory must not hang its reader.
+            fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise StoreError("not a regular file", key=name)
+                yield fd, status.st_size
+            finally:
+                os.close(fd)
+
+
+def _fill(fd: int, begin: int, into: memoryview, name: str) -> None:
+    done = 0
+    while done < into.nbytes:
+        count = os.preadv(fd, [into[done : done + _PIECE_BYTES]], begin + done)
+        if count == 0:
+            raise StoreError(f"the object ends at byte {begin + done}, {into.nbytes - done} too early", key=name)
+        done += count
+
+
+def _address(piece: memoryview) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
+
+
+@contextmanager
+def _errors(name: str, path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, so that no foreign exception crosses the port."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError("no such object", key=name) from error
+    except FileExistsError as error:
+        raise ObjectExistsError("the object exists already", key=name) from error
+    except OSError as error:
+        failure = StoreError(f"{error.strerror or error} ({path})", key=name, hint=_HINTS.get(error.errno or 0))
+        failure.errno = error.errno
+        raise failure from error
+
+
+_HINTS = {
+    errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",
+    errno.EDQUOT: "The quota is used up: free space, or keep fewer checkpoints (max_num_checkpoints).",
+    errno.EACCES: "The directory is not writable for this user.",
+    errno.EROFS: "The file system is mounted read-only.",
+    errno.ELOOP: "A symbolic link stands where a file of the run should be; it is not followed.",
+    errno.ENOTDIR: "A file stands where a directory should be.",
+}

@@ -1,0 +1,51 @@
+"""What a store must do, and nothing more.
+
+A store holds named, immutable objects. Names are relative ("checkpoint_…/e000001-…/manifest.json") and were built
+by `format.keys`; a store checks them once more before it touches a path. The contract:
+
+* `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be
+  absent, whole, or (for `put`, under its attempt-unique name) partial.
+* `put_if_absent` never replaces: of any number of writers of one name one wins, and every reader sees its bytes.
+* What was put is seen by `get`, `read`, `size` and `names` at once, from everywhere.
+* `delete` is idempotent.
+* Nothing here retries, caches or interprets. Every failure is a StoreError; a missing object an ObjectNotFoundError.
+
+The interface follows restic's (github.com/restic/restic, internal/backend).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Store"]
+
+
+class Store(Protocol):
+    """A place for objects; see the module's docstring for the contract."""
+
+    url: str
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
+
+    def replace(self, name: str, body: bytes) -> None:
+        """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """Return an object's bytes; raise StoreError where there are more than `max_bytes`."""
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        """Fill a buffer from the object's bytes at `begin`; raise StoreError where it ends early."""
+
+    def size(self, name: str) -> int:
+        """Return an object's size in bytes."""
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""
+
+    def delete(self, name: str) -> None:
+        """Delete an object; a missing one is no error."""

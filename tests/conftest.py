@@ -1,0 +1,58 @@
+"""What every test stands on: one thread, no server of the developer's, the same random numbers on every run.
+
+The environment is set before anything imports torch or Prefect, and the processes that tests start inherit it.
+PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set must fail here, not after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A home of its own: a test never sees, writes or upgrades the developer's Prefect profile and database.
+_PREFECT_HOME = tempfile.TemporaryDirectory(prefix="ckpt-tasks-prefect-")
+
+for _name in [name for name in os.environ if name.startswith(("PREFECT_", "CKPT_"))]:
+    del os.environ[_name]
+
+os.environ |= {
+    # Two workers on two cores: more threads would only wait for each other, and change the order of sums.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TZ": "UTC",
+    "COLUMNS": "120",
+    "NO_COLOR": "1",
+    "PREFECT_HOME": _PREFECT_HOME.name,
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+}
+
+# Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# CI asks whether this change broke something, so it looks at the same examples every time; "dev" and "long" search.
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Seed every global generator, so that a failure can be had again."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (NumPy's global generator is part of the state that is saved)
+    if (torch := sys.modules.get("torch")) is not None:  # not imported for tests that do without it
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return the path of a run directory that does not exist yet."""
+    return tmp_path / "run"

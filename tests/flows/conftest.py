@@ -1,0 +1,59 @@
+"""Prefect for the tests: one harness for flows in this process, one real server for flows in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+
+PREFECT = str(Path(sys.prefix, "bin", "prefect"))
+
+
+@pytest.fixture(scope="session")
+def harness() -> Iterator[None]:
+    """Run flows of this process against a server and a database of the test session."""
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Start a real server; yield the environment with which a process uses it."""
+    home = tmp_path_factory.mktemp("prefect-server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    command = [PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
+    with (home / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until_healthy(environment["PREFECT_API_URL"], process, home / "server.log")
+        yield environment
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")

@@ -1,0 +1,60 @@
+"""The project's own sources, read as syntax trees: nothing here imports what it looks at."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What `make` and the tests leave in a checkout.
+_MADE = {"build", "dist", "runs", "__pycache__"}
+
+
+def files(*folders: str, suffix: str = ".py") -> list[Path]:
+    """Return the project's files below `folders` (the whole checkout without any), sorted, nothing generated."""
+    found: list[Path] = []
+    for folder in folders or (".",):
+        for place, below, names in os.walk(ROOT / folder):
+            below[:] = [name for name in below if name not in _MADE and not name.startswith(".")]
+            found += [Path(place, name) for name in names if name.endswith(suffix)]
+    return sorted(found)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name under which a file of the checkout is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of everything that is imported anywhere in the file, inside functions too.
+
+    `from a import b` yields `a.b`: b may be a module, and `a` alone would hide which one. Names given to
+    `import_module` or `__import__` as literals count as well.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"} and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value
+
+
+def _called(node: ast.Call) -> str:
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"

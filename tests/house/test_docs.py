@@ -1,0 +1,131 @@
+"""The documentation is true: its Python runs, its links lead somewhere, its words are the project's."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT, files, parse, where
+
+README = ROOT / "README.md"
+PAGES = files(suffix=".md")
+# Never used (docs/FORMAT.md, glossary): they say nothing, or name what has another name here.
+NEVER = {
+    "chunk", "common", "handler", "helper", "helpers", "iteration", "manager", "misc", "processor", "util", "utils",
+}  # fmt: skip
+NEVER_TOGETHER = {"global_step"}
+# `load` is kept for the one name that torch gave it: what we do is called restore.
+LOAD_ALLOWED = {"load_state_dict"}
+
+
+def python_blocks(page: Path) -> str:
+    """Return the page with everything but its ```python blocks blanked, so that line numbers stay."""
+    kept: list[str] = []
+    inside = ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fence = re.fullmatch(r"(```+)\s*(\w*).*", line)
+        if fence and not inside:
+            inside = fence[2] or "text"
+        elif fence and inside and not fence[2]:
+            inside = ""
+        kept.append(line if inside == "python" and not fence else "")
+    return "\n".join(kept).strip("\n") and "\n".join(kept)
+
+
+def prose(page: Path) -> str:
+    """Return the page without its fenced blocks and code spans: what is left is read as Markdown."""
+    text = re.sub(r"^(```+).*?^\1\s*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^(```+).*?^\1\s*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.+?)\s*$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        leads_to = (page.parent / name).resolve() if name else page
+        inside = leads_to.is_relative_to(ROOT) and leads_to.exists()
+        if not inside or (anchor and leads_to.suffix == ".md" and anchor not in anchors(leads_to)):
+            yield f"{page.relative_to(ROOT)} → {target}"
+
+
+def words(name: str) -> set[str]:
+    """Return the words of a name: snake_case, kebab-case and CamelCase are taken apart."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
+
+
+def is_never(name: str) -> bool:
+    loads = "load" in words(name) and name not in LOAD_ALLOWED
+    return bool(words(name) & NEVER) or any(term in name.lower() for term in NEVER_TOGETHER) or loads
+
+
+def public_symbols(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of what a reader of the module's API meets: functions, classes, their arguments and fields."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield from ((arg.lineno, arg.arg) for arg in ast.walk(node.args) if isinstance(arg, ast.arg))
+        if isinstance(node, ast.ClassDef | ast.Module):
+            for statement in node.body:
+                targets = statement.targets if isinstance(statement, ast.Assign) else []
+                targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+                yield from ((target.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+
+
+def test_the_readme_has_an_example() -> None:
+    """The README shows how the library is used, in a block that the next test executes."""
+    assert python_blocks(README)
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted({README, *(page for page in PAGES if python_blocks(page))}),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_python_in_the_documentation_runs(page: Path, tmp_path: Path) -> None:
+    """The ```python blocks of a page run in order, as one program, in a new process and an empty directory."""
+    code = f"exec(compile({python_blocks(page)!r}, {str(page)!r}, 'exec'), {{'__name__': '__main__'}})"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link of a page leads to a file of the checkout, and its anchor to a heading there."""
+    assert [*broken_links(page)] == []
+
+
+def test_files_are_named_in_our_words() -> None:
+    """No file or folder has a name from the list of words that are never used."""
+    sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "deployments", "docs", suffix="")
+    wrong = {str(path.relative_to(ROOT)) for path in sources for part in path.relative_to(ROOT).parts if is_never(part)}
+    assert wrong == set()
+
+
+def test_symbols_are_named_in_our_words() -> None:
+    """No public function, class, argument or field has a name from the list of words that are never used."""
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path in files("ckpt_tasks", "flows")
+        for line, name in public_symbols(path)
+        if not name.startswith("_") and is_never(name)
+    ]
+    assert wrong == []

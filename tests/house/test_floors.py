@@ -1,0 +1,147 @@
+"""A folder is a floor: what stands on a floor imports from the floors below it only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckpt_tasks
+from tests.house.sources import ROOT, files, imports, module_name, parse, where
+
+# From the ground up. Floors in one row are neighbours and do not import each other.
+FLOORS = [
+    ("errors",),
+    ("policy", "format"),
+    ("storage",),
+    ("state",),
+    ("checkpoint",),
+    ("gang",),
+    ("orchestration",),
+    ("cli",),
+]
+LEVELS = {name: level for level, row in enumerate(FLOORS) for name in row}
+TOP = len(FLOORS)  # flows/
+
+# Who may import what; a name that is not listed may be imported anywhere.
+ALLOWED = {
+    "prefect": ("ckpt_tasks.orchestration", "flows"),
+    "fsspec": ("ckpt_tasks.storage.objects",),
+    "s3fs": ("ckpt_tasks.storage.objects",),
+    "tenacity": ("ckpt_tasks.storage.retrying",),
+    "pyarrow": ("ckpt_tasks.format", "ckpt_tasks.state.tables"),
+    "safetensors": (),  # a dev dependency: the tests read with it what format/ wrote
+    "typer": ("ckpt_tasks.cli", "flows"),
+    "pickle": (),
+    "cloudpickle": (),
+    "dill": (),
+    "marshal": (),
+    "shelve": (),
+}
+# Pure decisions and pure bytes; and programs are what a user writes, plain PyTorch.
+FORBIDDEN = {
+    "ckpt_tasks.policy": ("torch", "prefect"),
+    "ckpt_tasks.format": ("torch", "prefect"),
+    "flows.programs": ("prefect",),
+}
+
+SHIPPED = files("ckpt_tasks", "flows")
+
+
+def within(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(f"{folder}.")
+
+
+def level_of(module: str) -> int | None:
+    """Return the level of a dotted name, or None for what is neither ours nor a floor (the package itself is none)."""
+    first, _, rest = module.partition(".")
+    if first == "flows":
+        return TOP
+    return LEVELS.get(rest.partition(".")[0], TOP) if first == "ckpt_tasks" and rest else None
+
+
+def floor_of(module: str) -> str:
+    return module.split(".")[1] if module.startswith("ckpt_tasks.") else "flows"
+
+
+def behind(name: str) -> str:
+    """Return where a public name of the package lives: `ckpt_tasks.Checkpointer` is on the floor of its module."""
+    package, _, attribute = name.rpartition(".")
+    return ckpt_tasks._MODULES.get(attribute, name) if package == "ckpt_tasks" else name
+
+
+def upward(path: Path) -> list[str]:
+    module = module_name(path)
+    own = level_of(module)
+    if own is None:  # the package itself names every public module, lazily
+        return []
+    wrong = []
+    for line, name in imports(parse(path)):
+        target = behind(name)
+        if target == "ckpt_tasks.__version__":
+            continue
+        level = TOP + 1 if name.startswith(".") else level_of(target)  # relative: the floor would not be in sight
+        if level is not None and (level > own or (level == own and floor_of(target) != floor_of(module))):
+            wrong.append(f"{where(path, line)}: {module} imports {name}")
+    return wrong
+
+
+def test_imports_point_down() -> None:
+    """No module imports from a floor above its own, nor from a neighbour on the same level."""
+    assert [line for path in SHIPPED for line in upward(path)] == []
+
+
+def test_every_folder_is_a_floor() -> None:
+    """What lies in the package is a floor with a level, so that a new folder cannot escape the rule."""
+    assert {module_name(path).split(".")[1] for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"} <= {
+        *LEVELS
+    }
+    assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "errors"}
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_only_its_own_modules_import(package: str) -> None:
+    """A foreign package is imported where the architecture says, and nowhere else; pickle nowhere."""
+    wrong = [
+        where(path, line)
+        for path in SHIPPED
+        for line, name in imports(parse(path))
+        if within(name, package) and not any(within(module_name(path), folder) for folder in ALLOWED[package])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", sorted(FORBIDDEN))
+def test_pure_floors_import_neither(folder: str) -> None:
+    """Decisions and bytes are pure: policy/ and format/ name neither torch nor Prefect, programs no Prefect."""
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path in SHIPPED
+        if within(module_name(path), folder)
+        for line, name in imports(parse(path))
+        if name.split(".")[0] in FORBIDDEN[folder]
+    ]
+    assert wrong == []
+
+
+def test_importing_the_pure_floors_brings_in_neither() -> None:
+    """With every module of policy/ and format/ imported, nothing that they import has brought in torch or Prefect."""
+    modules = [module_name(path) for path in files("ckpt_tasks/policy", "ckpt_tasks/format")]
+    code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+    code += "print(sorted({'torch', 'prefect'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_nothing_is_unpickled() -> None:
+    """P21: torch.save and torch.load, which pickle, are called nowhere in the package or the flows."""
+    wrong = [
+        where(path, node.lineno)
+        for path in SHIPPED
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "torch.save", "np.load", "np.save"}
+    ]
+    assert wrong == []

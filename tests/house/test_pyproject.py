@@ -1,0 +1,138 @@
+"""Requirements: each one used, each one declared, each one pinned at a version that its bounds allow."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import ckpt_tasks
+from tests.house.sources import ROOT, files, imports, parse, where
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+RUNTIME = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+EXTRAS = {
+    extra: [Requirement(line) for line in lines] for extra, lines in PROJECT["project"]["optional-dependencies"].items()
+}
+BUILD = [Requirement(line) for line in PROJECT["build-system"]["requires"]]
+DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requirement in extra)]
+# Required for its version alone: Prefect's server imports it, we do not.
+BOUND_ONLY = {"fastapi"}
+# Started as programs (`python -m …`, `make check`), not imported.
+PROGRAMS = {"mypy", "pytest-timeout", "pytest-xdist", "ruff"}
+OURS = {"ckpt_tasks", "flows", "tests", "benchmarks"}
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert len(found) == len({canonicalize_name(pin.name) for pin in found})
+    return {canonicalize_name(pin.name): pin for pin in found}
+
+
+def pinned(name: str) -> Version:
+    (specifier,) = pins()[canonicalize_name(name)].specifier
+    return Version(specifier.version)
+
+
+def names(requirements: list[Requirement]) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in requirements}
+
+
+def foreign_imports(*folders: str) -> dict[str, str]:
+    """Return distribution → one place that imports it, for what is neither ours nor Python's own."""
+    owners = importlib.metadata.packages_distributions()
+    found: dict[str, str] = {}
+    for path in files(*folders):
+        for line, name in imports(parse(path)):
+            package = name.split(".")[0]
+            if package not in OURS and package not in sys.stdlib_module_names:
+                found.setdefault(canonicalize_name(owners.get(package, [package])[0]), where(path, line))
+    return found
+
+
+def closure(requirements: list[Requirement]) -> set[str]:
+    """Return what the requirements need and what those need, read from the installed packages."""
+    seen: set[tuple[str, str]] = set()
+    todo = [(requirement, extra) for requirement in requirements for extra in {"", *requirement.extras}]
+    while todo:
+        requirement, extra = todo.pop()
+        node = (canonicalize_name(requirement.name), extra)
+        if node not in seen:
+            seen.add(node)
+            needs = [Requirement(line) for line in importlib.metadata.requires(requirement.name) or []]
+            needs = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+            todo += [(need, wanted) for need in needs for wanted in {"", *need.extras}]
+    return {name for name, _ in seen}
+
+
+def test_every_pin_is_one_version_from_the_index() -> None:
+    """A pin is `name==version`: no range, no address, no path, no local build of this machine."""
+    for pin in pins().values():
+        assert pin.url is None
+        assert [specifier.operator for specifier in pin.specifier] == ["=="]
+        assert Version(next(iter(pin.specifier)).version).local is None
+
+
+@pytest.mark.parametrize("requirement", DIRECT, ids=str)
+def test_a_requirement_allows_its_pin(requirement: Requirement) -> None:
+    """What is required to build, to run and to develop is pinned at a version within its bounds."""
+    assert requirement.url is None
+    assert requirement.specifier.contains(pinned(requirement.name))
+
+
+@pytest.mark.parametrize("requirement", DIRECT, ids=str)
+def test_a_requirement_has_a_bound(requirement: Requirement) -> None:
+    """Every requirement says from which version on it works; one that is there for its upper bound alone says that."""
+    operators = {specifier.operator for specifier in requirement.specifier}
+    assert operators & ({"<="} if canonicalize_name(requirement.name) in BOUND_ONLY else {">="})
+
+
+def test_what_the_requirements_need_is_pinned_too() -> None:
+    """Two installations with these constraints have the same versions all the way down, and no pin is left over."""
+    needed = closure(DIRECT) | {"editables"}  # hatchling asks for it when it builds an editable install
+    # A CUDA build of torch brings packages that it pins itself.
+    brought = {name for name in needed if name.startswith(("nvidia-", "cuda-")) or name == "triton"}
+    assert needed - brought == pins().keys()
+
+
+def test_the_package_imports_what_it_requires() -> None:
+    """What ckpt_tasks/ and flows/ import is a runtime requirement, and every runtime requirement is imported."""
+    found = foreign_imports("ckpt_tasks", "flows")
+    declared = names(RUNTIME) - BOUND_ONLY
+    assert {name: place for name, place in found.items() if name not in declared} == {}
+    assert declared - found.keys() == set()
+
+
+def test_tests_and_benchmarks_import_what_they_require() -> None:
+    """What tests/ and benchmarks/ import is required by an extra or at run time, and no extra asks for more."""
+    found = foreign_imports("tests", "benchmarks")
+    extras = names([requirement for extra in EXTRAS.values() for requirement in extra])
+    assert {name: place for name, place in found.items() if name not in extras | names(RUNTIME)} == {}
+    assert extras - found.keys() == PROGRAMS
+    assert {*foreign_imports("benchmarks")} <= names(RUNTIME) | names(EXTRAS["bench"])
+
+
+def test_the_version_is_written_once() -> None:
+    """The installed distribution carries the version that the package states."""
+    assert importlib.metadata.version("ckpt-tasks") == ckpt_tasks.__version__
+
+
+def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    """The wheel ships ckpt_tasks, its types and the licence; flows/, tests/ and benchmarks/ stay in the checkout."""
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    held = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in held} == {"ckpt_tasks"}
+    assert "ckpt_tasks/py.typed" in held
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+    assert {name for name in held if name.endswith(".py")} == {
+        str(path.relative_to(ROOT)) for path in files("ckpt_tasks")
+    }

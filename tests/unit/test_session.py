@@ -1,0 +1,141 @@
+"""Sessions in this process: what they restore, save, throw away, and refuse to build."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.errors import ProgramError
+from ckpt_tasks.gang.local import LocalSession, StateSession, build_program
+from ckpt_tasks.gang.session import Progress, watcher
+
+TINY = "tests.flows.tiny:Tiny"
+
+
+def config(run_dir: Path, **options: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=str(run_dir), **options)
+
+
+def weights(session: LocalSession) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in session.program.state["model"].parameters()])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("tests.flows.tiny", {}, "package.module:Factory"),
+        (":Tiny", {}, "package.module:Factory"),
+        ("tests.flows.tiny:", {}, "package.module:Factory"),
+        ("tests.flows.absent:Tiny", {}, "cannot be imported"),
+        ("tests.flows.tiny:Absent", {}, "no factory 'Absent'"),
+        ("tests.flows.tiny:__name__", {}, "no factory '__name__'"),
+        ("tests.flows.tiny:Tiny", {"widht": 3}, "widht"),
+        ("collections:Counter", {}, "which is no program"),
+        ("builtins:dict", {}, "cannot be called"),
+    ],
+)
+def test_a_program_that_cannot_be_built_is_named(name: str, params: dict[str, Any], says: str) -> None:
+    """A wrong program, factory or parameter is a ProgramError that says which one."""
+    with pytest.raises(ProgramError, match=says):
+        build_program(name, params)
+
+
+def test_what_the_factory_raises_passes_through() -> None:
+    """A factory's own error is no ProgramError: it may go away by itself, and is worth a retry."""
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        build_program(TINY, {"width": -1})
+
+
+def test_first_restore_saves_the_start(run_dir: Path) -> None:
+    """P27: where the run has no checkpoint the first restore commits step 0, so that a retry has something to restore."""
+    with Checkpointer(config(run_dir)) as ckpt:
+        session = LocalSession(ckpt, TINY)
+        assert session.restore() == 0
+        assert [one.step for one in ckpt.checkpoints()] == [0]
+        start = weights(session)
+        session.run(3)
+        assert not torch.equal(weights(session), start)
+        session.discard()
+        assert session.restore() == 0
+        assert torch.equal(weights(session), start)
+
+
+def test_save_commits_a_step_once(run_dir: Path) -> None:
+    """A step that the cadence has just committed is not written a second time at the end of the batch."""
+    with Checkpointer(config(run_dir, step_interval=2)) as ckpt:
+        session = LocalSession(ckpt, TINY)
+        session.restore()
+        session.run(4)
+        session.save(4)
+        assert [one.step for one in ckpt.checkpoints()] == [4, 2, 0]
+        session.run(5)
+        session.save(5)
+        assert ckpt.checkpoints()[0].step == 5
+        assert ckpt.checkpoints()[0].metrics.keys() == {"loss"}
+
+
+def test_discard_frees_the_program(run_dir: Path) -> None:
+    """A discarded program is freed at once, and the next restore builds a new one."""
+    with Checkpointer(config(run_dir)) as ckpt:
+        session = LocalSession(ckpt, TINY)
+        session.restore()
+        session.run(1)
+        gc.disable()
+        try:
+            old = weakref.ref(session.program.state["model"])
+            session.discard()
+            assert old() is None
+        finally:
+            gc.enable()
+        assert not session.clean
+        session.restore()
+        assert session.clean
+
+
+def test_discard_drops_gradients_of_a_failed_step(run_dir: Path) -> None:
+    """Gradients of a failed step never reach its retry: no checkpoint holds them, so a restore cannot undo them."""
+    model = torch.nn.Linear(2, 2)
+    frozen = torch.nn.Parameter(torch.ones(3))
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD([*model.parameters(), frozen], lr=0.1)}
+    (model(torch.ones(2)).sum() + frozen.sum()).backward()
+    with Checkpointer(config(run_dir)) as ckpt:
+        StateSession(ckpt, state).discard()
+    assert model.weight.grad is None
+    assert frozen.grad is None
+
+
+def test_a_watcher_sees_every_step(run_dir: Path) -> None:
+    """Whoever watches gets each step with its metrics, its amount of the program's unit, and the last commit."""
+    seen: list[Progress] = []
+    token = watcher.set(seen.append)
+    try:
+        with Checkpointer(config(run_dir, step_interval=2)) as ckpt:
+            session = LocalSession(ckpt, TINY)
+            session.restore()
+            session.run(3)
+    finally:
+        watcher.reset(token)
+    assert [one.step for one in seen] == [1, 2, 3]
+    assert [one.commit.step if one.commit else None for one in seen] == [0, 2, 2]
+    assert {(one.unit, one.amount) for one in seen} == {("rows", 16.0)}
+    assert all(one.metrics.keys() == {"loss"} for one in seen)
+    assert session.step_s is not None
+
+
+def test_metrics_must_be_named(run_dir: Path) -> None:
+    """A train step that returns no mapping is a ProgramError, not a TypeError from somewhere below."""
+    with Checkpointer(config(run_dir)) as ckpt:
+        session = LocalSession(ckpt, TINY)
+        session.program.train_step = lambda: 0.5  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(ProgramError, match="returned a float"):
+            session.run(1)
+    with pytest.raises(Exception, match="no run"):
+        open_run(str(run_dir))
