@@ -10,7 +10,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,25 +17,22 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from prefect.exceptions import ParameterTypeError, TerminationSignal
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import CkptError, ConfigError
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
-from ckpt_tasks.orchestration.evaluate import EvaluationResult
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
+from flows.screen import LiveLine, print_evaluation, print_run
 
-__all__ = ["LiveLine", "main", "main_evaluate"]
+__all__ = ["main", "main_evaluate"]
 
-_PLAIN_EVERY_S = 10.0
 Flow = Callable[..., Any]
+_PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 _PROGRAM = "flows.programs.byte_lm:ByteLM"
 
 
@@ -46,15 +42,11 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
     out = Console(highlight=False)
     with _exit_status(out, options) as status:
         config, params = _config(options), _params(options)
-        start = position_of_run(config)
-        if start >= options.steps:
-            out.print(f"Run {options.run_key} is complete: step {start} of {options.steps} is committed.")
-        else:
-            out.print(f"Run {options.run_key}: {'from the beginning' if not start else f'goes on from step {start}'}.")
-        _prepare_prefect(out)
-        with LiveLine(out, options.steps) as line:
-            token = watcher.set(line)
-            try:
+        start = position_of_run(config, options.steps)
+        result = _announce(out, options, start)
+        if result is None:
+            _prepare_prefect(out)
+            with LiveLine(out, options.steps):
                 train(
                     run_key=options.run_key,
                     total_steps=options.steps,
@@ -63,10 +55,9 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
                     params=params,
                     batch_steps=options.batch_steps,
                 )
-            finally:
-                watcher.reset(token)
-        result = evaluate(**_evaluation(options, params))
-        _print_run(out, config, result)
+            result = evaluate(**_evaluation(options, params))
+        print_run(out, config)
+        print_evaluation(out, result)
         _print_next(out, options)
     return status[0]
 
@@ -85,55 +76,8 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
         result = evaluate(**_evaluation(options, params), which=which, suite=options.suite)
         recorded = "recorded" if result.new else "recorded before, nothing was changed"
         out.print(f"Step {result.step}, suite {result.suite}: {recorded}.")
-        out.print(_metrics_table(result))
+        print_evaluation(out, result)
     return status[0]
-
-
-class LiveLine:
-    """Show training as it goes: one line that changes on a terminal, a plain line now and then elsewhere."""
-
-    def __init__(self, out: Console, total_steps: int):
-        self._out = out
-        self._total = total_steps
-        self._live = Live(console=out, refresh_per_second=4, transient=False) if out.is_terminal else None
-        self._pace_s: float | None = None
-        self._rate: float | None = None
-        self._last_s = time.monotonic()
-        self._shown_s = 0.0
-
-    def __enter__(self) -> LiveLine:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def __call__(self, progress: Progress) -> None:
-        """Take one step in."""
-        now = time.monotonic()
-        wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # the time before the first step is no step's
-            wall_s = progress.step_s
-        self._pace_s = _smooth(self._pace_s, wall_s)
-        self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
-        if self._live:
-            self._live.update(Text(self.text(progress), no_wrap=True, overflow="ellipsis"))
-        elif now - self._shown_s >= _PLAIN_EVERY_S or progress.step == self._total:
-            self._shown_s = now
-            self._out.print(self.text(progress))
-
-    def text(self, progress: Progress) -> str:
-        """Return the line: step, metrics, speed, time left, the last commit and what training waited for it."""
-        parts = [f"step {progress.step}/{self._total}"]
-        parts += [f"{name} {value:.4g}" for name, value in list(progress.metrics.items())[:2]]
-        if progress.amount:
-            parts.append(_speed(self._rate or 0.0, progress.unit))
-        parts.append(f"ETA {_clock((self._total - progress.step) * (self._pace_s or 0.0))}")
-        if progress.commit:
-            parts.append(f"committed {progress.commit.step} in {progress.commit.cost_s:.2f} s")
-        return " · ".join(parts)
 
 
 # ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,8 +95,8 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 def _train_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser("flows.train", "Train a program; started again, the same command goes on where it ended.")
-    parser.add_argument("--steps", type=int, default=1000, help="train until this step (default: %(default)s)")
-    parser.add_argument("--step-interval", type=int, default=100, help="save every so many steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=700, help="train until this step (default: %(default)s)")
+    parser.add_argument("--step-interval", type=int, default=100, help="save every so many (default: %(default)s)")
     parser.add_argument("--batch-steps", type=int, help="steps of one Prefect task (default: as many as take 30 s)")
     return _finish(parser, arguments)
 
@@ -195,14 +139,9 @@ def _evaluation(options: argparse.Namespace, params: dict[str, Any]) -> dict[str
 def _prepare_prefect(out: Console) -> None:
     """Start the embedded server if one is needed, and keep Prefect's log off the screen unless its level was set."""
     if "level" not in get_current_settings().logging.model_fields_set:
-        prefect_log = logging.getLogger("prefect")
-        for handler in prefect_log.handlers:
-            handler.setLevel(logging.CRITICAL)
-        for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
-            logger = logging.getLogger(name)
-            for handler in logger.handlers:
-                if isinstance(handler, logging.StreamHandler):
-                    handler.setLevel(logging.CRITICAL)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, PrefectConsoleHandler):  # the other way, to Prefect's pages, stays open
+                handler.addFilter(lambda record: not record.name.startswith(_PREFECT_LOGS))
         logging.getLogger("prefect.task_runs").addHandler(_Warnings(out))
     if get_current_settings().api.url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
@@ -218,7 +157,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
-            self._out.print(record.getMessage(), style="yellow", markup=False)
+            self._out.print(record.getMessage(), style="yellow", markup=False, soft_wrap=True)
 
 
 class _StoppedError(BaseException):
@@ -248,43 +187,23 @@ def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[l
     except ParameterTypeError as error:
         status[0] = 1
         out.print(str(error), style="red", markup=False, soft_wrap=True)
-    except Exception:
-        status[0] = 1
-        out.print_exception()
     finally:
         signal.signal(signal.SIGTERM, before)
     if status[0] > 1 and options is not None:
         _print_stopped(out, options)
 
 
-# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _print_run(out: Console, config: CheckpointConfig, result: EvaluationResult) -> None:
-    table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
-    newest_first = open_run(config.checkpoint_dir, config.run_key).checkpoints()
-    metrics = list(dict.fromkeys(name for one in newest_first for name in one.metrics))
-    for name in ("step", *metrics, "size", "training waited", "saved"):
-        table.add_column(name, justify="right")
-    for one in reversed(newest_first):
-        table.add_row(*_cells(one, metrics))
-    out.print(table, _metrics_table(result))
-
-
-def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
-    yield str(one.step)
-    yield from (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
-    yield f"{one.size_bytes / 2**20:.1f} MiB"
-    yield f"{one.cost_s:.2f} s"
-    yield one.saved_at.replace("T", " ")[:19]
-
-
-def _metrics_table(result: EvaluationResult) -> Table:
-    table = Table(title=f"Evaluation {result.suite} of step {result.step}", title_justify="left")
-    for name in result.metrics:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row(*(f"{value:.4g}" for value in result.metrics.values()))
-    return table
+def _announce(out: Console, options: argparse.Namespace, start: int) -> EvaluationResult | None:
+    """Say where the run stands; return its evaluation where there is nothing left to do."""
+    if start < options.steps:
+        out.print(f"Run {options.run_key}: {f'goes on from step {start}' if start else 'from the beginning'}.")
+        return None
+    out.print(f"Run {options.run_key} is complete: step {start} of {options.steps} is committed.")
+    run = open_run(options.checkpoint_dir, options.run_key)
+    return recorded_evaluation(run, run.find("latest"), "quick")
 
 
 def _print_next(out: Console, options: argparse.Namespace) -> None:
@@ -303,7 +222,7 @@ def _print_next(out: Console, options: argparse.Namespace) -> None:
 
 def _print_stopped(out: Console, options: argparse.Namespace) -> None:
     try:
-        step = position_of_run(_config(options))
+        step = position_of_run(_config(options), options.steps)
     except CkptError as error:
         out.print(f"Stopped. {error}", markup=False, soft_wrap=True)
         return
@@ -327,19 +246,3 @@ def _ckpt() -> str:
 
 def _python() -> str:
     return "python" if shutil.which("python") == sys.executable else os.path.relpath(Path(sys.prefix, "bin", "python"))
-
-
-def _smooth(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + 0.05 * (value - mean)
-
-
-def _speed(rate: float, unit: str) -> str:
-    if unit != "bytes":
-        return f"{rate:,.0f} {unit}/s"
-    return f"{rate / 1e6:.2f} MB/s" if rate >= 1e5 else f"{rate / 1e3:.1f} kB/s"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

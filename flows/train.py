@@ -14,7 +14,7 @@ from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.gang.local import LocalSession
 from ckpt_tasks.orchestration.artifacts import publish_run
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
-from ckpt_tasks.orchestration.step_batch import run_in_batches
+from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,14 @@ def train(
     batch_steps: int | None = None,
     batch_seconds: float = 30.0,
     retries: int = 3,
+    retry_delay_s: float = 2.0,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
-    has to, trains, and ends with a commit; a failed one is retried up to `retries` times. Whatever ended this flow run,
-    another one with the same `run_key` and directory goes on from the newest good checkpoint.
+    has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_s`
+    seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
+    goes on from the newest good checkpoint.
     """
     config = config_of_run(checkpoint, run_key)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
@@ -51,7 +53,8 @@ def train(
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
     with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
         session = LocalSession(ckpt, program, params)
-        for batch in run_in_batches(session, total_steps, length, retries=retries):
+        batch_task = step_batch(session, retries=retries, retry_delay_s=retry_delay_s)
+        for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
         publish_run(ckpt, run_key)
     return TrainResult(run_key=run_key, step=total_steps, trained=trained, metrics=session.metrics)

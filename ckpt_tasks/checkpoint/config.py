@@ -44,9 +44,9 @@ class CheckpointConfig:
     owner_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir:
+        if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
             raise ConfigError(f"checkpoint_dir must be a directory's name, not {self.checkpoint_dir!r}")
-        if self.run_key is not None and (not isinstance(self.run_key, str) or not is_object_name(self.run_key)):
+        if self.run_key is not None and not _is_name(self.run_key):
             raise ConfigError(
                 f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."
             )
@@ -58,10 +58,12 @@ class CheckpointConfig:
             raise ConfigError(f"keep_best must be a whole number from 0 on, not {self.keep_best!r}")
         for name in ("save_interval_secs", "owner_timeout_s"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            if value is not None and not (type(value) in (int, float) and 0 < value < float("inf")):
                 raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
         if self.owner_timeout_s is None:
             raise ConfigError("owner_timeout_s must be a number of seconds above 0, not None")
+        if self.best_metric is not None and (not isinstance(self.best_metric, str) or not self.best_metric):
+            raise ConfigError(f"best_metric must be a metric's name, not {self.best_metric!r}")
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f"best_mode must be 'min' or 'max', not {self.best_mode!r}")
         if self.keep_best and self.best_metric is None:
@@ -86,3 +88,7 @@ class CheckpointConfig:
             best_metric=self.best_metric,
             best_mode=self.best_mode,
         )
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and "/" not in key and is_object_name(key)

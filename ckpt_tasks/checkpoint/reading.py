@@ -6,19 +6,19 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.checkpoint.history import Head, History, now_iso
-from ckpt_tasks.checkpoint.restore import RestoreReport, restore_one
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
-from ckpt_tasks.state.snapshot import BufferPool
-from ckpt_tasks.state.tables import write_metrics
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.restore import RestoreReport
 
 __all__ = ["Run", "open_run", "open_store"]
 
@@ -76,6 +76,10 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = True) -> RestoreReport:
         """Restore the groups that `state` names (all of them, and the random streams, where `partial` is False)."""
+        # Only here: whoever looks at a run without restoring from it does not wait for torch.
+        from ckpt_tasks.checkpoint.restore import restore_one
+        from ckpt_tasks.state.snapshot import BufferPool
+
         return restore_one(self.history.store, checkpoint, state, BufferPool(), partial=partial)
 
     @contextmanager
@@ -109,6 +113,8 @@ class Run:
         """Commit an evaluation beside its checkpoint; False where this suite has been recorded for it already."""
         if not is_group(suite):
             raise ConfigError(f"{suite!r:.80} is no suite", hint="Use a letter, then letters, digits and underscores.")
+        from ckpt_tasks.state.tables import write_metrics  # brings in pyarrow
+
         about = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
         data = write_metrics(metrics, about)
         name = evaluation_name(checkpoint.step, suite, secrets.token_hex(8))

@@ -15,25 +15,22 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ckpt_tasks.checkpoint.opening import Opened, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError, StoreError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.image import MAX_HEADER_BYTES
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, read_index
+from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
-from ckpt_tasks.format.tree import decode
+from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.state.capture import GroupState, plan_restore
 from ckpt_tasks.state.snapshot import BufferPool, tensor_at
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
 
-_RUN_BYTES = 16 << 20
 _READERS = max(2, min(8, os.cpu_count() or 2))
 
 
@@ -51,35 +48,6 @@ class RestoreReport:
     seconds: float
     skipped: tuple[tuple[int, str], ...] = ()
     damaged: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint's manifest and index, verified and decoded, before any tensor is read."""
-
-    manifest: Manifest
-    rows: tuple[IndexRow, ...]
-    groups: Mapping[str, GroupState]
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)  # full key → dtype, shape
-
-
-def open_checkpoint(store: Store, checkpoint: Checkpoint) -> Opened:
-    """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
-    data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
-    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
-    if manifest.step != checkpoint.step:
-        raise IntegrityError(f"the manifest says step {manifest.step}", key=checkpoint.manifest, step=checkpoint.step)
-    index = manifest.index
-    rows = read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
-    faults = coverage_faults(rows)
-    if faults:
-        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
-    sizes = {record.name: record.size_bytes for record in manifest.objects}
-    for row in rows:
-        if row.end > sizes.get(row.object, -1):
-            raise IntegrityError("a region lies outside of its object", key=row.full_key, step=checkpoint.step)
-    groups = {name: GroupState(str(g.get("kind")), decode(g.get("tree"))) for name, g in manifest.groups.items()}
-    return Opened(manifest, tuple(rows), groups, {row.full_key: (row.dtype, row.tensor_shape) for row in rows})
 
 
 def restore_newest(
@@ -118,7 +86,8 @@ def restore_one(
     started = time.perf_counter()
     opened = open_checkpoint(store, checkpoint)
     try:
-        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial)
+        groups = {name: GroupState(*saved) for name, saved in opened.groups.items()}
+        plan = plan_restore(state, groups, opened.tensors, partial=partial, rng=not partial)
     except StateMismatchError as error:
         error.step = checkpoint.step
         raise
@@ -158,41 +127,6 @@ def read_verified(
         finally:
             for waiting in reads:
                 waiting.cancel()
-
-
-def check_header(store: Store, record: ObjectRecord) -> None:
-    """Check an object's size and the digest of its header."""
-    size_bytes = store.size(record.name)
-    if size_bytes != record.size_bytes:
-        raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
-    if record.digested_bytes > min(size_bytes, MAX_HEADER_BYTES + 8):
-        raise IntegrityError("the header is larger than any that is written", key=record.name)
-    header = bytearray(record.digested_bytes)
-    store.read(record.name, 0, memoryview(header))
-    if digest_hex(bytes(header)) != record.digest:
-        raise IntegrityError("the header's bytes have changed", key=record.name)
-
-
-def merge_runs(rows: Iterable[IndexRow]) -> list[list[IndexRow]]:
-    """Group regions that follow each other in one object into reads of at most 16 MiB."""
-    runs: list[list[IndexRow]] = []
-    for row in sorted(rows, key=lambda row: row.begin):
-        run = runs[-1] if runs else None
-        if run and run[-1].end == row.begin and row.end - run[0].begin <= _RUN_BYTES:
-            run.append(row)
-        else:
-            runs.append([row])
-    return runs
-
-
-def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
-    """Say which tensors of a run have changed bytes; `data` begins where the run does."""
-    start = run[0].begin
-    return [
-        f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"
-        for row in run
-        if digest_bytes(data[row.begin - start : row.end - start]) != row.digest
-    ]
 
 
 def _read_run(store: Store, name: str, run: Sequence[IndexRow], buffer: memoryview) -> None:

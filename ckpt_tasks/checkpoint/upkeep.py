@@ -7,22 +7,32 @@ names in `retired`, and the next owner deletes them.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.history import Head, History
-from ckpt_tasks.checkpoint.restore import check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
+from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix, parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, ledger_name, parse_attempt
+from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["RunFaults", "delete_retired", "orphans", "plan_prune", "retire", "verify_checkpoint", "verify_run_directory"]
+__all__ = [
+    "RunFaults",
+    "delete_retired",
+    "orphans",
+    "plan_prune",
+    "retire",
+    "verify_checkpoint",
+    "verify_run_directory",
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
     except (IntegrityError, StoreError) as error:
         return [str(error)]
     faults: list[str] = []
+    buffer = memoryview(mmap.mmap(-1, READ_BYTES + 4096))  # one for all: fresh memory costs more than the reads
     by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
     for row in opened.rows:
         by_object[row.object].append(row)
@@ -54,7 +65,8 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
             check_header(store, record)
             faults += _header_faults(store, record, by_object[record.name])
             for run in merge_runs(by_object[record.name]):
-                data = memoryview(bytearray(run[-1].end - run[0].begin))
+                start = run[0].begin % 4096  # aligned as in the file, for direct reads
+                data = buffer[start : start + run[-1].end - run[0].begin]
                 store.read(record.name, run[0].begin, data)
                 faults += verify_run(run, data)
         except (IntegrityError, StoreError) as error:
@@ -66,10 +78,25 @@ def verify_run_directory(history: History) -> RunFaults:
     """Verify every live checkpoint and look for damaged ledger entries and orphans."""
     head = history.head()
     found = {c.manifest_digest: (c, tuple(verify_checkpoint(history.store, c))) for c in lineage(head.state.live)}
-    damaged = list(head.damaged)
-    if history.check(None) is None:
-        damaged.append("format.json")
-    return RunFaults(found, tuple(damaged), tuple(orphans(history.store, head.state)))
+    return RunFaults(found, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
+
+
+def record_faults(history: History) -> list[str]:
+    """List what is wrong beside the checkpoints, with why: ledger entries, old ones too, format.json, evaluations."""
+    head = history.head()
+    faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
+    for n in range(head.next_n):
+        try:
+            history.read_entry(n)
+        except (IntegrityError, StoreError) as error:
+            faults.append(f"{ledger_name(n)}: {error.message}")
+    for evaluation in head.state.evaluations:
+        try:
+            if digest_hex(history.store.get(evaluation.table, MAX_ENTRY_BYTES)) != evaluation.table_digest:
+                faults.append(f"{evaluation.table}: its bytes have changed")
+        except StoreError as error:
+            faults.append(f"{evaluation.table}: {error.message}")
+    return faults
 
 
 def orphans(store: Store, state: State) -> list[str]:

@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.regions import Box, blocks
@@ -123,13 +123,15 @@ class ImageLayout:
 def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
     """Lay tensors out in one file, by falling element size and otherwise in the order given.
 
-    Raises UnsupportedStateError for a dtype that cannot be stored and for a header over 16 MiB.
+    Raises UnsupportedStateError for a dtype or a name that cannot be stored and for a header over 16 MiB.
     """
     ordered = sorted(specs, key=lambda spec: -_stored(spec).itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin, offsets = 0, []
     for spec in ordered:
         stored, end = _stored(spec), begin + spec.size_bytes
+        if spec.name in entries:
+            raise UnsupportedStateError("a file cannot hold a second entry of this name", key=spec.name)
         entries[spec.name] = {
             "dtype": stored.code,
             "shape": [*spec.shape, *stored.suffix],
@@ -150,7 +152,7 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
     parts: list[list[TensorSpec]] = []
     size_bytes = header_bytes = 0
     for spec in specs:
-        entry_bytes = 100 + len(spec.name.encode()) + 21 * len(spec.shape)
+        entry_bytes = 100 + len(json.dumps(spec.name, ensure_ascii=False).encode()) + 21 * len(spec.shape)
         full = size_bytes + spec.size_bytes > max_shard_bytes or header_bytes + entry_bytes > MAX_HEADER_BYTES // 2
         if not parts or full:
             parts.append([])
@@ -173,10 +175,7 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
             raise IntegrityError(f"the safetensors header claims {length} bytes")
         entries = json.loads(prefix[8 : 8 + length])
         entries.pop("__metadata__", None)
-        found = {
-            name: (str(e["dtype"]), tuple(map(int, e["shape"])), *(8 + length + int(o) for o in e["data_offsets"]))
-            for name, e in entries.items()
-        }
+        found = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
     except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"the safetensors header is malformed: {error}") from error
     at = 8 + length
@@ -187,6 +186,13 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
     if at != size_bytes:
         raise IntegrityError(f"a safetensors file has {size_bytes} bytes and its tensors end at {at}")
     return found
+
+
+def _parse_entry(entry: Mapping[str, Any], start: int) -> tuple[str, tuple[int, ...], int, int]:
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+        raise ValueError("a dtype is a text, shapes and offsets are whole numbers")
+    return dtype, shape, start + begin, start + end
 
 
 def _stored(spec: TensorSpec) -> StoredDtype:

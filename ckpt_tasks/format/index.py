@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_hex
@@ -87,14 +88,14 @@ def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
         table.validate(full=True)
         if table.schema != _SCHEMA:
             raise IntegrityError("the index has other columns than this version's", key=name)
-        columns = [table.column(field.name).to_pylist() for field in _SCHEMA]
-    except (pa.ArrowException, OSError, ValueError) as error:
+        columns = [_values(table.column(field.name), field) for field in _SCHEMA]
+        rows = [
+            IndexRow(group, key, dtype, tuple(full), Box(tuple(offset), tuple(shape)), place, begin, end, digest_)
+            for group, key, dtype, full, offset, shape, place, begin, end, digest_ in zip(*columns, strict=True)
+        ]
+        _check(rows, name)
+    except (pa.ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
         raise IntegrityError(f"the index is malformed: {error}", key=name) from error
-    rows = [
-        IndexRow(group, key, dtype, tuple(full), Box(tuple(offset), tuple(shape)), place, begin, end, digest_)
-        for group, key, dtype, full, offset, shape, place, begin, end, digest_ in zip(*columns, strict=True)
-    ]
-    _check(rows, name)
     return rows
 
 
@@ -128,6 +129,17 @@ def _check(rows: list[IndexRow], name: str) -> None:
             raise IntegrityError(f"the index holds the dtype {row.dtype!r:.40}", key=row.full_key)
         if row.begin < 0 or row.end - row.begin != row.box.size * stored.nbytes:
             raise IntegrityError("a region's bytes do not fit its shape", key=row.full_key)
+
+
+def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
+    # Arrow checks neither that a column declared without nulls has none, nor that a shape is one.
+    numbers = pc.list_flatten(column) if pa.types.is_list(field.type) else column
+    if column.null_count or numbers.null_count:
+        raise ValueError(f"a value is missing in the column {field.name}")
+    if numbers is not column and (pc.min(numbers).as_py() or 0) < 0:
+        raise ValueError(f"a negative number in the column {field.name}")
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 def _array(values: list[object], kind: pa.DataType) -> pa.Array:

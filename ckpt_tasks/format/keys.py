@@ -37,7 +37,7 @@ _INVERSE = 10**20 - 1
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
 _LEDGER = re.compile(r"ledger/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
-_ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
+_ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
 
 
 class Attempt(NamedTuple):

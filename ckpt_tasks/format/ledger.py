@@ -42,6 +42,9 @@ EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", 
 MAX_ENTRY_BYTES = 64 << 20
 MAX_INLINE_CHECKPOINTS = 256
 
+# What reading JSON of another form can raise.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
@@ -213,7 +216,7 @@ class Entry:
             "nonce": self.nonce,
             "previous": self.previous,
             "at": self.at,
-            "event": dict(self.event),
+            "event": _out(self.event),
             "state": _out(state),
         }
         digest = digest_hex(canonical_json(body))
@@ -239,7 +242,7 @@ class Entry:
                     hint="Upgrade ckpt-tasks.",
                 )
             live = body["state"]["live"]
-            pointer = (str(live["object"]), str(live["digest"])) if isinstance(live, dict) else None
+            pointer = (_object_name(live["object"]), str(live["digest"])) if isinstance(live, dict) else None
             entry = cls(
                 n=int(body["n"]),
                 epoch=int(body["epoch"]),
@@ -250,7 +253,7 @@ class Entry:
                 state=_state({**body["state"], "live": [] if pointer else live}),
                 live_list=pointer,
             )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except _MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
         return entry, str(digest)
 
@@ -264,9 +267,12 @@ def read_live_list(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, 
     """Read a list of checkpoints whose digest is known; raise IntegrityError where the bytes are not those."""
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
-    body = json.loads(data)
-    check_version(body["version"], name)
-    return tuple(_checkpoint(item) for item in body["live"])
+    try:
+        body = json.loads(data)
+        check_version(body["version"], name)
+        return tuple(_checkpoint(item) for item in body["live"])
+    except _MALFORMED as error:
+        raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
 
 
 def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
@@ -284,24 +290,22 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     at = known.get(parent) if parent is not None else None
     if at is None:
         return live
-    line, newest = set(), at.n
+    line: set[int] = set()
     while at is not None and at.n not in line:
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
-    return tuple(replace(c, abandoned=c.n not in line and (c.abandoned or c.n > newest)) for c in live)
+    # Below the oldest that the line is known down to, a pruned parent may hide who belongs to it: marks stay there.
+    return tuple(replace(c, abandoned=c.n not in line and (c.abandoned or c.n > min(line))) for c in live)
 
 
 def _state(body: Mapping[str, Any]) -> State:
-    retired = tuple(str(name) for name in body["retired"])
-    if not all(is_object_name(name) for name in retired):
-        raise ValueError("a retired object has a foreign name")
     return State(
         owner=Owner(**body["owner"]) if body["owner"] else None,
         live=tuple(_checkpoint(item) for item in body["live"]),
         pins={str(k): str(v) for k, v in body["pins"].items()},
         leases=tuple(Lease(**item) for item in body["leases"]),
         evaluations=tuple(Evaluation(**{**item, "metrics": _metrics(item["metrics"])}) for item in body["evaluations"]),
-        retired=retired,
+        retired=tuple(_object_name(name) for name in body["retired"]),
         stalled_flow_run=body["stalled_flow_run"],
         stalled_attempts=int(body["stalled_attempts"]),
         best_metric=body["best_metric"],
@@ -310,10 +314,13 @@ def _state(body: Mapping[str, Any]) -> State:
 
 
 def _checkpoint(item: Mapping[str, Any]) -> Checkpoint:
-    checkpoint = Checkpoint(**{**item, "metrics": _metrics(item["metrics"])})
-    if not is_object_name(checkpoint.manifest):
-        raise ValueError(f"{checkpoint.manifest!r:.80} is no object name")
-    return checkpoint
+    return Checkpoint(**{**item, "manifest": _object_name(item["manifest"]), "metrics": _metrics(item["metrics"])})
+
+
+def _object_name(name: Any) -> str:
+    if not isinstance(name, str) or not is_object_name(name):
+        raise ValueError(f"{name!r:.80} is no object name")
+    return name
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:

@@ -94,7 +94,7 @@ class Manifest:
                 created_at=str(body["created_at"]),
                 environment={str(k): str(v) for k, v in body["environment"].items()},
             )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise IntegrityError(f"the manifest is malformed: {error!r}", key=name) from error
         return manifest
 

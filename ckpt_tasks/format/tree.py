@@ -17,7 +17,7 @@ Nothing is pickled and no entry names a class to import: the vocabulary above is
 from __future__ import annotations
 
 import base64
-import binascii
+import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -29,9 +29,12 @@ from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedSta
 
 __all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "tensor_refs"]
 
-MAX_DEPTH = 200  # deeper than any real state; a cycle ends here instead of in a RecursionError
+MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
+MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
 
 Json = Any
+# What reading JSON of another form can raise; binascii's error is a ValueError.
+_MALFORMED = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def decode(node: Json) -> Any:
     """Turn what `encode` gave back into the value; raise IntegrityError on anything that `encode` cannot have written."""
     try:
         return _decode(node, 0)
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError, binascii.Error) as error:
+    except _MALFORMED as error:
         raise IntegrityError(f"the state tree is malformed: {error}") from error
 
 
@@ -99,7 +102,9 @@ def tensor_refs(value: Any) -> list[TensorRef]:
 
 def _encode(value: Any, path: str, depth: int) -> Json:
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int and value.bit_length() <= MAX_INT_BITS:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
@@ -148,8 +153,8 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
-    # Sorted by type and repr, so that the same set always gives the same bytes whatever the hash seed is.
-    return _items(sorted(value, key=lambda item: (type(item).__name__, repr(item))), path, depth)
+    # Sorted as it is written, so that the same set always gives the same bytes whatever the hash seed is.
+    return sorted(_items(value, path, depth), key=json.dumps)
 
 
 _WRITERS: dict[type, Callable[[Any, str, int], Json]] = {
@@ -235,11 +240,11 @@ _READERS: dict[str, Callable[[Json, int], Any]] = {
     "~frozenset": lambda b, d: frozenset(_read_items(b, d)),
     "~deque": lambda b, d: deque(_read_items(b[1], d), b[0]),
     "~bytes": lambda b, d: base64.b64decode(b, validate=True),
-    "~complex": lambda b, d: complex(_decode(b[0], d), _decode(b[1], d)),
+    "~complex": lambda b, d: complex(_decode(b[0], d + 1), _decode(b[1], d + 1)),
     "~float": _read_float,
     "~datetime": lambda b, d: datetime.fromisoformat(b),
     "~date": lambda b, d: date.fromisoformat(b),
     "~timedelta": lambda b, d: timedelta(*b),
     "~torch": _read_torch,
-    "~numpy": lambda b, d: NumpyScalar(str(b[0]), _decode(b[1], d)),
+    "~numpy": lambda b, d: NumpyScalar(str(b[0]), _decode(b[1], d + 1)),
 }

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.errors import ProgramError
+from ckpt_tasks.errors import CkptError, ProgramError
 from ckpt_tasks.gang.session import Progress, watcher
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_program"]
@@ -39,15 +39,20 @@ class Program(Protocol):
 def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
     """Import "module:Factory" and call the factory with `params`.
 
-    Raises ProgramError where the name leads nowhere, the parameters are not the factory's, or what it makes is no
-    program; what the factory itself raises passes through, as that may go away by itself.
+    Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
+    program; what else the factory raises passes through, as that may go away by itself.
     """
     factory = _find_factory(name)
     try:
         inspect.signature(factory).bind(**(params or {}))
     except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
-        raise ProgramError(f"{name} cannot be called with these parameters: {error}", key=name) from error
-    program = factory(**(params or {}))
+        raise ProgramError(f"{name} cannot be called with these parameters: {error}") from error
+    try:
+        program = factory(**(params or {}))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CkptError):
+            raise
+        raise ProgramError(f"{name} cannot be built: {error}") from error
     if not isinstance(getattr(program, "state", None), dict) or not callable(getattr(program, "train_step", None)):
         raise ProgramError(
             f"{name} made a {type(program).__name__}, which is no program",
@@ -173,5 +178,5 @@ def _find_factory(name: str) -> Callable[..., Any]:
         raise ProgramError(f"{name} cannot be imported: {error}", hint="Is its folder on PYTHONPATH?") from error
     found: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(found):
-        raise ProgramError(f"{module_name} has no factory {attribute!r}", key=name)
+        raise ProgramError(f"{module_name} has no factory {attribute!r}")
     return found

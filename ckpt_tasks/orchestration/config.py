@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 
 __all__ = ["BatchLength", "config_of_run", "position_of_run"]
@@ -27,16 +28,20 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
     return replace(keyed, checkpoint_dir=config.checkpoint_dir.replace("{run_key}", run_key))
 
 
-def position_of_run(config: CheckpointConfig) -> int:
-    """Return the step of the checkpoint that a restore tries first, 0 where there is none.
+def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
+    """Return the step from which the run goes on, 0 where it has no checkpoint; `total_steps` or more: it is complete.
 
-    The ledger says so, never Prefect's results: they know nothing of another process. Raises RunMismatchError.
+    The ledger says so, never Prefect's results: they know nothing of another process. A checkpoint that completes the
+    run is read in full, as no restore would do it, and counts if it is good. Raises RunMismatchError.
     """
     try:
-        newest_first = open_run(config.checkpoint_dir, config.run_key).checkpoints()
+        run = open_run(config.checkpoint_dir, config.run_key)
     except CheckpointNotFoundError:
         return 0
-    return newest_first[0].step if newest_first else 0
+    for one in run.checkpoints():
+        if one.step < total_steps or not verify_checkpoint(run.history.store, one):
+            return one.step
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class BatchLength:
         wanted = _FIRST_STEPS
         if step_s is not None and last is not None:
             wanted = max(1, min(int(self.seconds / max(step_s, 1e-9)), max(_FIRST_STEPS, last) * _GROWTH))
-        if self.step_interval and wanted > self.step_interval:
-            wanted -= wanted % self.step_interval
-        return wanted
+        if self.step_interval is None:
+            return wanted
+        if wanted >= self.step_interval:
+            return wanted - wanted % self.step_interval
+        return -(-self.step_interval // -(-self.step_interval // wanted))  # as many batches to an interval as it takes

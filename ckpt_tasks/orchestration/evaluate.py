@@ -13,7 +13,7 @@ from ckpt_tasks.errors import ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.local import build_program
 
-__all__ = ["EvaluationResult", "evaluate_checkpoint"]
+__all__ = ["EvaluationResult", "evaluate_checkpoint", "recorded_evaluation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ def evaluate_checkpoint(
 
     Only the program's modules are restored. Raises ProgramError, and what the restore raises.
     """
-    recorded = _recorded(run, checkpoint, suite)
+    recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
-        return EvaluationResult(step=checkpoint.step, suite=suite, metrics=recorded, new=False)
+        return recorded
     with run.lease(checkpoint, holder):
         fresh = build_program(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
@@ -44,13 +44,14 @@ def evaluate_checkpoint(
         run.restore(checkpoint, modules or fresh.state, partial=True)
         metrics = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
         new = run.record_evaluation(checkpoint, suite, metrics)
-    if not new:  # another evaluator was faster: what is recorded counts
-        metrics = dict(_recorded(run, checkpoint, suite) or metrics)
+    if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):
+        return recorded  # another evaluator was faster
     return EvaluationResult(step=checkpoint.step, suite=suite, metrics=metrics, new=new)
 
 
-def _recorded(run: Run, checkpoint: Checkpoint, suite: str) -> Mapping[str, float] | None:
-    for evaluation in run.evaluations():
-        if evaluation.suite == suite and evaluation.manifest_digest == checkpoint.manifest_digest:
-            return evaluation.metrics
+def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> EvaluationResult | None:
+    """Return what is recorded of a suite for a checkpoint, None where that is nothing."""
+    for one in run.evaluations():
+        if one.suite == suite and one.manifest_digest == checkpoint.manifest_digest:
+            return EvaluationResult(step=one.step, suite=suite, metrics=one.metrics, new=False)
     return None

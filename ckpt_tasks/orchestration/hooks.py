@@ -24,7 +24,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
-from prefect.logging import get_run_logger
+from prefect.logging import get_logger, get_run_logger
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import (
@@ -110,7 +110,7 @@ class Attempts:
             self.session.restore()
         if ckpt.stalled_attempts >= self._max_stalled:
             raise NoProgressError(
-                f"{ckpt.stalled_attempts} attempts in a row committed no new step",
+                f"{ckpt.stalled_attempts} starts and failures in a row, and no new step was committed",
                 step=ckpt.position,
                 hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
             )
@@ -132,7 +132,9 @@ class Attempts:
         if error is not None:
             _clear_frames(error)
         self.session.discard()
-        get_run_logger().warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
+        if _helps(error):
+            log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
+            log.warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
         if not isinstance(error, OwnerError):  # a fenced process writes nothing, not even evidence
             self._note(attempt, why, error)
         _call(ckpt, "after_failure", replace(attempt, position=ckpt.position, failure=why))
@@ -225,7 +227,11 @@ def _retry_condition(users: RetryCondition | None) -> RetryCondition:
 
 
 def _may_help(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    error = state.data  # a task that returned a failed state has no error
+    return _helps(state.data)
+
+
+def _helps(error: object) -> bool:
+    """Say whether another attempt may help; what is no exception comes from a task that returned a failed state."""
     return not (isinstance(error, Exception) and any(isinstance(cause, PERMANENT) for cause in _causes(error)))
 
 

@@ -29,7 +29,7 @@ class BatchResult:
     commit_s: float
 
 
-def step_batch(session: LocalSession, *, retries: int) -> Task[[int, int], BatchResult]:
+def step_batch(session: LocalSession, *, retries: int, retry_delay_s: float) -> Task[[int, int], BatchResult]:
     """Make the task that trains from one step to another; it is called directly, so that signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
@@ -48,16 +48,15 @@ def step_batch(session: LocalSession, *, retries: int) -> Task[[int, int], Batch
         get_run_logger().info("Step %d committed after %.1f s: %s", done.end, done.seconds, report or "no metrics")
         return done
 
-    name = "steps {start}–{end}"  # noqa: RUF001 (an en dash is what stands between two numbers)
-    return attempted_task(steps, name="steps", task_run_name=name, retries=retries, retry_delay_s=2.0)
+    name = "steps {start}–{end}"
+    return attempted_task(steps, name="steps", task_run_name=name, retries=retries, retry_delay_s=retry_delay_s)
 
 
 def run_in_batches(
-    session: LocalSession, total_steps: int, length: BatchLength, *, retries: int
+    batch: Task[[int, int], BatchResult], session: LocalSession, total_steps: int, length: BatchLength
 ) -> Iterator[BatchResult]:
     """Train to `total_steps`, one task per batch; a batch that follows a good one restores nothing."""
-    batch = step_batch(session, retries=retries)
-    position, last = position_of_run(session.ckpt.config), None
+    position, last = position_of_run(session.ckpt.config, total_steps), None
     while position < total_steps:
         end = length.end(position, total_steps, step_s=session.step_s, last=last)
         done = batch(position, end)

@@ -17,7 +17,7 @@ from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
 from ckpt_tasks.state.tensors import TensorSet
-from ckpt_tasks.state.values import pack
+from ckpt_tasks.state.values import pack, uncollected
 
 __all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
 
@@ -33,9 +33,9 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     """
     checked_state(state)
     tensors = TensorSet()
-    names = parameter_names(modules_of(state))
     found: dict[str, GroupState] = {}
-    with undisturbed():
+    with undisturbed(), uncollected():
+        names = parameter_names(modules_of(state))
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
             found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}

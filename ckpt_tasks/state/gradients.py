@@ -17,7 +17,7 @@ class Gradients:
     """Save and restore the gradients that a module has accumulated.
 
     A module's state has no gradients: what `backward` has added up since the last optimizer step is lost with the
-    process. A loop that saves at optimizer steps needs nothing. One that saves between them puts this beside its module::
+    process. A loop that saves at optimizer steps needs nothing. One that saves between them puts this beside it::
 
         state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
 

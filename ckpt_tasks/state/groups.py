@@ -24,12 +24,12 @@ __all__ = [
     "needed_keys",
 ]
 
-Stored = Mapping[str, tuple[Any, tuple[int, ...]]]  # full key → dtype, shape
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """One group: `kind` is module, optimizer, stateful, generator, plain or rng; `tree` is its state (format/tree.py)."""
+    """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py)."""
 
     kind: str
     tree: Any

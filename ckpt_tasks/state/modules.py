@@ -19,7 +19,7 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
-from ckpt_tasks.state.tensors import TensorSet, identity
+from ckpt_tasks.state.tensors import TensorSet, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = ["ModulePart", "capture_module", "parameter_names", "unwrapped"]
@@ -58,7 +58,9 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     for group, module in modules.items():
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False):
             full = f"{group}/{_bare(name)}"
-            names[id(parameter)] = min(full, names.get(id(parameter), full))
+            first = names.setdefault(id(parameter), full)
+            if full < first:
+                names[id(parameter)] = full
     return names
 
 
@@ -82,8 +84,8 @@ class ModulePart:
         self._state = _named_state(module, group)
         self._value: dict[str, Any] = {}
         self._copies = Copies()
-        capture_module(module, group, TensorSet())  # what could not be saved from here is refused here too
-        self.guard = None if self._is_ordinary() else Guard(self._module, group, self._module.state_dict())
+        taking_part = any(_takes_part(module) for module in self._module.modules())
+        self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""
@@ -93,6 +95,7 @@ class ModulePart:
             if name not in self._tree or name.endswith(_EXTRA):
                 continue
             if isinstance(live, torch.Tensor):
+                refuse(live, f"{self._group}/{name}", exact=False)
                 differences.tensor(f"{self._group}/{name}", live, ref)
             elif type(ref) is TensorRef:
                 differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
@@ -118,22 +121,17 @@ class ModulePart:
         else:
             self._module.load_state_dict(self._value)
 
-    def _is_ordinary(self) -> bool:
-        if any(_takes_part(module) for module in self._module.modules()):
-            return False
-        own = {identity(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        return all(isinstance(t, torch.Tensor) and identity(t) in {*own, None} for t in self._state.values())
-
     def _compare_ties(self, differences: Differences) -> None:
+        refs = {name: ref.key for name, ref in self._tree.items() if type(ref) is TensorRef and name in self._state}
+        if len(set(refs.values())) == len(refs):
+            return
         parameters = {identity(p) for p in self._module.parameters()}
         first: dict[str, Any] = {}
-        for name, ref in self._tree.items():
-            live = self._state.get(name)
-            if type(ref) is not TensorRef or not isinstance(live, torch.Tensor):
-                continue
-            known = identity(live)
+        for name, key in refs.items():
+            live = self._state[name]
+            known = identity(live) if isinstance(live, torch.Tensor) else None
             # Buffers come apart when a module moves to a device, so only parameters must stay tied.
-            if first.setdefault(ref.key, known) != known and known in parameters:
+            if known and first.setdefault(key, known) != known and known in parameters:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
 
 
@@ -143,6 +141,8 @@ def _bare(name: str) -> str:
 
 def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
     state = unwrapped(module).state_dict()
+    if not any("_orig_mod." in name for name in state):
+        return dict(state)
     named = {_bare(name): value for name, value in state.items()}
     if len(named) != len(state):
         raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
@@ -154,7 +154,7 @@ def _takes_part(module: nn.Module) -> bool:
 
 
 @cache
-def _overrides(kind: type[nn.Module]) -> bool:
+def _overrides(kind: Any) -> bool:
     # torch's own overrides read older versions of a state; they do nothing for one that has every name.
     for name in _METHODS:
         home = getattr(getattr(kind, name), "__module__", "")

@@ -35,9 +35,9 @@ _NOT_OPTIONS = ("params", "param_names")
 def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
     """Turn an optimizer's state into a tree.
 
-    `names` are the parameters' by id(). The tree: `state` by parameter name (of those that have one), `shared` (what is
-    kept for no parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes`
-    of parameters that no module of the state has, and `on_cpu`: the entries kept on the CPU for parameters elsewhere.
+    `names` are the parameters' by id(). The tree: `state` by parameter (of those that have one), `shared` (what is kept
+    for no parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes` of
+    parameters that no module of the state has, and `on_cpu`: which entries are on the CPU where the parameters are not.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -66,13 +66,14 @@ class OptimizerPart:
     """Restore one optimizer, in its own order of parameters."""
 
     def __init__(self, optimizer: Optimizer, group: str, tree: Any, names: Mapping[int, str]):
-        capture_optimizer(optimizer, group, names, TensorSet())  # what could not be saved from here is refused here too
         self._optimizer = optimizer
         self._group = group
         self._tree = _checked(tree, group)
         self._named = _named_groups(optimizer, names, group)
         self._copies = Copies()
         self._copied_into: set[Any] = set()
+        self._sources: Mapping[str, torch.Tensor] = {}
+        self._make = Maker({})
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
@@ -95,24 +96,23 @@ class OptimizerPart:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make every new value; a tensor that is there already with its shape and dtype will be copied into."""
-        make = Maker(tensors)
+        self._sources, self._make = tensors, Maker(tensors)
         if self.guard is not None:
-            self._value = self._numbered(make)
+            self._value = self._numbered()
             return
-        live_state = self._optimizer.state
-        old = {key: value for key, value in live_state.items() if not isinstance(key, torch.Tensor)}
-        self._state = unpack(self._tree["shared"], make, old)
-        for saved, members, live in zip(
-            self._tree["param_groups"], self._named, self._optimizer.param_groups, strict=True
-        ):
+        live = cast("Mapping[Any, Any]", self._optimizer.state)
+        self._state = unpack(self._tree["shared"], self._make, {k: v for k, v in live.items() if type(k) is str})
+        groups = zip(self._tree["param_groups"], self._named, self._optimizer.param_groups, strict=True)
+        for n, (saved, members, live_options) in enumerate(groups):
             options = saved["options"]
             for name, parameter in members:
                 if name in self._tree["state"]:
                     at = partial(_device, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
-                    entry, before = self._tree["state"][name], live_state.get(parameter, {})
-                    self._state[parameter] = self._values(entry, before, tensors, make, at, f"{self._group}/{name}")
-            first = members[0][1].device if members and options.get("capturable") else torch.device("cpu")
-            made = self._values(options, live, tensors, make, lambda _, first=first: first, self._group)  # type: ignore[misc]
+                    place, entry = f"{self._group}/{name}", self._tree["state"][name]
+                    self._state[parameter] = self._values(place, entry, live.get(parameter, {}), at)
+            device = members[0][1].device if members and options.get("capturable") else torch.device("cpu")
+            at = partial(_anywhere, device=device)
+            made = self._values(f"{self._group}/param_groups/{n}", options, live_options, at)
             self._options.append({**self._optimizer.defaults, **made})
         self._copies.prepare(tensors)
 
@@ -131,26 +131,21 @@ class OptimizerPart:
             live.update({**made, **kept})
 
     def _values(
-        self,
-        saved: Mapping[str, Any],
-        live: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        make: Maker,
-        at: Callable[[str], torch.device],
-        place: str,
+        self, place: str, saved: Mapping[str, Any], live: Mapping[str, Any], at: Callable[[str], torch.device]
     ) -> dict[str, Any]:
         made = {}
         for key, value in saved.items():
             old = live.get(key)
-            if type(value) is TensorRef and self._can_take(old, tensors[value.key]):
+            if type(value) is TensorRef and type(old) is torch.Tensor and self._can_take(old, value):
                 self._copies.want(f"{place}/{key}", old, value)
                 made[key] = old
             else:
-                made[key] = unpack(value, partial(make, device=at(key)), old)
+                made[key] = unpack(value, partial(self._make, device=at(key)), old)
         return made
 
-    def _can_take(self, live: Any, source: torch.Tensor) -> bool:
-        if type(live) is not torch.Tensor or live.shape != source.shape or live.dtype != source.dtype:
+    def _can_take(self, live: torch.Tensor, ref: TensorRef) -> bool:
+        source = self._sources[ref.key]
+        if live.shape != source.shape or live.dtype != source.dtype:
             return False
         known = identity(live)
         if known in self._copied_into or live.requires_grad:
@@ -159,8 +154,9 @@ class OptimizerPart:
             self._copied_into.add(known)
         return True
 
-    def _numbered(self, make: Maker) -> dict[str, Any]:
+    def _numbered(self) -> dict[str, Any]:
         # As torch's own state_dict has it, in the target's numbers.
+        make = self._make
         own = self._optimizer.state_dict()
         numbers = {name: n for n, name in _numbers(own, self._named).items()}
         state = unpack(self._tree["shared"], make)
@@ -193,8 +189,11 @@ def _named_groups(optimizer: Optimizer, names: Mapping[int, str], group: str) ->
     named: list[list[tuple[str, torch.Tensor]]] = []
     taken: dict[str, int] = {}
     for n, options in enumerate(optimizer.param_groups):
-        own = options.get("param_names") or [f"#{n}.{position}" for position in range(len(options["params"]))]
-        members = [(names.get(id(p), name), p) for name, p in zip(own, options["params"], strict=True)]
+        own = options.get("param_names")
+        members = [
+            (names.get(id(p)) or (own[position] if own else f"#{n}.{position}"), p)
+            for position, p in enumerate(options["params"])
+        ]
         for name, parameter in members:
             if taken.setdefault(name, id(parameter)) != id(parameter):
                 raise UnsupportedStateError("two parameters of the optimizer have one name", key=f"{group}/{name}")
@@ -235,6 +234,10 @@ def _device(key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on
     else:
         aside = key in on_cpu
     return torch.device("cpu") if aside else parameter.device
+
+
+def _anywhere(_key: str, *, device: torch.device) -> torch.device:
+    return device
 
 
 def _is_ordinary(optimizer: Optimizer) -> bool:

@@ -1,8 +1,8 @@
 """Plain values: restored into the objects that the program already holds, as far as they can be.
 
 A tensor or an array keeps its memory, and so does every tensor inside a container that requires a gradient: an
-optimizer holds on to it. These must have the stored shape and dtype. A dict, list, set or deque stays the object that it is
-and gets new contents. Whatever else there is (a number, a string, a tuple) is assigned to its name in the state.
+optimizer holds on to it. These must have the stored shape and dtype. A dict, list, set or deque stays the object that
+it is and gets new contents. Whatever else there is (a number, a string, a tuple) is assigned to its name in the state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PlainPart:
         make = Maker(tensors)
 
         def make_or_keep(ref: TensorRef, live: Any) -> Any:
-            if live is self._live or _is_trained(live):
+            if isinstance(live, torch.Tensor) and (live is self._live or live.requires_grad):
                 self._copies.want(self._name, live, ref)
                 return live
             return make(ref, live)

@@ -23,7 +23,7 @@ from ckpt_tasks.state.modules import ModulePart, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
-from ckpt_tasks.state.values import unpack
+from ckpt_tasks.state.values import uncollected, unpack
 
 __all__ = ["RestorePlan", "plan_restore"]
 
@@ -43,32 +43,34 @@ class RestorePlan:
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore from `tensors`: full key → values of the stored dtype and shape, which are copied and not kept.
 
-        Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where values
-        do not fit; the target is as it was then. A plan is applied once.
+        Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where
+        values do not fit; the target is as it was then. A plan is applied once.
         """
-        with undisturbed():
-            for part in self._parts.values():
+        parts, self._parts = self._parts, {}  # they hold views of `tensors`
+        with undisturbed(), uncollected():
+            for part in parts.values():
                 part.prepare(tensors)
-            self._write_guarded()
-            for name, part in self._parts.items():
+            _write_guarded(parts)
+            for name, part in parts.items():
                 if part.guard is None and name != RNG:
                     part.write()
-        if RNG in self._parts:
-            self._parts[RNG].write()
+        if RNG in parts:
+            parts[RNG].write()
 
-    def _write_guarded(self) -> None:
-        guarded = [(name, part, part.guard) for name, part in self._parts.items() if part.guard is not None]
-        for _, _, guard in guarded:
-            guard.keep()
-        for count, (name, part, _) in enumerate(guarded, start=1):
-            try:
-                part.write()
-            except BaseException as error:
-                faults = _undo_all([(other, guard) for other, _, guard in reversed(guarded[:count])])
-                if not isinstance(error, Exception):
-                    raise
-                kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
-                raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
+
+def _write_guarded(parts: Mapping[str, Part]) -> None:
+    guarded = [(name, part, part.guard) for name, part in parts.items() if part.guard is not None]
+    for _, _, guard in guarded:
+        guard.keep()
+    for count, (name, part, _) in enumerate(guarded, start=1):
+        try:
+            part.write()
+        except BaseException as error:
+            faults = _undo_all([(other, guard) for other, _, guard in reversed(guarded[:count])])
+            if not isinstance(error, Exception):
+                raise
+            kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
+            raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
 
 
 def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
@@ -92,12 +94,11 @@ def plan_restore(
     """Compare a target with a checkpoint and plan the restore; nothing is changed and nothing is drawn.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
-    `state` names, and no random streams. Raises StateMismatchError with every difference, UnsupportedStateError where the
-    target could not be saved either, IntegrityError where a tree is not what capture makes.
+    `state` names, and no random streams. Raises StateMismatchError with every difference, UnsupportedStateError where
+    the target could not be saved either, IntegrityError where a tree is not what capture makes.
     """
     checked_state(state)
-    stored = {key: (str(dtype).removeprefix("torch."), tuple(shape)) for key, (dtype, shape) in tensors.items()}
-    differences = Differences(stored)
+    differences = Differences(tensors)
     wanted = {name: groups[name] for name in state if name in groups}
     differences.missing += [name for name in state if name not in groups]
     if not partial:
@@ -108,8 +109,8 @@ def plan_restore(
     for name, group in wanted.items():
         if group.kind not in _KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
-    keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, stored))
-    with undisturbed():
+    keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
+    with undisturbed(), uncollected():
         parts = _parts(state, wanted, differences)
         for part in parts.values():
             part.compare(differences)

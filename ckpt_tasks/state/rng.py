@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.groups import Differences, Guard, Maker
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
@@ -84,7 +83,7 @@ class GeneratorPart:
 
 
 class StreamsPart:
-    """Restore the streams of the process; one for a device that is not here is an error, one that is not stored stays."""
+    """Restore the streams of the process; one for a device that is not here is an error, one not stored stays."""
 
     guard: Guard | None = None
 
@@ -120,8 +119,8 @@ def _streams(wanted: Any = ()) -> dict[str, Any]:
         "torch": torch.default_generator,
     }
     asks = any(name.startswith("cuda:") for name in wanted)
-    if torch.cuda.is_available() and (asks or torch.cuda.is_initialized()):
-        torch.cuda.init()
+    if torch.cuda.is_available() and (asks or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         for index, generator in enumerate(torch.cuda.default_generators):
             if f"cuda:{index}" in wanted or _in_use(index):
                 streams[f"cuda:{index}"] = generator
@@ -130,7 +129,8 @@ def _streams(wanted: Any = ()) -> dict[str, Any]:
 
 def _in_use(device: int) -> bool:
     # A process that sees eight devices and uses one can go on where there is one.
-    return bool(torch._C._cuda_hasPrimaryContext(device))
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return has_context is None or bool(has_context(device))
 
 
 def _type(generator: Any) -> str:

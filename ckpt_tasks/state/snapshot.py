@@ -15,6 +15,7 @@ import torch
 
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
+from ckpt_tasks.state.copying import copy_tensors
 
 __all__ = ["BufferPool", "Image", "SnapshotPlan", "plan_snapshot", "tensor_at"]
 
@@ -64,7 +65,6 @@ class SnapshotPlan:
     signature: tuple[tuple[str, str, tuple[int, ...]], ...]
     images: tuple[Image, ...]
 
-    @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor (by full key) to its place; the images then are the files."""
         for image in self.images:
@@ -72,8 +72,7 @@ class SnapshotPlan:
             for name, view in image.views.items():
                 into.append(view)
                 out_of.append(_storable(tensors[f"{image.group}/{name}"]))
-            if into:
-                torch._foreach_copy_(into, out_of)
+            copy_tensors(into, out_of)
 
     def free(self, pool: BufferPool) -> None:
         """Give the images' memory back."""

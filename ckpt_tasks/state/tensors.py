@@ -17,8 +17,20 @@ from torch.nn.parameter import is_lazy
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.copying import copy_tensors
 
-__all__ = ["DTYPES", "TensorSet", "copy_all", "difference", "expanded", "identity", "rebuild", "same_bits", "strides"]
+__all__ = [
+    "DTYPES",
+    "TensorSet",
+    "copy_all",
+    "difference",
+    "expanded",
+    "identity",
+    "rebuild",
+    "refuse",
+    "same_bits",
+    "strides",
+]
 
 # What can be stored, as far as this torch knows it.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
@@ -46,23 +58,23 @@ class TensorSet:
         itself. Raises UnsupportedStateError with the key.
         """
         refuse(tensor, key, exact=exact)
-        requires_grad = exact and tensor.requires_grad
-        if tensor.is_neg() or tensor.is_conj():
-            tensor = tensor.detach().resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
-        elif tensor.requires_grad:
+        flag = tensor.requires_grad
+        if flag:
             tensor = tensor.detach()
+        if tensor.is_neg() or tensor.is_conj():
+            tensor = tensor.resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
         known = identity(tensor)
-        first = self._known.get(known) if known else None
+        first = self._known.get(known)
         if first is None:
-            first = self._free_key(key)
+            first = key if key not in self.tensors and not key.endswith(_RESERVED) else self._free_key(key)
             self.tensors[first] = tensor
-            if known:
+            if known is not None:
                 self._known[known] = first
-        return TensorRef(first, array=array, stride=strides(tensor), requires_grad=requires_grad)
+        if not (array or flag) and (known is None or known[3] is None):
+            return TensorRef(first)
+        return TensorRef(first, array=array, stride=strides(tensor), requires_grad=exact and flag)
 
     def _free_key(self, key: str) -> str:
-        if key not in self.tensors and not key.endswith(_RESERVED):
-            return key
         number = 2
         while f"{key}~{number}" in self.tensors:
             number += 1
@@ -72,6 +84,13 @@ class TensorSet:
 def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
     """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
     kind = type(tensor)
+    if (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and tensor.dtype in DTYPES
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
+    ):
+        return  # nearly all of them: there may be 10⁵
     why = hint = ""
     if is_lazy(tensor):
         why, hint = "a parameter that is not initialised", "Run one forward pass first."
@@ -101,10 +120,11 @@ def _holds_its_data(kind: type) -> bool:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Say which memory a tensor shows and how; None where it has no memory."""
-    if not tensor.numel():
+    pointer = tensor.data_ptr()  # 0 where there are no elements
+    if not pointer:
         return None
     steps = None if tensor.is_contiguous() else tensor.stride()
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, steps
+    return pointer, tensor.dtype, tensor.shape, steps
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -132,7 +152,7 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 
 
 def rebuild(source: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """Make a new tensor with the source's values and the strides and flags of its ref; raise IntegrityError on bad strides."""
+    """Make a new tensor: the source's values, the ref's strides and flag; raise IntegrityError on bad strides."""
     if ref.stride is None:
         made = torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
     else:
@@ -160,8 +180,9 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         steps = None if target.is_contiguous() else target.stride()
         into.append(target.detach() if steps is None else expanded(target.detach(), steps))
         out_of.append(source if steps is None else expanded(source, steps))
-    if into:
-        torch._foreach_copy_(into, out_of)  # one call: 10⁵ small tensors take 0.1 s
+    copy_tensors(into, out_of)
+    for target in into:
+        torch.autograd.graph.increment_version(target)  # autograd does not see a memcpy
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt_tasks.errors import ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import CommitUncertainError, ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 
 __all__ = ["Calls", "LocalStore"]
@@ -62,6 +62,7 @@ class LocalStore:
         self.root = Path(text).expanduser().absolute()
         self.url = str(self.root)
         self._calls = calls
+        self._group_access = group_access
         self._file_mode = 0o660 if group_access else 0o600
         self._directory_mode = 0o770 if group_access else 0o700
         self._durable: set[Path] = set()
@@ -84,7 +85,7 @@ class LocalStore:
             self._write(temporary, [memoryview(body)])
             try:
                 self._link(temporary, path)
-                self._fsync_directory(path.parent)
+                self._confirm(path, name)
             finally:
                 self._unlink_quietly(temporary)
 
@@ -94,7 +95,11 @@ class LocalStore:
             self._directory(path.parent)
             temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
             self._write(temporary, [memoryview(body)])
-            self._calls.replace(temporary, path)
+            try:
+                self._calls.replace(temporary, path)
+            except BaseException:
+                self._unlink_quietly(temporary)
+                raise
 
     def get(self, name: str, max_bytes: int) -> bytes:
         with self._opened(name) as (fd, size_bytes):
@@ -106,6 +111,8 @@ class LocalStore:
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         with self._opened(name) as (fd, _):
+            if into.nbytes >= _DIRECT_BYTES and _address(into) % _ALIGNMENT == begin % _ALIGNMENT:
+                begin, into = self._read_direct(name, fd, begin, into)
             _fill(fd, begin, into, name)
 
     def size(self, name: str) -> int:
@@ -123,7 +130,7 @@ class LocalStore:
     def delete(self, name: str) -> None:
         path = self._path(name)
         with _errors(name, path):
-            if any(parent.is_symlink() for parent in path.relative_to(self.root).parents if parent.name):
+            if any(parent.is_symlink() for parent in path.parents if self.root in parent.parents):
                 raise StoreError("a symbolic link stands in the way; it is not followed when deleting", key=name)
             with suppress(FileNotFoundError):
                 self._calls.unlink(path)
@@ -151,18 +158,21 @@ class LocalStore:
                 yield name
 
     def _directory(self, directory: Path) -> None:
-        """Create a directory and make its name durable, up to one that was there."""
+        """Create a directory and make its name durable, also where it exists: its maker may have died in between."""
         if directory in self._durable and directory.exists():
             return
-        missing = []
-        at = directory
-        while not at.exists():
-            missing.append(at)
-            at = at.parent
-        for new in reversed(missing):
+        if self.root in directory.parents or not directory.parent.exists():
+            self._directory(directory.parent)
+        existed = directory.exists()
+        if not existed:
             with suppress(FileExistsError):
-                self._calls.mkdir(new, self._directory_mode)
-            self._fsync_directory(new.parent)
+                self._calls.mkdir(directory, self._directory_mode)
+                self._share(directory, self._directory_mode)
+        try:
+            self._fsync_directory(directory.parent)
+        except PermissionError:
+            if directory != self.root or not existed:
+                raise  # what stands above a run directory that was there need not be ours to read
         self._durable.add(directory)
 
     def _remove_empty(self, directory: Path) -> None:
@@ -181,6 +191,7 @@ class LocalStore:
         fd = self._calls.open(path, flags, self._file_mode)
         try:
             try:
+                self._share(path, self._file_mode)
                 at = 0
                 for piece in pieces:
                     done = self._write_direct(path, piece, at)
@@ -235,6 +246,21 @@ class LocalStore:
             if os.stat(temporary).st_nlink != 2:
                 raise
 
+    def _share(self, path: Path, mode: int) -> None:
+        if self._group_access:
+            os.chmod(path, mode)  # noqa: PTH101 (what the umask took from the group; the file is new and ours)
+
+    def _confirm(self, path: Path, name: str) -> None:
+        """Make a new link durable; where that fails, the name is there and nobody can know whether it will stay."""
+        try:
+            self._fsync_directory(path.parent)
+        except OSError as error:
+            raise CommitUncertainError(
+                f"the name was written and the disk did not confirm it ({error.strerror or error})",
+                key=name,
+                hint="Look at the disk; then start again, and the run goes on from what the ledger says.",
+            ) from error
+
     def _fsync_directory(self, directory: Path) -> None:
         fd = self._calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -265,6 +291,47 @@ class LocalStore:
                 yield fd, status.st_size
             finally:
                 os.close(fd)
+
+
+    def _read_direct(self, name: str, fd: int, begin: int, into: memoryview) -> tuple[int, memoryview]:
+        """Read what is not in the page cache around it, where buffer and file are aligned alike; return what is left to read.
+
+        Saves go around the cache, so that the first restore after one would otherwise pay for filling it: ten times
+        the time of the disk, measured in a virtual machine.
+        """
+        begin, into = _fill_cached(fd, begin, into)
+        lead = -begin % _ALIGNMENT
+        whole = (into.nbytes - lead) // _ALIGNMENT * _ALIGNMENT
+        if not _O_DIRECT or whole < _DIRECT_BYTES:
+            return begin, into
+        try:
+            direct = os.open(self._path(name), os.O_RDONLY | _O_DIRECT | _O_NOFOLLOW)
+        except OSError:
+            return begin, into  # tmpfs and some overlays refuse: the ordinary way reads all of it
+        try:
+            _fill(fd, begin, into[:lead], name)
+            _fill(direct, begin + lead, into[lead : lead + whole], name)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return begin, into  # … and others at the first read
+        finally:
+            os.close(direct)
+        return begin + lead + whole, into[lead + whole :]
+
+
+def _fill_cached(fd: int, begin: int, into: memoryview) -> tuple[int, memoryview]:
+    """Read as much as the page cache holds from `begin` on, without waiting for the disk; return what is left to read."""
+    flag = getattr(os, "RWF_NOWAIT", None)
+    while flag is not None and into.nbytes:
+        try:
+            count = os.preadv(fd, [into[:_PIECE_BYTES]], begin, flag)
+        except OSError:
+            break  # EAGAIN: not in the cache; EOPNOTSUPP: a file system that cannot tell
+        if count == 0:
+            break
+        begin, into = begin + count, into[count:]
+    return begin, into
 
 
 def _fill(fd: int, begin: int, into: memoryview, name: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -20,7 +21,9 @@ PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 @pytest.fixture(scope="session")
 def harness() -> Iterator[None]:
     """Run flows of this process against a server and a database of the test session."""
-    with prefect_test_harness(server_startup_timeout=120):
+    # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
+    quiet = {PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
         yield
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +15,16 @@ from torch import nn
 class Tiny:
     """Fit noise with a net that has dropout; batches come from the global random stream.
 
-    `fail_at` raises in the middle of that step (after backward, before the optimizer's), as often as the file `failures`
-    allows: it holds one line per failure so far, at most `times`. `signal_at` sends this process `signum` in that step.
+    `fail_at` raises in the middle of that step (after backward, before the optimizer's), as often as the file
+    `failures` allows: it holds one line per failure so far, at most `times`. `signal_at` sends this process `signum` in
+    that step, unless TINY_CALM is set.
     """
 
     unit = "rows"
 
     def __init__(
         self,
+        *,
         seed: int = 0,
         width: int = 8,
         fail_at: int | None = None,
@@ -34,7 +37,11 @@ class Tiny:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Tanh(), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "steps": torch.zeros((), dtype=torch.int64)}
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "steps": torch.zeros((), dtype=torch.int64),
+        }
         self._fail_at, self._times, self._failures = fail_at, times, failures
         self._signal_at, self._signum = signal_at, signum
         self._step_s = step_s

@@ -56,8 +56,8 @@ def loop(
 @workers
 @pytest.mark.parametrize("before", [0, 1, 4, 5, 6, 10, 13])
 def test_a_new_process_goes_on_where_the_loop_was(options: dict[str, Any], before: int) -> None:
-    """P22, P23: workers ran ahead, but a resume at batch k, within or at the end of an epoch, gives exactly the rest."""
-    expected = [batch for batch in islice(loop(33, 7, {"num_workers": 0}, drop_last=False)[1], 20)]  # noqa: C416
+    """P22, P23: workers ran ahead, but a resume at batch k, at the end of an epoch too, gives exactly the rest."""
+    expected = list(islice(loop(33, 7, {"num_workers": 0}, drop_last=False)[1], 20))
     sampler, batches = loop(33, 7, options, drop_last=False)
     assert list(islice(batches, before)) == expected[:before]
     resumed, rest = loop(33, 7, options, drop_last=False)
@@ -81,13 +81,13 @@ def test_a_restore_within_the_loop_goes_back(options: dict[str, Any]) -> None:
 @workers
 def test_following_draws_no_random_number(options: dict[str, Any]) -> None:
     """P11, P25: starting and running loaders, epoch after epoch, leaves the global streams where they were."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]  # noqa: NPY002
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
     sampler, batches = loop(12, 4, options)
     list(islice(batches, 8))
     assert sampler.epoch == 2
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index,union-attr]  # noqa: NPY002
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]  # noqa: NPY002
 
 
 @workers

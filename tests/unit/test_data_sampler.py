@@ -36,7 +36,7 @@ def gang(size: int, batch_size: int, world_size: int, saved: dict[str, Any] | No
 
 def epoch_of(samplers: list[ResumableSampler], most: int | None = None) -> list[list[int]]:
     """Run all ranks to the end of the epoch, or for `most` steps; return the ids of each step of all ranks."""
-    epoch, seen = samplers[0].epoch, []
+    epoch, seen = samplers[0].epoch, list[list[int]]()
     while samplers[0].epoch == epoch and (most is None or len(seen) < most):
         seen.append([sample for sampler in samplers for sample in steps(sampler, 1)[0]])
         assert len({(sampler.epoch, sampler.samples) for sampler in samplers}) == 1, "ranks fell out of step"

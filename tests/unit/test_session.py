@@ -55,7 +55,7 @@ def test_what_the_factory_raises_passes_through() -> None:
 
 
 def test_first_restore_saves_the_start(run_dir: Path) -> None:
-    """P27: where the run has no checkpoint the first restore commits step 0, so that a retry has something to restore."""
+    """P27: the first restore of a run without a checkpoint commits step 0: a retry has something to restore."""
     with Checkpointer(config(run_dir)) as ckpt:
         session = LocalSession(ckpt, TINY)
         assert session.restore() == 0

@@ -1,0 +1,99 @@
+"""Open a checkpoint: its manifest and index, verified, and what verifies the bytes that the index names.
+
+Bytes are digested before they are parsed. Nothing here needs torch: what looks at checkpoints without making tensors of
+them (the command line, `verify`) starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.image import MAX_HEADER_BYTES
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, read_index
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.tree import decode, tensor_refs
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["READ_BYTES", "Opened", "SavedGroup", "check_header", "merge_runs", "open_checkpoint", "verify_run"]
+
+READ_BYTES = 16 << 20  # one read; no region is larger
+
+
+class SavedGroup(NamedTuple):
+    """One group as a manifest has it: its kind and its tree, decoded (format/tree.py)."""
+
+    kind: str
+    tree: Any
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint's manifest and index, verified and decoded, before any tensor is read."""
+
+    manifest: Manifest
+    rows: tuple[IndexRow, ...]
+    groups: Mapping[str, SavedGroup]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)  # full key → dtype, shape
+
+
+def open_checkpoint(store: Store, checkpoint: Checkpoint) -> Opened:
+    """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
+    data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
+    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    if manifest.step != checkpoint.step:
+        raise IntegrityError(f"the manifest says step {manifest.step}", key=checkpoint.manifest, step=checkpoint.step)
+    index = manifest.index
+    rows = read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
+    faults = coverage_faults(rows)
+    if faults:
+        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
+    sizes = {record.name: record.size_bytes for record in manifest.objects}
+    for row in rows:
+        if row.end > sizes.get(row.object, -1):
+            raise IntegrityError("a region lies outside of its object", key=row.full_key, step=checkpoint.step)
+    groups = {name: SavedGroup(str(g.get("kind")), decode(g.get("tree"))) for name, g in manifest.groups.items()}
+    tensors = {row.full_key: (row.dtype, row.tensor_shape) for row in rows}
+    for ref in (ref for group in groups.values() for ref in tensor_refs(group.tree)):
+        if ref.key not in tensors:
+            raise IntegrityError("the state names a tensor that the index lacks", key=ref.key, step=checkpoint.step)
+    return Opened(manifest, tuple(rows), groups, tensors)
+
+
+def check_header(store: Store, record: ObjectRecord) -> None:
+    """Check an object's size and the digest of its header."""
+    size_bytes = store.size(record.name)
+    if size_bytes != record.size_bytes:
+        raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+    if record.digested_bytes > min(size_bytes, MAX_HEADER_BYTES + 8):
+        raise IntegrityError("the header is larger than any that is written", key=record.name)
+    header = bytearray(record.digested_bytes)
+    store.read(record.name, 0, memoryview(header))
+    if digest_hex(bytes(header)) != record.digest:
+        raise IntegrityError("the header's bytes have changed", key=record.name)
+
+
+def merge_runs(rows: Iterable[IndexRow]) -> list[list[IndexRow]]:
+    """Group regions that follow each other in one object into reads of at most 16 MiB."""
+    runs: list[list[IndexRow]] = []
+    for row in sorted(rows, key=lambda row: row.begin):
+        run = runs[-1] if runs else None
+        if run and run[-1].end == row.begin and row.end - run[0].begin <= READ_BYTES:
+            run.append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
+    """Say which tensors of a run have changed bytes; `data` begins where the run does."""
+    start = run[0].begin
+    return [
+        f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"
+        for row in run
+        if digest_bytes(data[row.begin - start : row.end - start]) != row.digest
+    ]

@@ -1,0 +1,151 @@
+"""`ckpt ls`: the checkpoints of a run, at a glance."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.target import RunArgument
+from ckpt_tasks.cli.words import age, count, number, size, span
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.history import Head
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+
+__all__ = ["ls"]
+
+_METRICS_SHOWN = 3
+_EVALUATIONS_SHOWN = 2
+
+
+def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a run, newest first."""
+    from ckpt_tasks.checkpoint.reading import open_run
+    from ckpt_tasks.format.ledger import lineage
+
+    with output(as_json) as out:
+        run = open_run(directory)
+        head = run.head()
+        best = _best(run, head.state)
+        rows = [_row(checkpoint, head.state, best) for checkpoint in lineage(head.state.live)]
+        owner = head.state.owner
+        out.data(
+            {
+                "run_key": run.run_key,
+                "checkpoint_dir": run.history.store.url,
+                "owner": None if owner is None else _owner(owner),
+                "best": {"metric": head.state.best_metric, "mode": head.state.best_mode},
+                "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
+                "checkpoints": rows,
+            }
+        )
+        _print(out, run, head, rows)
+        if head.entry is None and head.damaged:
+            out.fail()
+
+
+def _row(checkpoint: Checkpoint, state: State, best: str | None) -> dict[str, Any]:
+    digest, now = checkpoint.manifest_digest, time.time()
+    leases = [lease for lease in state.leases if lease.manifest_digest == digest and lease.expires_at > now]
+    pinned = state.pins.get(digest)
+    newest = max(c.n for c in state.live if not c.abandoned) if not checkpoint.abandoned else -1
+    kept = [
+        *(["newest"] if checkpoint.n == newest else []),
+        *([f"best {state.best_metric}"] if digest == best else []),
+        *([f"pinned: {pinned}"] if pinned is not None else []),
+        *(f"leased by {lease.holder}, {span(lease.expires_at - now)}" for lease in leases),
+    ]
+    return {
+        "step": checkpoint.step,
+        "saved_at": checkpoint.saved_at,
+        "size_bytes": checkpoint.size_bytes,
+        "cost_s": checkpoint.cost_s,
+        "metrics": dict(checkpoint.metrics),
+        "evaluations": {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest},
+        "kept_because": kept,
+        "abandoned": checkpoint.abandoned,
+        "pinned": pinned,
+        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in leases],
+        "attempt": checkpoint.attempt,
+        "manifest": checkpoint.manifest,
+        "manifest_digest": digest,
+        "parent": checkpoint.parent,
+    }
+
+
+def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    if out.as_json:
+        return
+    out.print(title(run))
+    columns = _metric_columns(rows)
+    metrics = [printable(name) if not suite else f"{suite}\n{printable(name)}" for suite, name in columns]
+    listing = table("step", "saved", *metrics, "size", "cost", "kept because", right=("step", *metrics, "size", "cost"))
+    for row in rows:
+        values = (_metric(row, *column) for column in columns)
+        why = "\n".join(
+            printable(reason) for reason in (*(["left behind"] if row["abandoned"] else []), *row["kept_because"])
+        )
+        cells = (str(row["step"]), age(row["saved_at"]), *values, size(row["size_bytes"]), span(row["cost_s"]), why)
+        listing.add_row(*cells, style="dim" if row["abandoned"] else "")
+    out.print(listing if rows else Text("\nThere is no checkpoint yet.\n"))
+    out.print(Text(_holder(head.state.owner), style="dim"))
+    if any(row["abandoned"] for row in rows):
+        out.print(Text("Left behind: training went back to an older checkpoint, and on from there.", style="dim"))
+    if run.run_key is None:
+        out.print(Text("format.json is damaged; the checkpoints hold the run's key as well.", style="yellow"))
+    if head.damaged:
+        entries = count(len(head.damaged), "ledger entry", "ledger entries")
+        out.print(Text(f"{entries} newer than the newest good one cannot be read:", style="yellow"))
+        out.print(*(Text(f"  {name}", style="yellow") for name in head.damaged))
+
+
+def title(run: Run, which: str = "") -> Any:
+    """Return the line that says which run this is."""
+    from rich.text import Text
+
+    name = printable(run.run_key or "run of unknown key")
+    return Text.assemble((f"{name}{which}", "bold"), "  ", (printable(run.history.store.url), "dim"))
+
+
+def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    # Two of the evaluations, which checkpoints are compared by, and then those of training; all of them are in --json.
+    evaluated = dict.fromkeys(
+        (suite, name) for row in rows for suite, found in row["evaluations"].items() for name in found
+    )
+    own = dict.fromkeys(("", name) for row in rows for name in row["metrics"])
+    return [*[*evaluated][:_EVALUATIONS_SHOWN], *own][:_METRICS_SHOWN]
+
+
+def _metric(row: dict[str, Any], suite: str, name: str) -> str:
+    value = (row["evaluations"].get(suite, {}) if suite else row["metrics"]).get(name)
+    return "" if value is None else number(value)
+
+
+def _best(run: Run, state: State) -> str | None:
+    from ckpt_tasks.errors import CheckpointNotFoundError
+
+    try:
+        return run.find("best").manifest_digest if state.best_metric is not None else None
+    except CheckpointNotFoundError:  # none has the metric yet
+        return None
+
+
+def _owner(owner: Owner) -> dict[str, Any]:
+    names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
+    return {name: getattr(owner, name) for name in names}
+
+
+def _holder(owner: Owner | None) -> str:
+    from ckpt_tasks.checkpoint.ownership import identify, why_free
+
+    if owner is None:
+        return "No process has held this run."
+    if owner.released:
+        return "No process holds this run."
+    who = printable(f"process {owner.pid} on {owner.host}, since {age(owner.taken_at)}")
+    free = why_free(owner, identify(None), None, float("inf"))
+    return f"Held by {who}; {free}." if free else f"Held by {who}."

@@ -1,0 +1,104 @@
+"""What a verb prints: a table for people or JSON for programs, and errors the same way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.errors import CkptError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+__all__ = ["JsonOption", "Output", "output", "printable", "table"]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+class Output:
+    """Print a verb's answer. `fail()` makes the exit status 1."""
+
+    def __init__(self, as_json: bool):
+        self.as_json = as_json
+        self.failed = False
+
+    def fail(self) -> None:
+        """Let the verb end with exit status 1."""
+        self.failed = True
+
+    def data(self, payload: Mapping[str, Any]) -> None:
+        """Print the answer as JSON, where that was asked for; NaN and infinity, which JSON lacks, as strings."""
+        if self.as_json:
+            typer.echo(json.dumps(_finite(payload), indent=2, ensure_ascii=False))
+
+    def print(self, *parts: RenderableType) -> None:
+        """Print something for people, unless JSON was asked for. Texts wrap at words, and names are never cut."""
+        if not self.as_json:
+            screen = console()
+            for part in parts:
+                screen.print(part)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that prints texts as they are: a name with brackets in it is no markup."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def output(as_json: bool) -> Iterator[Output]:
+    """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit status 1."""
+    out = Output(as_json)
+    try:
+        yield out
+    except CkptError as error:
+        _print_error(error, out)
+        raise typer.Exit(1) from error
+    if out.failed:
+        raise typer.Exit(1)
+
+
+def table(*headings: str, right: tuple[str, ...] = ()) -> Table:
+    """Make a table in the house's style; the columns named in `right` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", pad_edge=False, padding=(0, 1))
+    for heading in headings:
+        numbers = heading in right
+        made.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+    return made
+
+
+def printable(text: str) -> str:
+    """Return a text from a run directory without control characters, which could repaint the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def _print_error(error: CkptError, out: Output) -> None:
+    if out.as_json:
+        fields = ("message", "key", "step", "hint")
+        about = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
+        typer.echo(json.dumps({"error": about}, indent=2, ensure_ascii=False))
+        return
+    from rich.text import Text
+
+    line = Text.assemble(("error: ", "bold red"), printable(str(error)))
+    console(stderr=True).print(line, soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,85 @@
+"""Progress of long reads on a terminal, seen from the store: every verb that reads goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckpt_tasks.cli.output import Output, console
+
+if TYPE_CHECKING:
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["WatchedStore", "reading"]
+
+_SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
+
+
+class WatchedStore:
+    """A store that tells how many bytes were read from it; everything else it hands on."""
+
+    def __init__(self, store: Store, told: Callable[[int], None]):
+        self.url = store.url
+        self._store = store
+        self._told = told
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        self._store.put(name, body)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._store.put_if_absent(name, body)
+
+    def replace(self, name: str, body: bytes) -> None:
+        self._store.replace(name, body)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = self._store.get(name, max_bytes)
+        self._told(len(data))
+        return data
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        self._store.read(name, begin, into)
+        self._told(into.nbytes)
+
+    def size(self, name: str) -> int:
+        return self._store.size(name)
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return self._store.names(prefix, limit)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+
+@contextmanager
+def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar with rate and time left while the block reads; give what is to be told of every read, in bytes.
+
+    It appears after half a second, on stderr, where that is a terminal, and is gone at the end.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    screen = console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=screen,
+        transient=True,
+        disable=out.as_json or not screen.is_terminal,
+    )
+    task = bar.add_task(what, total=total_bytes)
+    began = bar.get_time()
+
+    def told(size_bytes: int) -> None:
+        bar.advance(task, size_bytes)
+        if not bar.live.is_started and not bar.disable and bar.get_time() - began > _SHOWN_AFTER_S:
+            bar.start()
+
+    try:
+        yield told
+    finally:
+        bar.stop()

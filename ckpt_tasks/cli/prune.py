@@ -1,0 +1,143 @@
+"""`ckpt prune`: take checkpoints out of a run, with reasons, and delete what nothing names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.target import RunArgument
+from ckpt_tasks.cli.words import age, count, size
+from ckpt_tasks.errors import ConfigError, OwnedError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.config import CheckpointConfig
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.format.ledger import Checkpoint, State
+    from ckpt_tasks.policy.retention import Verdict
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["prune"]
+
+NewestOption = Annotated[int | None, typer.Option("--max-num-checkpoints", metavar="N", help="keep the newest N")]
+EveryOption = Annotated[int | None, typer.Option("--keep-every-n-steps", metavar="N", help="and every N-th step")]
+BestOption = Annotated[int, typer.Option("--keep-best", metavar="N", help="and the best N", show_default=False)]
+MetricOption = Annotated[str | None, typer.Option("--best-metric", help="best by what (default: as the run says)")]
+ModeOption = Annotated[str | None, typer.Option("--best-mode", metavar="min|max", help="which end of it is best")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="only say what would happen")]
+
+
+def prune(
+    directory: RunArgument,
+    *,
+    max_num_checkpoints: NewestOption = None,
+    keep_every_n_steps: EveryOption = None,
+    keep_best: BestOption = 0,
+    best_metric: MetricOption = None,
+    best_mode: ModeOption = None,
+    dry_run: DryOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove checkpoints that no rule keeps.
+
+    Deletes what nothing names as well. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased ones always stay. Takes the run
+    directory while it works: a run that is training is refused, and prunes itself.
+    """
+    from ckpt_tasks.checkpoint.config import CheckpointConfig
+    from ckpt_tasks.checkpoint.reading import open_run
+
+    with output(as_json) as out:
+        run = open_run(directory)
+        state = run.head().state
+        if max_num_checkpoints is None and (keep_every_n_steps is not None or keep_best):
+            raise ConfigError(
+                "without --max-num-checkpoints every checkpoint stays, and the other rules say nothing",
+                hint="Add --max-num-checkpoints N, the number of newest ones to keep.",
+            )
+        config = CheckpointConfig(
+            checkpoint_dir=directory,
+            max_num_checkpoints=max_num_checkpoints,
+            keep_every_n_steps=keep_every_n_steps,
+            keep_best=keep_best,
+            best_metric=best_metric or (state.best_metric if keep_best else None),
+            best_mode=best_mode or state.best_mode,
+        )
+        _prune(out, run, config, dry_run)
+
+
+def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> None:
+    from ckpt_tasks.checkpoint.upkeep import plan_prune
+
+    head, store = run.head(), run.history.store
+    before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}
+    swept = _unnamed(store, head.state)
+    verdicts = plan_prune(head, config.retention_policy) if dry_run else _execute(config)
+    left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
+    rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
+    stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]
+    out.data({"checkpoint_dir": store.url, "dry_run": dry_run, "checkpoints": rows, "swept": swept})
+    if not out.as_json:
+        _print(out, run, rows, swept, dry_run)
+    if stuck:
+        out.fail()
+
+
+def _unnamed(store: Store, state: State) -> list[str]:
+    """List what is there and no checkpoint names: orphans, and retired objects whose deletion was not finished."""
+    from ckpt_tasks.checkpoint.upkeep import orphans
+
+    return sorted({*orphans(store, state), *set(state.retired).intersection(store.names(""))})
+
+
+def _execute(config: CheckpointConfig) -> list[Verdict]:
+    from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+
+    with Checkpointer(config) as ckpt:
+        try:
+            return ckpt.prune()
+        except OwnedError as error:
+            error.hint = "A run that is training prunes itself. --dry-run only looks."
+            raise
+
+
+def _row(verdict: Verdict, checkpoint: Checkpoint, left: set[str], dry_run: bool) -> dict[str, Any]:
+    if verdict.keep:
+        what = "stays"
+    elif dry_run:
+        what = "would go"
+    else:
+        what = "stays after all" if verdict.manifest_digest in left else "removed"
+    return {
+        "step": verdict.step,
+        "verdict": what,
+        "reasons": list(verdict.reasons),
+        "saved_at": checkpoint.saved_at,
+        "size_bytes": checkpoint.size_bytes,
+        "manifest_digest": verdict.manifest_digest,
+    }
+
+
+def _print(out: Output, run: Run, rows: list[dict[str, Any]], swept: list[str], dry_run: bool) -> None:
+    from rich.text import Text
+
+    made = table("step", "saved", "size", "verdict", "because", right=("step", "size"))
+    styles = {"stays": "", "stays after all": "red"}
+    for row in rows:
+        why = printable(", ".join(row["reasons"]))
+        cells = (str(row["step"]), age(row["saved_at"]), size(row["size_bytes"]), row["verdict"], why)
+        made.add_row(*cells, style=styles.get(row["verdict"], "yellow"))
+    out.print(title(run), made)
+    gone = [row for row in rows if row["verdict"] in ("would go", "removed")]
+    freed = size(sum(row["size_bytes"] for row in gone))
+    removed = f"{count(len(gone), 'checkpoint')} of {len(rows)}, {freed}"
+    objects = f", and {count(len(swept), 'object')} that nothing names" if swept else ""
+    if any(row["verdict"] == "stays after all" for row in rows):
+        out.print(
+            Text("Nothing was removed: the newest checkpoint cannot be read back. Look at it: ckpt verify", style="red")
+        )
+    elif gone or swept:
+        out.print(f"{'Would remove' if dry_run else 'Removed'} {removed}{objects}.")
+    else:
+        out.print("There is nothing to remove.")

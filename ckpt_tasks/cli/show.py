@@ -1,0 +1,163 @@
+"""`ckpt show`: everything about one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.words import age, count, number, size, span, when
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.opening import Opened
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.format.ledger import Checkpoint
+
+__all__ = ["show"]
+
+_NOTES_SHOWN = 8
+
+
+def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
+    """Show one checkpoint: what is in it, and where it came from."""
+    from ckpt_tasks.checkpoint.opening import open_checkpoint
+
+    with output(as_json) as out:
+        run, found = parse_target(checkpoint).find()
+        opened = open_checkpoint(run.history.store, found)
+        about = _facts(run, found, opened)
+        out.data(about)
+        if not as_json:
+            _print(out, run, about)
+
+
+def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
+    state, manifest = run.head().state, opened.manifest
+    parent = next((c.step for c in state.live if c.manifest_digest == checkpoint.parent), None)
+    return {
+        "run_key": manifest.run_key,
+        "checkpoint_dir": run.history.store.url,
+        "step": checkpoint.step,
+        "saved_at": checkpoint.saved_at,
+        "cost_s": checkpoint.cost_s,
+        "size_bytes": checkpoint.size_bytes,
+        "abandoned": checkpoint.abandoned,
+        "pinned": state.pins.get(checkpoint.manifest_digest),
+        "attempt": checkpoint.attempt,
+        "manifest": checkpoint.manifest,
+        "manifest_digest": checkpoint.manifest_digest,
+        "ledger_entry": checkpoint.n,
+        "parent": checkpoint.parent,
+        "parent_step": parent,
+        "world_size": manifest.world_size,
+        "environment": dict(manifest.environment),
+        "metrics": dict(manifest.metrics),
+        "evaluations": [
+            {"suite": e.suite, "evaluated_at": e.evaluated_at, "metrics": dict(e.metrics)}
+            for e in state.evaluations
+            if e.manifest_digest == checkpoint.manifest_digest
+        ],
+        "groups": [_group(name, opened) for name in opened.groups],
+        "objects": [
+            {"name": record.name, "size_bytes": record.size_bytes} for record in (*manifest.objects, manifest.index)
+        ],
+        "notes": run.notes(),
+    }
+
+
+def _group(name: str, opened: Opened) -> dict[str, Any]:
+    rows = [row for row in opened.rows if row.group == name]
+    dtypes: dict[str, int] = {}
+    for row in rows:
+        dtypes[row.dtype] = dtypes.get(row.dtype, 0) + row.end - row.begin
+    return {
+        "name": name,
+        "kind": opened.groups[name].kind,
+        "tensors": len({row.key for row in rows}),
+        "size_bytes": sum(dtypes.values()),
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+    }
+
+
+def _print(out: Output, run: Run, about: Mapping[str, Any]) -> None:
+    out.print(title(run, f" step {about['step']}"), "", _overview(about), _groups(about), _objects(about))
+    if about["evaluations"]:
+        out.print(_evaluations(about))
+    if about["notes"]:
+        out.print(_notes(about["notes"]))
+
+
+def _overview(about: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for name, value in _lines(about):
+        facts.add_row(name, printable(value))
+    return facts
+
+
+def _lines(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if about["parent"] is None:
+        parent = "none: training began here"
+    elif about["parent_step"] is None:
+        parent = f"{about['parent']}, pruned"
+    else:
+        parent = f"step {about['parent_step']}"
+    lines = [
+        ("saved", f"{age(about['saved_at'])}, {when(about['saved_at'])}"),
+        ("cost", f"training waited {span(about['cost_s'])}"),
+        ("size", f"{size(about['size_bytes'])} from {count(about['world_size'], 'rank')}"),
+        ("went on from", parent),
+        ("environment", ", ".join(f"{name} {value}" for name, value in about["environment"].items())),
+        ("digest", f"{about['manifest_digest']} in ledger entry {about['ledger_entry']}"),
+        ("objects in", about["manifest"].rpartition("/")[0]),
+    ]
+    if about["metrics"]:
+        lines.insert(3, ("metrics", ", ".join(f"{name} {number(v)}" for name, v in about["metrics"].items())))
+    if about["pinned"] is not None:
+        lines.append(("pinned", about["pinned"]))
+    if about["abandoned"]:
+        lines.append(("left behind", "training went on from an older checkpoint"))
+    return lines
+
+
+def _groups(about: Mapping[str, Any]) -> Any:
+    made = table("group", "kind", "tensors", "size", "dtypes", right=("tensors", "size"))
+    for group in about["groups"]:
+        dtypes = ", ".join(group["dtypes"])
+        tensors = f"{group['tensors']:,}" if group["tensors"] else ""
+        made.add_row(
+            group["name"], printable(group["kind"]), tensors, size(group["size_bytes"]) if tensors else "", dtypes
+        )
+    return made
+
+
+def _objects(about: Mapping[str, Any]) -> Any:
+    place = about["manifest"].rpartition("/")[0] + "/"
+    made = table("object", "size", right=("size",))
+    for record in about["objects"]:
+        made.add_row(record["name"].removeprefix(place), size(record["size_bytes"]))
+    return made
+
+
+def _evaluations(about: Mapping[str, Any]) -> Any:
+    made = table("evaluation", "done", "metrics")
+    for one in about["evaluations"]:
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in one["metrics"].items())
+        made.add_row(one["suite"], age(one["evaluated_at"]), printable(metrics))
+    return made
+
+
+def _notes(notes: list[Mapping[str, Any]]) -> Any:
+    made = table("note of the run", "noted", "")
+    for note in notes[:_NOTES_SHOWN]:
+        fields = {name: value for name, value in note.items() if name not in ("kind", "note", "at", "n")}
+        text = ", ".join(f"{name} {value}" for name, value in fields.items())
+        made.add_row(printable(str(note["note"])), age(note["at"]), printable(text))
+    if len(notes) > _NOTES_SHOWN:
+        made.add_row("", "", f"… and {len(notes) - _NOTES_SHOWN} older ones (--json)", style="dim")
+    return made

@@ -1,0 +1,60 @@
+"""Copy many tensors at once, at the speed of memory whatever else the machine is doing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+__all__ = ["copy_tensors"]
+
+_LARGE_BYTES = 64 << 10
+_PARALLEL_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20
+_THREADS = 2  # one core nearly fills the memory bus; a second one gains a little, a third nothing
+
+
+@torch.no_grad()
+def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of equal shapes pair by pair.
+
+    Large contiguous ones on the CPU go by memcpy in threads of our own: torch's copies wait for all of its threads at
+    every tensor, and where another process takes one of their cores, ten times as long (3 s instead of 0.2 s for
+    625 MiB). The rest goes in one call of torch, small tensors in one thread.
+    """
+    moves: list[tuple[int, int, int]] = []
+    rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for to, source in zip(into, out_of, strict=True):
+        if source.nbytes >= _LARGE_BYTES and _plain(to) and _plain(source) and to.dtype == source.dtype:
+            moves.append((to.data_ptr(), source.data_ptr(), source.nbytes))
+        else:
+            rest[0].append(to)
+            rest[1].append(source)
+    if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
+        _move(moves)
+    else:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-copy") as threads:
+            list(threads.map(_move, _shares(moves)))
+    if rest[0]:
+        torch._foreach_copy_(*rest)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+    for to, source, size_bytes in moves:
+        ctypes.memmove(to, source, size_bytes)  # without the GIL
+
+
+def _shares(moves: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Deal the copies out in pieces, so that one large tensor does not leave a thread without work."""
+    pieces = [
+        (to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
+        for to, source, size_bytes in moves
+        for at in range(0, size_bytes, _PIECE_BYTES)
+    ]
+    return [pieces[start::_THREADS] for start in range(_THREADS)]

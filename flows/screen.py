@@ -1,0 +1,123 @@
+"""What a flow shows on a terminal: one live line while it trains, and tables at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.orchestration.evaluate import EvaluationResult
+
+__all__ = ["LiveLine", "print_evaluation", "print_run"]
+
+_PLAIN_EVERY_S = 10.0
+_MOST_METRICS = 3
+
+
+class LiveLine:
+    """Watch the flows that the block runs: one line that changes on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, out: Console, total_steps: int):
+        self._out = out
+        self._total = total_steps
+        self._live = Live(console=out, refresh_per_second=4, transient=False) if out.is_terminal else None
+        self._pace_s: float | None = None
+        self._rate: float | None = None
+        self._last_s = time.monotonic()
+        self._shown_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._token = watcher.set(self)
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        watcher.reset(self._token)
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        """Take one step in."""
+        now = time.monotonic()
+        wall_s, self._last_s = now - self._last_s, now
+        if self._pace_s is None:  # the time before the first step is no step's
+            wall_s = progress.step_s
+        self._pace_s = _smooth(self._pace_s, wall_s)
+        self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
+        if self._live:
+            self._live.update(Text(self.text(progress), no_wrap=True, overflow="ellipsis"))
+        elif now - self._shown_s >= _PLAIN_EVERY_S or progress.step == self._total:
+            self._shown_s = now
+            self._out.print(self.text(progress), soft_wrap=True)
+
+    def text(self, progress: Progress) -> str:
+        """Return the line: step, metrics, speed, time left, the last commit and what training waited for it."""
+        parts = [f"step {progress.step}/{self._total}"]
+        parts += [f"{name} {progress.metrics[name]:.4g}" for name in _first(progress.metrics, 1)]
+        if progress.amount:
+            parts.append(_speed(self._rate or 0.0, progress.unit))
+        parts.append(f"ETA {_clock((self._total - progress.step) * (self._pace_s or 0.0))}")
+        if progress.commit:
+            parts.append(f"committed {progress.commit.step} in {progress.commit.cost_s:.2f} s")
+        return " · ".join(parts)
+
+
+def print_run(out: Console, config: CheckpointConfig) -> None:
+    """Print the checkpoints of a run, oldest first."""
+    table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
+    newest_first = open_run(config.checkpoint_dir, config.run_key).checkpoints()
+    metrics = _first({name for one in newest_first for name in one.metrics}, _MOST_METRICS)
+    for name in ("step", *metrics, "size", "took", "saved (UTC)"):
+        table.add_column(name, justify="right")
+    for one in reversed(newest_first):
+        table.add_row(*_cells(one, metrics))
+    out.print(table)
+
+
+def print_evaluation(out: Console, result: EvaluationResult) -> None:
+    """Print what a suite measured."""
+    table = Table(title=f"Evaluation of step {result.step}, suite {result.suite}", title_justify="left")
+    names = _first(result.metrics, len(result.metrics))
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
+    out.print(table)
+
+
+def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
+    yield str(one.step)
+    yield from (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
+    yield f"{one.size_bytes / 2**20:.1f} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:.1f} KiB"
+    yield f"{one.cost_s:.2f} s"
+    yield one.saved_at[11:19]
+
+
+def _first(metrics: Iterable[str], most: int) -> list[str]:
+    """Choose the metrics that there is room for: losses, what they are compared with, then the rest by name."""
+    return sorted(metrics, key=lambda name: ("loss" not in name, "entropy" not in name, name))[:most]
+
+
+def _smooth(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + 0.05 * (value - mean)
+
+
+def _speed(rate: float, unit: str) -> str:
+    if unit != "bytes":
+        return f"{rate:,.0f} {unit}/s"
+    return f"{rate / 1e6:.2f} MB/s" if rate >= 1e5 else f"{rate / 1e3:.1f} kB/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,59 @@
+"""A plain training loop with three lines of ckpt-tasks (marked), to be killed: `python -m tests.crash.plain_loop DIR LOG …`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from flows.programs.byte_lm import Transformer
+from tests.crash.recording import Recording
+
+
+def main() -> None:
+    """Train 60 steps of a 0.9 M-parameter transformer, saving every 10; SIGKILL in one step if asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("log")
+    parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--interval", type=int, default=10)
+    parser.add_argument("--ballast-mib", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(0)  # the program seeds torch alone, and these streams are part of the state
+    np.random.seed(0)  # noqa: NPY002
+    program = Recording(
+        log=options.log, kill_at=options.kill_at, d_model=128, n_layers=4, n_heads=4, context=32, batch_size=16,
+        max_bytes=1 << 20, dropout=0.1, decay_steps=60,
+    )  # fmt: skip
+    assert isinstance(program.model, Transformer)
+    state = dict(program.state)
+    if options.ballast_mib:
+        state["ballast"] = nn.ParameterList(torch.randn(1 << 20) for _ in range(options.ballast_mib // 4))
+    with Checkpointer(  # 1
+        CheckpointConfig(checkpoint_dir=options.directory, step_interval=options.interval)
+    ) as ckpt:
+        step = ckpt.restore(state)  # 2
+        report = ckpt.last_restore
+        for done, why in report.skipped if report else ():
+            print(f"passed over step {done}: {why}", file=sys.stderr)
+        print(f"restored {step}", flush=True)
+        while step < options.steps:
+            metrics = program.train_step()
+            if options.ballast_mib:
+                with torch.no_grad():
+                    torch._foreach_add_(list(state["ballast"]), 1.0)
+            step += 1
+            ckpt.step(step, state, metrics=metrics)  # 3
+            print(f"step {step} {time.time()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Small runs to break: a state whose values follow from its step alone, and what must hold of any run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
+from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
+from ckpt_tasks.format.ledger import Checkpoint, State
+from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.storage.local import Calls, LocalStore
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return a state whose every value follows from the step: a module, an optimizer with state, and plain values."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    model = torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + step, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.rand(parameter.shape, generator=generator)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "extra": {"step": step, "big": torch.rand(3000, generator=generator), "name": f"at {step}"},
+    }
+
+
+def fingerprint(state: dict[str, Any]) -> str:
+    """Digest every bit of a state."""
+    seen = hashlib.sha256()
+    for name, tensor in [*state["model"].state_dict().items(), ("big", state["extra"]["big"])]:
+        seen.update(name.encode() + tensor.numpy().tobytes())
+    optimizer = state["optimizer"].state_dict()
+    for number, held in optimizer["state"].items():
+        seen.update(str(number).encode() + held["momentum_buffer"].numpy().tobytes())
+    seen.update(repr(optimizer["param_groups"]).encode())
+    seen.update(json.dumps([state["extra"]["step"], state["extra"]["name"]]).encode())
+    return seen.hexdigest()
+
+
+EXPECTED = {step: fingerprint(state_of(step)) for step in range(40)}
+UNTOUCHED = 999  # the step of a state that no checkpoint holds
+
+
+def options(root: Path, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=str(root), **{"max_num_checkpoints": 2, **more})
+
+
+def opened(root: Path, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
+    """Return a Checkpointer on a directory whose store makes its calls through `calls`."""
+    ckpt = Checkpointer(options(root, **more), take_over=take_over)
+    ckpt._history = History(LocalStore(root, calls=calls))
+    return ckpt
+
+
+def train(root: Path, *steps: int, **more: Any) -> None:
+    """Restore and save at each of the steps, then let the directory go."""
+    with opened(root, **more) as ckpt:
+        ckpt.restore(state_of(UNTOUCHED))
+        for step in steps:
+            ckpt.save(step, state_of(step))
+
+
+def restored(root: Path, **more: Any) -> tuple[int, Checkpointer]:
+    """Restore as a fresh process would, and check that the values are exactly those of the step."""
+    ckpt = opened(root, **more)
+    target = state_of(UNTOUCHED)
+    step = ckpt.restore(target)
+    assert fingerprint(target) == (EXPECTED[step] if ckpt.checkpoints() else fingerprint(state_of(UNTOUCHED)))
+    return step, ckpt
+
+
+def head_of(root: Path) -> State:
+    return History(LocalStore(root)).head().state
+
+
+def faults_of(root: Path) -> dict[int, list[str]]:
+    """Verify every live checkpoint; return the faults by step, only where there are any."""
+    store = LocalStore(root)
+    found = {c.step: verify_checkpoint(store, c) for c in head_of(root).live}
+    return {step: faults for step, faults in found.items() if faults}
+
+
+def named_by(root: Path, checkpoint: Checkpoint) -> set[str]:
+    """Name every object of a checkpoint, read from its manifest past the store."""
+    data = (root / checkpoint.manifest).read_bytes()
+    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    return {checkpoint.manifest, manifest.index.name, *(record.name for record in manifest.objects)}
+
+
+def on_disk(root: Path) -> set[str]:
+    """List every file that lies there, past the store, hidden ones too."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def unnamed(root: Path) -> set[str]:
+    """List the files of attempts that no live checkpoint names."""
+    named = {name for checkpoint in head_of(root).live for name in named_by(root, checkpoint)}
+    return {name for name in on_disk(root) if parse_attempt(name) is not None} - named
+
+
+def prefix_of(checkpoint: Checkpoint) -> str:
+    attempt = parse_attempt(checkpoint.manifest)
+    assert attempt is not None
+    return attempt_prefix(attempt)

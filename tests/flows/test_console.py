@@ -1,0 +1,204 @@
+"""`python -m flows.train` as a person uses it: complete, stopped, killed, started again; and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import open_run
+from ckpt_tasks.errors import CheckpointNotFoundError
+from flows.console import _without
+from tests.flows.test_train import assert_equal
+
+PATIENCE_S = 120.0
+
+
+class Runs:
+    """Start `python -m flows.…` in processes of their own, and see to it that none is left."""
+
+    def __init__(self, place: Path, environment: Mapping[str, str]):
+        self.run_dir = place / "run"
+        self._environment = {**environment, "PYTHONPATH": str(Path(__file__).parents[2]), "PREFECT_HOME": str(place)}
+        self._place = place
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, module: str = "flows.train") -> subprocess.Popen[str]:
+        usual = ("--run-key", "tiny", "--checkpoint-dir", str(self.run_dir), "--program", "tests.flows.tiny:Tiny")
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *usual, *arguments],
+            cwd=self._place,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, *arguments: str, module: str = "flows.train") -> tuple[int, str]:
+        process = self.start(*arguments, module=module)
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        return process.returncode, said
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when a checkpoint of this step or a later one is committed."""
+        until(lambda: bool(self.steps()) and self.steps()[0] >= step)
+
+    def steps(self) -> list[int]:
+        try:
+            return [one.step for one in open_run(str(self.run_dir)).checkpoints()]
+        except CheckpointNotFoundError:
+            return []
+
+    def servers(self) -> list[int]:
+        """Return the ids of the servers that live in our Prefect home."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if b"create_app" in (place / "cmdline").read_bytes():
+                    if f"PREFECT_HOME={self._place}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                        found.append(int(place.name))
+            except OSError:
+                continue
+        return found
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for server in self.servers():
+            os.kill(server, signal.SIGKILL)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, "this was waited for in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def served(tmp_path: Path, server: dict[str, str]) -> Runs:
+    """Return runs that use the session's server; each must have ended by itself."""
+    return Runs(tmp_path, server)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Runs:
+    """Return runs without a configured server."""
+    runs = Runs(tmp_path, os.environ)
+    yield runs  # type: ignore[misc]
+    runs.end()
+
+
+def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded: Runs) -> None:
+    """SIGKILL leaves no server behind, nor an open pipe; the same command goes on, completes, and says so once more."""
+    arguments = ("--steps", "60", "--step-interval", "10", "--batch-steps", "20", "--params", '{"step_s": 0.05}')
+    process = embedded.start(*arguments)
+    embedded.wait_for_step(20)
+    assert len(embedded.servers()) == 1
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)  # it would wait for ever for an orphan that holds the pipe
+    until(lambda: embedded.servers() == [])
+    committed = embedded.steps()[0]
+
+    status, said = embedded.finish(*arguments)
+    assert status == 0, said
+    assert f"goes on from step {committed}" in said
+    assert embedded.steps()[0] == 60
+    assert "heldout loss" in said
+    assert "--steps 120" in said
+    assert "INFO" not in said
+    assert embedded.servers() == []
+
+    status, said = embedded.finish(*arguments)
+    assert status == 0
+    assert "is complete: step 60 of 60" in said
+    assert "Starting Prefect" not in said
+    assert "heldout loss" in said
+
+
+def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> None:
+    """P69: Ctrl-C goes to the server as well as to us; the step is finished and committed all the same, and we end with 130."""
+    process = embedded.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.02}')
+    embedded.wait_for_step(10)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, said
+    assert f"Stopped; step {embedded.steps()[0]} is committed" in said
+    assert open_run(str(embedded.run_dir)).head().state.owner.released  # type: ignore[union-attr]
+    assert embedded.servers() == []
+
+
+def test_sigterm_in_a_step_commits_that_step(served: Runs, harness: None, tmp_path: Path) -> None:
+    """P69: a SIGTERM in the middle of step 7 ends the process after it, with 143 and a checkpoint; it goes on bit-equal."""
+    params = '{"signal_at": 7, "seed": 3}'
+    status, said = served.finish("--steps", "12", "--batch-steps", "5", "--params", params)
+    assert status == 143, said
+    assert served.steps()[0] == 7
+    assert "Stopped; step 7 is committed" in said
+    status, said = served.finish("--steps", "12", "--batch-steps", "5", "--seed", "3")
+    assert status == 0, said
+
+    whole = Runs(tmp_path / "whole", served._environment)
+    whole._place.mkdir()
+    assert whole.finish("--steps", "12", "--seed", "3")[0] == 0
+    assert_equal(served.run_dir, whole.run_dir)
+
+
+def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
+    """P33: a second process ends with one line and 1 while the first trains on undisturbed."""
+    first = served.start("--steps", "60", "--step-interval", "10", "--params", '{"step_s": 0.1}')
+    served.wait_for_step(10)
+    status, said = served.finish("--steps", "60")
+    assert status == 1
+    assert "OwnedError: the run directory is held by process" in said
+    assert "Traceback" not in said
+    said, _ = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 0, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--params", "{"), "ConfigError: --params is no JSON"),
+        (("--params", "[1]"), "ConfigError: --params must be a JSON object"),
+        (("--params", '{"seed": 1}', "--seed", "2"), "ConfigError: --seed is 2"),
+        (("--steps", "0"), "ConfigError: --steps"),
+        (("--step-interval", "0"), "ConfigError: step_interval"),
+        (("--run-key", "../x"), "ConfigError: run_key"),
+        (("--program", "nowhere:Tiny"), "ProgramError: nowhere:Tiny cannot be imported"),
+    ],
+)
+def test_errors_are_one_line(served: Runs, arguments: tuple[str, ...], says: str) -> None:
+    """A mistake ends with status 1 and one line that names it; no traceback, and no run directory with checkpoints."""
+    status, said = served.finish(*arguments)
+    assert status == 1
+    assert says in said
+    assert "Traceback" not in said
+    assert served.steps() == []
+
+
+def test_evaluate_from_the_command_line(served: Runs) -> None:
+    """`python -m flows.evaluate` evaluates a checkpoint once, and says when it was evaluated before."""
+    assert served.finish("--steps", "4", "--step-interval", "2")[0] == 0
+    for says in ("Step 2, suite full: recorded.", "Step 2, suite full: recorded before"):
+        status, said = served.finish("--which", "2", "--suite", "full", module="flows.evaluate")
+        assert status == 0, said
+        assert says in said
+
+
+def test_suggested_commands_drop_what_they_replace() -> None:
+    """Options are left out with their values, written with or without an equals sign."""
+    assert _without(["--steps", "5", "--seed", "1"], "--steps") == ["--seed", "1"]
+    assert _without(["--steps=5", "--seed=1"], "--steps") == ["--seed=1"]
+    assert _without(["--params", "--steps"], "--seed") == ["--params", "--steps"]

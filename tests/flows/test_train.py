@@ -1,0 +1,237 @@
+"""The train flow: batches, retries, resumes, and what it refuses, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.callables import parameter_schema
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import FencedError, NoProgressError, ProgramError, RunMismatchError, StateMismatchError
+from ckpt_tasks.gang.local import build_program
+from ckpt_tasks.gang.session import Progress, watcher
+from flows.train import TrainResult, train
+from tests.flows.tiny import Tiny
+
+pytestmark = pytest.mark.usefixtures("harness")
+TINY = "tests.flows.tiny:Tiny"
+
+
+def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
+    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None}
+    defaults = {"run_key": "tiny", "checkpoint": checkpoint, "program": TINY, "batch_steps": 5}
+    return train(total_steps=total_steps, **{**defaults, **options})
+
+
+def final(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the newest checkpoint's whole state, restored into a fresh program: weights, moments, counts, streams."""
+    fresh = build_program(TINY, {"seed": 99})
+    at = open_run(str(run_dir))
+    at.restore(at.find("latest"), fresh.state, partial=False)
+    moments = [value for one in fresh.state["optimizer"].state.values() for value in one.values()]
+    return {
+        **{name: value.clone() for name, value in fresh.state["model"].state_dict().items()},
+        "moments": torch.cat([torch.as_tensor(value).flatten() for value in moments]),
+        "steps": fresh.state["steps"],
+        "next random numbers": torch.rand(4),
+    }
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    mine, theirs = final(one), final(other)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+def task_runs() -> list[TaskRun]:
+    """Return the task runs of the newest flow run, oldest first."""
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])))
+    return sorted(found, key=lambda one: str(one.start_time))
+
+
+def damage(run_dir: Path) -> None:
+    """Flip one bit of the newest checkpoint's weights."""
+    newest = open_run(str(run_dir)).find("latest")
+    shard = next((run_dir / newest.manifest).parent.glob("model-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [one.step for one in open_run(str(run_dir)).checkpoints()]
+
+
+def test_every_batch_is_one_task_and_one_commit(run_dir: Path) -> None:
+    """Batches are tasks named by their steps; each ends with a commit, and step 0 is saved before the first."""
+    result = run(run_dir, 12)
+    assert (result.step, result.trained, list(result.metrics)) == (12, 12, ["loss"])
+    assert steps(run_dir) == [12, 10, 5, 0]
+    runs = task_runs()
+    assert [one.name for one in runs] == ["steps 0–5", "steps 5–10", "steps 10–12"]
+    assert all(one.tags == [] for one in runs)
+
+
+def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, tmp_path: Path) -> None:
+    """P73: a run in three pieces ends with the state of the run in one piece, random streams included."""
+    run(tmp_path / "whole", 12)
+    for total in (4, 9, 12):
+        run(run_dir, total)
+    assert_equal(run_dir, tmp_path / "whole")
+
+
+def test_a_complete_run_does_nothing(run_dir: Path) -> None:
+    """A flow run of a complete run trains nothing, builds no program, and commits nothing."""
+    run(run_dir, 5)
+    before = open_run(str(run_dir)).head().next_n
+    result = run(run_dir, 5, params={"no such": "parameter"})
+    assert (result.step, result.trained) == (5, 0)
+    assert open_run(str(run_dir)).head().next_n == before
+
+
+@pytest.mark.parametrize("fail_at", [1, 5, 7, 12])
+def test_an_exception_in_a_step_changes_nothing(run_dir: Path, tmp_path: Path, fail_at: int) -> None:
+    """P73: a step that raises after backward is retried from the last commit, and the result is bit-equal.
+
+    In the first batch too, where there is only step 0 to restore; and the dropped gradients do not come back.
+    """
+    run(tmp_path / "whole", 12)
+    failures = str(tmp_path / "failures")
+    result = run(run_dir, 12, params={"fail_at": fail_at, "times": 2, "failures": failures}, retry_delay_s=0)
+    assert Path(failures).read_text().count("\n") == 2
+    assert result.trained == 12
+    assert_equal(run_dir, tmp_path / "whole")
+
+
+def test_retries_end(run_dir: Path, tmp_path: Path) -> None:
+    """A step that always raises fails the flow with its own error after the retries; what was committed stays."""
+    params = {"fail_at": 7, "times": 99, "failures": str(tmp_path / "failures")}
+    with pytest.raises(RuntimeError, match="injected in step 7"):
+        run(run_dir, 12, params=params, retries=1, retry_delay_s=0)
+    assert steps(run_dir) == [5, 0]
+    runs = task_runs()
+    assert [(one.name, one.run_count, one.state_name) for one in runs] == [
+        ("steps 0–5", 1, "Completed"),
+        ("steps 5–10", 2, "Failed"),
+    ]
+
+
+def test_saves_within_a_batch_shorten_the_retry(run_dir: Path, tmp_path: Path) -> None:
+    """The cadence saves within batches as well, and a retry goes on from there."""
+    seen = tmp_path / "failures"
+    config = {"checkpoint_dir": str(run_dir), "step_interval": 2, "max_num_checkpoints": None}
+    params = {"fail_at": 9, "times": 1, "failures": str(seen)}
+    result = run(run_dir, 10, checkpoint=config, batch_steps=10, params=params, retry_delay_s=0)
+    assert steps(run_dir) == [10, 8, 6, 4, 2, 0]
+    assert result.step == 10
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(run_dir: Path, tmp_path: Path) -> None:
+    """P49: a flipped bit in the newest checkpoint sends the run back to the one before, and it still ends bit-equal."""
+    run(tmp_path / "whole", 15)
+    run(run_dir, 10)
+    damage(run_dir)
+    run(run_dir, 15)
+    assert_equal(run_dir, tmp_path / "whole")
+
+
+def test_a_complete_run_that_is_damaged_is_completed_again(run_dir: Path, tmp_path: Path) -> None:
+    """P49: a run whose last checkpoint is damaged is not complete: its last steps are trained once more, bit-equal."""
+    run(tmp_path / "whole", 10)
+    run(run_dir, 10)
+    damage(run_dir)
+    assert run(run_dir, 10).trained == 5
+    assert_equal(run_dir, tmp_path / "whole")
+
+
+def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
+    """With seconds instead of steps the batches are sized from the steps measured, and still end with the run."""
+    result = run(run_dir, 40, batch_steps=None, batch_seconds=0.05, params={"step_s": 0.002})
+    assert result.step == 40
+    assert len(task_runs()) >= 2
+
+
+def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:
+    """A flow run that fails without a new committed step again and again ends with NoProgressError."""
+    params = {"fail_at": 1, "times": 99, "failures": str(tmp_path / "failures")}
+    with pytest.raises(NoProgressError):
+        run(run_dir, 5, params=params, retries=30, retry_delay_s=0)
+    assert Path(params["failures"]).read_text().count("\n") == 10
+
+
+@pytest.mark.parametrize(
+    ("program", "params", "error"),
+    [("nowhere:Tiny", {}, ProgramError), (TINY, {"wdith": 4}, ProgramError), (TINY, {"width": 16}, StateMismatchError)],
+)
+def test_bad_input_is_refused_and_not_retried(
+    run_dir: Path, program: str, params: dict[str, Any], error: type[Exception]
+) -> None:
+    """A wrong program, parameter or shape fails at the first attempt with an error of our tree, and changes nothing."""
+    run(run_dir, 5)
+    with pytest.raises(error):
+        train(
+            run_key="tiny", total_steps=9, checkpoint={"checkpoint_dir": str(run_dir)}, program=program, params=params
+        )
+    assert steps(run_dir)[0] == 5
+    assert task_runs()[-1].run_count == 1
+
+
+def test_another_runs_directory_is_refused(run_dir: Path) -> None:
+    """P52: a directory that holds another run is never continued, complete or not."""
+    run(run_dir, 5)
+    for total in (5, 9):
+        with pytest.raises(RunMismatchError):
+            run(run_dir, total, run_key="other")
+
+
+def test_options_are_checked_before_anything_runs(run_dir: Path) -> None:
+    """A misspelled option, a wrong value, a missing one: Prefect refuses the flow run, and no directory appears."""
+    for checkpoint in (
+        {"checkpoint_dir": str(run_dir), "stepinterval": 5},
+        {"checkpoint_dir": str(run_dir), "step_interval": 0},
+        {"step_interval": 5},
+    ):
+        with pytest.raises(ParameterTypeError):
+            run(run_dir, 5, checkpoint=checkpoint)
+    assert not run_dir.exists()
+
+
+def test_the_schema_of_the_deployment_forbids_unknown_options() -> None:
+    """The server refuses a deployment's flow run with an unknown option by the schema alone."""
+    schema = parameter_schema(train.fn).model_dump()
+    assert schema["definitions"]["CheckpointConfig"]["additionalProperties"] is False
+    assert set(schema["required"]) == {"run_key", "total_steps", "checkpoint"}
+    config = CheckpointConfig(checkpoint_dir="x", step_interval=3)
+    validated = train.validate_parameters({"run_key": "a", "total_steps": 1, "checkpoint": vars(config)})
+    assert validated["checkpoint"] == config
+
+
+def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
+    """P33: when another process takes the run over, the flow ends with FencedError at its next commit, not retried."""
+    other = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny"), take_over=True)
+    state = dict(Tiny().state)
+
+    def take_over(progress: Progress) -> None:
+        if progress.step == 7:
+            other.restore(state)
+            other.save(6, state)
+
+    token = watcher.set(take_over)
+    try:
+        with pytest.raises(FencedError):
+            run(run_dir, 20)
+    finally:
+        watcher.reset(token)
+        other.close()
+    assert steps(run_dir) == [6, 5, 0]
+    assert (task_runs()[-1].name, task_runs()[-1].run_count) == ("steps 5–10", 1)

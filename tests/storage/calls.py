@@ -1,0 +1,100 @@
+"""What tests put between a store and the operating system: calls that are recorded, cut short, refused or fatal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+Mode = Literal["refused", "landed", "killed before", "killed after"]
+
+
+class WatchedCalls:
+    """Pass every call on to `os` and write down what was done to which path."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self._paths: dict[int, str] = {}
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        fd: int = self.do("open", str(path), lambda: os.open(path, flags, mode))
+        self._paths[fd] = str(path)
+        return fd
+
+    def close(self, fd: int) -> None:
+        os.close(fd)  # not counted: it changes nothing on the disk
+
+    def pwrite(self, fd: int, piece: Any, at: int) -> int:
+        count: int = self.do("pwrite", self._paths[fd], lambda: os.pwrite(fd, self.cut(fd, piece), at))
+        return count
+
+    def fsync(self, fd: int) -> None:
+        self.do("fsync", self._paths[fd], lambda: os.fsync(fd))
+
+    def link(self, old: Any, new: Any) -> None:
+        self.do("link", str(new), lambda: os.link(old, new))
+
+    def replace(self, old: Any, new: Any) -> None:
+        self.do("replace", str(new), lambda: os.replace(old, new))
+
+    def unlink(self, path: Any) -> None:
+        self.do("unlink", str(path), lambda: os.unlink(path))
+
+    def mkdir(self, path: Any, mode: int) -> None:
+        self.do("mkdir", str(path), lambda: os.mkdir(path, mode))
+
+    def cut(self, fd: int, piece: Any) -> Any:
+        """Say how much of a piece one write takes: all of it."""
+        return piece
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        result = call()
+        self.log.append((name, path))
+        return result
+
+
+class ShortWrites(WatchedCalls):
+    """Let no write take more than `most` bytes."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most = most
+
+    def cut(self, fd: int, piece: Any) -> Any:
+        return piece[: self.most]
+
+
+class FailingCalls(WatchedCalls):
+    """Let the n-th call fail: refused, or done and then reported as failed, or with the process killed at it.
+
+    `only` counts calls of one name. `reached` says whether it came to the n-th.
+    """
+
+    def __init__(self, n: int, mode: Mode, *, error: int = errno.EIO, only: str | None = None):
+        super().__init__()
+        self.reached = False
+        self.where = ""
+        self._left, self._mode, self._error, self._only = n, mode, error, only
+        self._lock = threading.Lock()
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        with self._lock:  # the store is used by several threads
+            if self._only in (None, name):
+                self._left -= 1
+            now = self._left == 0 and not self.reached
+            self.reached = self.reached or now
+        if not now:
+            return super().do(name, path, call)
+        self.where = f"{name} {path}"
+        if self._mode == "killed before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._mode in ("landed", "killed after"):
+            result = super().do(name, path, call)
+            if self._mode == "killed after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "open":
+                os.close(result)  # the caller never learned of it
+        raise OSError(self._error, f"{os.strerror(self._error)} (call {name}, on purpose)")

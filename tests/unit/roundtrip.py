@@ -1,0 +1,76 @@
+"""A save and a restore without files: the tensors are cloned, the trees go through JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_tasks.format.tree import decode, encode
+from ckpt_tasks.state.capture import GroupState, capture, plan_restore
+from ckpt_tasks.state.tensors import DTYPES, same_bits
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state as a checkpoint has it: the bytes of its trees, and dense copies of its tensors."""
+
+    manifest: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def groups(self) -> dict[str, GroupState]:
+        groups = json.loads(self.manifest)
+        return {name: GroupState(group["kind"], decode(group["tree"])) for name, group in groups.items()}
+
+    @property
+    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {key: (DTYPES[t.dtype], tuple(t.shape)) for key, t in self.tensors.items()}
+
+
+def save(state: Mapping[str, Any], *, rng: bool = True) -> Saved:
+    captured = capture(state, rng=rng)
+    groups = {name: {"kind": g.kind, "tree": encode(g.tree, name)} for name, g in captured.groups.items()}
+    tensors = {key: t.clone(memory_format=torch.contiguous_format) for key, t in captured.tensors.items()}
+    return Saved(json.dumps(groups), tensors)
+
+
+def restore(saved: Saved, state: Mapping[str, Any], *, partial: bool = False, rng: bool = True) -> frozenset[str]:
+    """Restore through a staging area that is overwritten afterwards, as the next save does; return the keys used."""
+    plan = plan_restore(state, saved.groups, saved.stored, partial=partial, rng=rng)
+    staging = {key: saved.tensors[key].clone() for key in plan.keys}
+    plan.apply(staging)
+    for tensor in staging.values():
+        tensor.reshape(-1).view(torch.uint8).fill_(0xA5)
+    return plan.keys
+
+
+def trip(value: Any, fresh: Any = None) -> Any:
+    """Save a value as the only group of a state and return what a restore makes of `fresh`."""
+    saved, state = save({"it": value}, rng=False), {"it": fresh}
+    restore(saved, state, rng=False)
+    return state["it"]
+
+
+def assert_same(one: Any, other: Any, path: str = "it") -> None:
+    """Compare type by type and bit by bit."""
+    assert type(one) is type(other), path
+    if isinstance(one, torch.Tensor):
+        assert same_bits(one, other), path
+        assert one.requires_grad == other.requires_grad, path
+    elif isinstance(one, dict):
+        assert [*one] == [*other], path
+        assert [type(key) for key in one] == [type(key) for key in other], path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for n, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}/{n}")
+    elif hasattr(one, "tobytes"):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), path
+    else:
+        assert one == other or (one != one and other != other), path

@@ -1,0 +1,152 @@
+"""Names: built and parsed in one place, foreign ones never misread."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.format.keys import (
+    MAX_STEP,
+    Attempt,
+    attempt_prefix,
+    evaluation_name,
+    heartbeat_name,
+    is_group,
+    is_object_name,
+    ledger_name,
+    live_list_name,
+    parse_attempt,
+    parse_ledger_name,
+    shard_name,
+)
+
+NONCE = "0123456789abcdef"
+attempts = st.builds(Attempt, st.integers(0, MAX_STEP), st.integers(0, 10**7), st.just(NONCE))
+
+
+@given(st.integers(0, 10**20 - 1))
+def test_a_ledger_number_comes_back_from_its_name(n: int) -> None:
+    """A ledger entry's number is read back from its name, which is an object's name."""
+    assert parse_ledger_name(ledger_name(n)) == n
+    assert is_object_name(ledger_name(n))
+
+
+@given(st.integers(0, 10**18), st.integers(0, 10**18))
+def test_the_newest_ledger_entry_lists_first(a: int, b: int) -> None:
+    """P51: sorted as text, ledger names run from the highest number down: 10 comes before 9."""
+    assert (ledger_name(a) < ledger_name(b)) == (a > b)
+
+
+@given(attempts, attempts)
+def test_attempts_come_back_and_sort_by_step(one: Attempt, other: Attempt) -> None:
+    """P51: an attempt is read back from any name below it, and directories sort as numbers do: 9 before 10."""
+    for attempt in (one, other):
+        assert parse_attempt(attempt_prefix(attempt)) == attempt
+        assert parse_attempt(attempt_prefix(attempt) + "manifest.json") == attempt
+        assert is_object_name(attempt_prefix(attempt) + shard_name("model", 7, 8, 12))
+    if one.step != other.step:
+        assert (attempt_prefix(one) < attempt_prefix(other)) == (one.step < other.step)
+
+
+def test_two_tries_of_one_step_have_different_names() -> None:
+    """P32: a retry writes to names of its own, whatever the first attempt left."""
+    assert Attempt(5, 1, NONCE).name != Attempt(5, 1, NONCE[::-1]).name
+    assert Attempt(5, 1, NONCE).name != Attempt(5, 2, NONCE).name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint-final",
+        "checkpoint_5",
+        "checkpoint_000000000005",
+        "checkpoint_000000000005/",
+        "checkpoint_1e3000000000/e000001-" + NONCE,
+        "checkpoint_000000000005/e1-" + NONCE,
+        "checkpoint_000000000005/e0000001-" + NONCE,
+        "checkpoint_000000000005/e000001-" + NONCE.upper(),
+        "checkpoint_000000000005/e000001-" + NONCE + ".tmp",
+        "checkpoint_000000000005/e000001-" + NONCE + "\n",
+        "checkpoint_0000000000055/e000001-" + NONCE,
+        "checkpoint_00000000000٥/e000001-" + NONCE,
+        " checkpoint_000000000005/e000001-" + NONCE,
+        "x/checkpoint_000000000005/e000001-" + NONCE,
+        ".DS_Store",
+        "007",
+        "1e3",
+        "",
+    ],
+)
+def test_a_foreign_name_is_no_attempt(name: str) -> None:
+    """P51: names of other programs, near misses, other digits and trailing slashes are ignored, not misread."""
+    assert parse_attempt(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ledger/99999999999999999987-00000000000000000013.json",  # the two numbers disagree
+        "ledger/12.json",
+        "ledger/99999999999999999987-00000000000000000012.json.tmp",
+        "ledger/99999999999999999987-00000000000000000012.json\n",
+        "ledger/.tmp-0011223344556677",
+        "ledger/99999999999999999987_00000000000000000012.json",
+        "99999999999999999987-00000000000000000012.json",
+        "ledger/٩9999999999999999987-00000000000000000012.json",
+    ],
+)
+def test_a_foreign_name_is_no_ledger_entry(name: str) -> None:
+    """P51: only a name that we would have written ourselves is an entry."""
+    assert parse_ledger_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/",
+        "/etc/passwd",
+        "..",
+        "../run/ledger",
+        "ledger/../../x",
+        "ledger//x",
+        "ledger/",
+        "./x",
+        ".hidden",
+        "a/.hidden",
+        "-rf",
+        "simplecache::http://169.254.169.254/latest",
+        "http://host/x",
+        "C:\\x",
+        "a\\b",
+        "a b",
+        "a\0b",
+        "a\nb",
+        "name\n",
+        "ä",
+        "a/b/c/d/e",
+        "x" * 201,
+        "~",
+        "a*",
+    ],
+)
+def test_a_way_out_is_no_object_name(name: str) -> None:
+    """P42: dots first, slashes, URLs, protocols, control characters, other alphabets, long names: none is a name."""
+    assert not is_object_name(name)
+
+
+def test_our_own_names_are_object_names() -> None:
+    """Every name that we build passes the check that a store makes."""
+    names = [live_list_name("f" * 32), evaluation_name(0, "quick", NONCE), heartbeat_name(0), shard_name("m", 0, 1, 0)]
+    assert all(is_object_name(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [("model", True), ("M0_x", True), ("_x", False), ("0x", False), ("a-b", False), ("a.b", False), ("a/b", False)]
+    + [("", False), ("a" * 64, True), ("a" * 65, False), ("ä", False), ("model\n", False)],
+)
+def test_a_group_is_a_plain_word(name: str, good: bool) -> None:
+    """A group becomes part of a file's name, so it is a letter, then letters, digits and underscores."""
+    assert is_group(name) is good

@@ -1,0 +1,145 @@
+"""The manifest: comes back equal, newer versions are refused, hostile names never reach a path."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.manifest import FORMAT_VERSION, Manifest, ObjectRecord
+
+MANIFEST = Manifest(
+    run_key="lm",
+    step=0,
+    attempt="e000001-0123456789abcdef",
+    world_size=1,
+    index=ObjectRecord("checkpoint_000000000000/e000001-0123456789abcdef/index.arrow", 10, "f" * 32, 10),
+    objects=(ObjectRecord("checkpoint_000000000000/e000001-0123456789abcdef/model.safetensors", 9, "e" * 32, 8),),
+    groups={"model": {"kind": "module", "tree": {"b": 1, "a": [2]}}},
+    metrics={"loss": 0.5},
+    created_at="2024-01-01T00:00:00+00:00",
+    environment={"torch": "2.13"},
+)
+
+
+def read(data: bytes) -> Manifest:
+    return Manifest.from_bytes(data, digest=digest_hex(data), name="manifest.json")
+
+
+def changed(change: Any) -> bytes:
+    body = json.loads(MANIFEST.to_bytes())
+    change(body)
+    return json.dumps(body).encode()
+
+
+def test_a_manifest_comes_back_equal() -> None:
+    """P27: what was written is what is read, step 0 too, the order of keys included."""
+    again = read(MANIFEST.to_bytes())
+    assert again == MANIFEST
+    assert list(again.groups["model"]["tree"]) == ["b", "a"]
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(), max_size=4))
+def test_every_metric_comes_back(metrics: dict[str, float]) -> None:
+    """P62: NaN and the infinities are metrics as well, and the file stays JSON that everyone reads."""
+    data = Manifest(**{**vars(MANIFEST), "metrics": metrics}).to_bytes()
+    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    again = read(data).metrics
+    assert {k: repr(v) for k, v in again.items()} == {k: repr(v) for k, v in metrics.items()}
+
+
+def test_other_bytes_are_refused_before_they_are_parsed() -> None:
+    """P49: whatever bit flips, the manifest is no longer the one that was committed."""
+    data = MANIFEST.to_bytes()
+    for at in range(len(data)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        with pytest.raises(IntegrityError, match="not the one that was committed"):
+            Manifest.from_bytes(bytes(flipped), digest=digest_hex(data), name="manifest.json")
+
+
+def test_a_newer_version_is_refused_with_what_to_do() -> None:
+    """P59: a manifest of a newer format says so and what to do, whatever else is in it."""
+    with pytest.raises(FormatVersionError, match="Upgrade"):
+        read(changed(lambda body: body.update(version=FORMAT_VERSION + 1)))
+    with pytest.raises(FormatVersionError):
+        read(json.dumps({"version": 99, "everything": "else"}).encode())
+
+
+@pytest.mark.parametrize("version", [0, -1, 1.0, "1", None, True, [1]])
+def test_what_is_no_version_is_damage(version: Any) -> None:
+    """P59: a version that is no whole number from 1 on is damage, not a guess."""
+    with pytest.raises(IntegrityError):
+        read(changed(lambda body: body.update(version=version)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../../x", "/etc/passwd", "simplecache::http://host/x", "file:///x", "", ".", "a\0b", "a\n", 3, None, []],
+)
+@pytest.mark.parametrize("place", ["index", "objects"])
+def test_a_hostile_name_never_becomes_a_path(name: Any, place: str) -> None:
+    """P42: an object's name with `..`, a URL, a protocol or a control character is refused on reading."""
+
+    def change(body: dict[str, Any]) -> None:
+        (body["index"] if place == "index" else body["objects"][0])[0] = name
+
+    with pytest.raises(IntegrityError):
+        read(changed(change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(step=-1),
+        lambda body: body.update(step=1.5),
+        lambda body: body.update(step=True),
+        lambda body: body.update(world_size="1"),
+        lambda body: body["index"].pop(),
+        lambda body: body["index"].__setitem__(1, -1),
+        lambda body: body["index"].__setitem__(1, 1e300),
+        lambda body: body.update(objects=None),
+        lambda body: body.update(objects={"a": 1}),
+        lambda body: body.update(groups={"../x": {}}),
+        lambda body: body.update(groups={"model": 5}),
+        lambda body: body.update(groups=[]),
+        lambda body: body.update(metrics={"loss": "low"}),
+        lambda body: body.update(metrics={"loss": 10**400}),
+        lambda body: body.update(metrics=[1]),
+        lambda body: body.update(environment=None),
+        lambda body: body.pop("run_key"),
+    ],
+)
+def test_a_malformed_manifest_is_an_integrity_error(change: Any) -> None:
+    """P49: missing keys, negative counts, texts where numbers must be: damage, whatever the digest says."""
+    with pytest.raises(IntegrityError):
+        read(changed(change))
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"version":1}'])
+def test_what_is_no_manifest_is_an_integrity_error(data: bytes) -> None:
+    """P49: bytes that are no manifest are damage."""
+    with pytest.raises(IntegrityError):
+        read(data)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=3), inside, max_size=3),
+    ),
+    st.sampled_from(sorted(json.loads(MANIFEST.to_bytes()))),
+)
+def test_any_json_in_any_place_is_read_or_refused(value: Any, place: str) -> None:
+    """P49: no value in any place of a manifest raises anything but our errors."""
+    try:
+        manifest = read(changed(lambda body: body.update({place: value})))
+    except CkptError:
+        return
+    assert all(math.isnan(v) or isinstance(v, float) for v in manifest.metrics.values())

@@ -1,0 +1,203 @@
+"""Retention: what is never removed whatever the policy, what the rules keep, and that every verdict has its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention, rank_best
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What retention knows of a checkpoint."""
+
+    step: int
+    manifest_digest: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    abandoned: bool = False
+
+
+def plan(
+    facts: list[Fact],
+    policy: RetentionPolicy,
+    *,
+    pins: Mapping[str, str] | None = None,
+    leased: Mapping[str, str] | None = None,
+    verified: frozenset[str] = frozenset(),
+    restored_from: str | None = None,
+    metrics: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Verdict]:
+    return plan_retention(
+        facts,
+        policy,
+        pins=pins or {},
+        leased=leased or {},
+        verified=verified,
+        restored_from=restored_from,
+        metrics=metrics or {},
+    )
+
+
+def kept(verdicts: list[Verdict]) -> list[int]:
+    return [verdict.step for verdict in verdicts if verdict.keep]
+
+
+def line(*steps: int, **losses: float) -> list[Fact]:
+    return [Fact(step, f"d{step}", {"loss": losses[f"s{step}"]} if f"s{step}" in losses else {}) for step in steps]
+
+
+policies = st.builds(
+    RetentionPolicy,
+    max_num_checkpoints=st.none() | st.integers(1, 4),
+    keep_every_n_steps=st.none() | st.integers(1, 4),
+    keep_best=st.integers(0, 3),
+    best_metric=st.sampled_from([None, "loss"]),
+    best_mode=st.sampled_from(["min", "max"]),
+)
+facts_of_runs = st.lists(
+    st.tuples(st.integers(0, 20), st.none() | st.floats(), st.booleans()), min_size=1, max_size=8
+).map(
+    lambda found: [
+        Fact(step, f"d{place}", {} if loss is None else {"loss": loss}, abandoned and place > 0)
+        for place, (step, loss, abandoned) in enumerate(found)
+    ]
+)
+digests = st.sets(st.sampled_from([f"d{place}" for place in range(8)]))
+
+
+@given(facts_of_runs, policies, digests, digests, digests, st.none() | st.sampled_from([f"d{n}" for n in range(8)]))
+def test_some_are_never_removed_whatever_the_policy(
+    facts: list[Fact],
+    policy: RetentionPolicy,
+    pinned: set[str],
+    leased: set[str],
+    verified: set[str],
+    restored_from: str | None,
+) -> None:
+    """P60, P61, P64, P66: the newest, the newest verified, pinned, leased and restored-from ones always stay."""
+    verdicts = plan(
+        facts,
+        policy,
+        pins=dict.fromkeys(pinned, "mine"),
+        leased=dict.fromkeys(leased, "eval"),
+        verified=frozenset(verified),
+        restored_from=restored_from,
+    )
+    held = {facts[0].manifest_digest, *pinned, *leased, restored_from}
+    held.add(next((fact.manifest_digest for fact in facts if fact.manifest_digest in verified), None))
+    assert [verdict.manifest_digest for verdict in verdicts] == [fact.manifest_digest for fact in facts]
+    for verdict in verdicts:
+        assert verdict.keep or verdict.manifest_digest not in held
+        assert all(verdict.reasons)
+    assert len({verdict.manifest_digest for verdict in verdicts if verdict.keep}) >= 1
+
+
+@given(facts_of_runs, policies)
+def test_what_no_rule_wants_goes(facts: list[Fact], policy: RetentionPolicy) -> None:
+    """P60: with nothing held, a checkpoint stays exactly when it is among the newest, on the grid, or among the best."""
+    best = {fact.manifest_digest for fact in rank_best(facts, policy, {})}
+    limit, every = policy.max_num_checkpoints, policy.keep_every_n_steps
+    wanted = [
+        limit is None
+        or place < max(limit, 1)
+        or (every is not None and fact.step % every == 0 and not fact.abandoned)
+        or fact.manifest_digest in best
+        for place, fact in enumerate(facts)
+    ]
+    assert [verdict.keep for verdict in plan(facts, policy)] == wanted
+
+
+@given(facts_of_runs, policies)
+def test_nan_is_never_best_and_ties_go_to_the_newer(facts: list[Fact], policy: RetentionPolicy) -> None:
+    """P62: the best are the k best numbers; NaN and missing values are not among them, ties go to the newer."""
+    ranked = rank_best(facts, policy, {})
+    if policy.best_metric is None:
+        assert ranked == []
+        return
+    assert not any(math.isnan(fact.metrics["loss"]) for fact in ranked)
+    sign = 1 if policy.best_mode == "min" else -1
+    numbers = [
+        (sign * fact.metrics["loss"], place)
+        for place, fact in enumerate(facts)
+        if "loss" in fact.metrics and not math.isnan(fact.metrics["loss"])
+    ]
+    assert [facts.index(fact) for fact in ranked] == [place for _, place in sorted(numbers)[: policy.keep_best]]
+
+
+def test_the_best_does_not_push_the_newest_out() -> None:
+    """P61: with one to keep and an older one better, both stay, and a resume goes on from the newest."""
+    policy = RetentionPolicy(max_num_checkpoints=1, keep_best=1, best_metric="loss")
+    verdicts = plan(line(30, 20, 10, s30=3.0, s20=1.0, s10=2.0), policy)
+    assert kept(verdicts) == [30, 20]
+    assert [verdict.reasons for verdict in verdicts] == [
+        ("newest", "one of the newest 1"),
+        ("number 1 by loss",),
+        ("older than the newest 1",),
+    ]
+
+
+def test_min_and_max_are_not_mixed_up() -> None:
+    """P62: the smallest loss is best by "min" and the largest by "max"."""
+    facts = line(3, 2, 1, s3=0.5, s2=0.1, s1=0.9)
+    for mode, best in (("min", 2), ("max", 1)):
+        policy = RetentionPolicy(keep_best=1, best_metric="loss", best_mode=mode)
+        assert [fact.step for fact in rank_best(facts, policy, {})] == [best]
+
+
+def test_evaluations_count_for_the_best() -> None:
+    """P62: what an evaluation measured ranks a checkpoint, and stands above the metric of the save."""
+    policy = RetentionPolicy(max_num_checkpoints=1, keep_best=1, best_metric="loss")
+    facts = line(30, 20, 10, s30=3.0, s20=1.0, s10=2.0)
+    assert kept(plan(facts, policy, metrics={"d10": {"loss": 0.5}})) == [30, 10]
+    assert kept(plan(facts, policy, metrics={"d20": {"loss": math.nan}})) == [30, 10]
+
+
+def test_a_step_on_a_line_that_was_left_goes_first() -> None:
+    """P71: a step grid keeps nothing of a line that training left, and the reason says so."""
+    facts = [Fact(15, "d15"), Fact(10, "d10"), Fact(20, "d20", abandoned=True)]
+    verdicts = plan(facts, RetentionPolicy(max_num_checkpoints=2, keep_every_n_steps=10))
+    assert kept(verdicts) == [15, 10]
+    assert verdicts[2].reasons == ("on a line that was left",)
+
+
+def test_step_zero_is_on_every_grid() -> None:
+    """P27: step 0 is a real step, and a multiple of every number."""
+    assert kept(plan(line(7, 6, 5, 0), RetentionPolicy(max_num_checkpoints=1, keep_every_n_steps=5))) == [7, 5, 0]
+
+
+def test_all_reasons_are_given() -> None:
+    """A checkpoint that several rules keep says all of them, with who pins and who leases it."""
+    [verdict] = plan(
+        line(10, s10=0.5),
+        RetentionPolicy(keep_every_n_steps=5, keep_best=1, best_metric="loss"),
+        pins={"d10": "the paper"},
+        leased={"d10": "nightly"},
+        verified=frozenset({"d10"}),
+        restored_from="d10",
+    )
+    assert verdict.reasons == (
+        "newest",
+        "all are kept",
+        "every 5 steps",
+        "number 1 by loss",
+        "pinned: the paper",
+        "leased by nightly",
+        "newest verified",
+        "training was restored from it",
+    )
+
+
+def test_time_plays_no_part() -> None:
+    """P53, P63: a pause of a year removes nothing: the function has no clock, and takes none."""
+    facts = line(3, 2, 1)
+    assert kept(plan(facts, RetentionPolicy(max_num_checkpoints=3))) == [3, 2, 1]
+
+
+def test_an_empty_run_has_no_verdicts() -> None:
+    """Nothing to keep is nothing to remove."""
+    assert plan([], RetentionPolicy(max_num_checkpoints=1)) == []

@@ -1,0 +1,187 @@
+"""Random streams: each goes on with the very next number, and nothing of ours draws one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
+from ckpt_tasks.state.capture import Captured, GroupState, capture, plan_restore
+from ckpt_tasks.state.rng import undisturbed
+from tests.unit.roundtrip import assert_same, restore, save
+
+
+def draw() -> list[Any]:
+    """Draw from every stream of the process, two ways where a stream keeps a half-used pair."""
+    return [
+        random.random(),
+        random.gauss(),
+        np.random.rand(),  # noqa: NPY002
+        np.random.randn(),  # noqa: NPY002
+        torch.rand(2).tolist(),
+        torch.randn(1).item(),
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 700])
+def test_the_streams_of_the_process_go_on(before: int) -> None:
+    """P74: Python, NumPy and torch give the numbers they would have given, also in the middle of a Gaussian pair."""
+    for _ in range(before):
+        draw()
+    saved = save({})
+    expected = [draw() for _ in range(3)]
+    restore(saved, {})
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_states_of_streams_are_tensors() -> None:
+    """P74: the 625 numbers of a Mersenne Twister lie in the files as integers, not in the manifest as text."""
+    saved = save({})
+    assert saved.stored["rng/python/numbers"] == ("uint32", (625,))
+    assert saved.stored["rng/numpy/state/key"] == ("uint32", (624,))
+    assert {key for key in saved.stored if key.startswith("rng/torch")} == {"rng/torch"}
+    assert len(saved.manifest) < 2000
+
+
+class Drawing:
+    """A stateful whose methods draw from every stream of the process."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.drawn = draw()
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = draw()
+
+
+def test_a_capture_draws_nothing() -> None:
+    """P11: after a capture and a comparison every stream is where it was, even when an object of the user's drew."""
+    state = {"model": nn.Linear(2, 2), "drawing": Drawing()}
+    state["model"](torch.ones(1, 2)).sum().backward()
+    before, grads = save({}), [p.grad.clone() for p in state["model"].parameters()]
+    saved = save(state)
+    plan_restore(state, saved.groups, saved.stored)
+    assert state["drawing"].drawn
+    after = save({})
+    assert after.manifest == before.manifest
+    assert_same(after.tensors, before.tensors)
+    assert all(torch.equal(p.grad, g) for p, g in zip(state["model"].parameters(), grads, strict=True))
+
+
+def test_a_partial_restore_leaves_the_streams_alone() -> None:
+    """P11, P74: an evaluator that restores a part draws nothing and sets nothing, whatever the object it restores does."""
+    saved = save({"drawing": Drawing(), "other": 1})
+    draw()
+    before = save({})
+    restore(saved, {"drawing": Drawing()}, partial=True)
+    assert_same(save({}).tensors, before.tensors)
+
+
+def test_streams_are_restored_last() -> None:
+    """P74: an object that draws while it takes its state back does not move the restored streams."""
+    saved = save({"drawing": Drawing()})
+    expected = draw()
+    restore(saved, {"drawing": Drawing()})
+    assert draw() == expected
+
+
+def test_a_body_that_raises_is_undisturbed_too() -> None:
+    """P11: the streams are put back also when the code that drew has failed."""
+    before = save({})
+    with pytest.raises(RuntimeError, match="drew"), undisturbed():
+        draw()
+        raise RuntimeError("drew")
+    assert_same(save({}).tensors, before.tensors)
+
+
+def test_without_streams_in_the_checkpoint_a_full_restore_is_refused() -> None:
+    """P74: missing random streams are an error, unless they are not asked for."""
+    saved = save({"n": 0}, rng=False)
+    with pytest.raises(StateMismatchError) as caught:
+        restore(saved, {"n": 1})
+    assert caught.value.missing == ("rng",)
+    restore(saved, {"n": 1}, rng=False)
+
+
+def test_a_stream_of_an_absent_device_is_refused_by_name() -> None:
+    """P74: the stream of a CUDA device that this process does not have is an error that names it, before anything is set."""
+    saved = save({"n": 1})
+    tree = {**saved.groups["rng"].tree, "cuda:7": saved.groups["rng"].tree["torch"]}
+    draw()
+    before, state = save({}), {"n": 2}
+    with pytest.raises(StateMismatchError, match="no device cuda:7") as caught:
+        plan_restore(state, {**saved.groups, "rng": GroupState("rng", tree)}, saved.stored)
+    assert caught.value.unexpected == ("rng/cuda:7 (this process has no device cuda:7)",)
+    assert_same(save({}).tensors, before.tensors)
+
+
+def test_a_stream_that_makes_no_sense_is_damage_and_sets_nothing() -> None:
+    """P49, P74: a state that a generator does not take is found on a scratch one; streams and values are untouched."""
+    saved = save({"n": 1})
+    saved.tensors["rng/torch"].zero_()
+    draw()
+    before, state = save({}), {"n": 2}
+    with pytest.raises(IntegrityError) as caught:
+        restore(saved, state)
+    assert caught.value.key == "rng/torch"
+    assert state == {"n": 2}
+    assert_same(save({}).tensors, before.tensors)
+
+
+GENERATORS: dict[str, Any] = {
+    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.randn(3, generator=g).tolist()),
+    "random": (random.Random, lambda g: [g.random(), g.gauss()]),
+    "RandomState": (np.random.RandomState, lambda g: g.randn(3).tolist()),
+    **{
+        kind.__name__: (
+            lambda seed, kind=kind: np.random.Generator(kind(seed)),
+            lambda g: [*g.normal(size=3).tolist(), int(g.integers(9, dtype=np.int32))],
+        )
+        for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    },
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_of_the_users_goes_on(name: str) -> None:
+    """P74: torch.Generator, every bit generator of NumPy and random.Random go on, each in the object that it is."""
+    make, take = GENERATORS[name]
+    one, other = make(1), make(2)
+    take(one)
+    saved = save({"it": one})
+    expected = [take(one) for _ in range(3)]
+    state = {"it": other}
+    restore(saved, state)
+    assert state["it"] is other
+    assert [take(other) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("here", ["torch", "random", "RandomState", "MT19937"])
+def test_a_generator_of_another_kind_is_refused(here: str) -> None:
+    """P74: the state of one kind of generator is not given to another."""
+    saved = save({"it": np.random.Generator(np.random.PCG64(1))})
+    with pytest.raises(StateMismatchError) as caught:
+        restore(saved, {"it": GENERATORS[here][0](0)})
+    assert caught.value.different[0].endswith("numpy.random.Generator of PCG64 in the checkpoint)")
+
+
+def test_a_generator_without_a_state_is_refused() -> None:
+    """P7: SystemRandom cannot be resumed, and says so when planning."""
+    with pytest.raises(UnsupportedStateError, match="SystemRandom") as caught:
+        capture({"it": random.SystemRandom()})
+    assert caught.value.key == "it"
+
+
+def test_the_streams_are_a_group_like_any_other() -> None:
+    """P74: without `rng` nothing of them is captured."""
+    empty: Captured = capture({}, rng=False)
+    assert (empty.groups, empty.tensors) == ({}, {})
+    assert {*capture({}).groups["rng"].tree} >= {"python", "numpy", "torch"}

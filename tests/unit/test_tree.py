@@ -1,0 +1,319 @@
+"""The state tree as JSON: every type comes back exactly, everything else is refused by path."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.tree import MAX_DEPTH, NumpyScalar, TensorRef, TorchName, decode, encode, tensor_refs
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["~", "~dict", "~tensor", "0", "\ud800", ""]),
+    st.binary(max_size=8),
+    st.complex_numbers(),
+    st.datetimes(),
+    st.datetimes(timezones=st.just(UTC)),
+    st.dates(),
+    st.timedeltas(),
+)
+leaves = st.one_of(
+    scalars,
+    st.builds(
+        TensorRef,
+        st.text(max_size=8),
+        array=st.booleans(),
+        stride=st.none() | st.lists(st.integers(0, 99), max_size=3).map(tuple),
+        requires_grad=st.booleans(),
+    ),
+    st.builds(TorchName, st.sampled_from(["dtype", "device"]), st.text(max_size=8)),
+    st.builds(TorchName, st.just("size"), st.lists(st.integers(0, 99), max_size=3).map(tuple)),
+    st.builds(NumpyScalar, st.text(max_size=8), st.booleans() | st.integers() | st.floats() | st.complex_numbers()),
+)
+keys = st.recursive(
+    scalars, lambda inside: st.lists(inside, max_size=2).map(tuple) | st.frozensets(inside, max_size=2), max_leaves=3
+)
+
+
+def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.lists(inside, max_size=3)
+    return st.one_of(
+        items,
+        items.map(tuple),
+        st.builds(deque, items, st.none() | st.integers(0, 4)),
+        st.dictionaries(keys, inside, max_size=3),
+        st.dictionaries(st.text(max_size=4), inside, max_size=3),
+        st.dictionaries(keys, inside, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=3).map(Counter),
+        st.sets(keys, max_size=3),
+        st.frozensets(keys, max_size=3),
+    )
+
+
+trees = st.recursive(leaves, _containers, max_leaves=12)
+
+
+def exactly(value: Any) -> Any:
+    """Describe a value so that two descriptions are equal when type, order, NaN and the sign of zero are."""
+    kind = type(value).__name__
+    if isinstance(value, float):
+        return kind, repr(value)
+    if isinstance(value, complex):
+        return kind, repr(value.real), repr(value.imag)
+    if isinstance(value, Counter | OrderedDict | dict):
+        return kind, [(exactly(key), exactly(item)) for key, item in value.items()]
+    if isinstance(value, set | frozenset):
+        return kind, sorted(repr(exactly(item)) for item in value)
+    if isinstance(value, deque):
+        return kind, value.maxlen, [exactly(item) for item in value]
+    if isinstance(value, list | tuple):
+        return kind, [exactly(item) for item in value]
+    if isinstance(value, NumpyScalar):
+        return kind, value.dtype, exactly(value.value)
+    if isinstance(value, datetime):
+        return kind, value.isoformat()
+    return kind, value
+
+
+def through_json(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value), allow_nan=False)))
+
+
+@given(trees)
+def test_every_value_comes_back_exactly_as_it_was(value: Any) -> None:
+    """P9: every type of the vocabulary, nested in any way, comes back with its type, order, NaN and sign of zero."""
+    assert exactly(through_json(value)) == exactly(value)
+
+
+def test_digit_strings_and_numbers_stay_different_keys() -> None:
+    """P9: `{"0": x}` and `{0: x}` and `{True: x}` each come back as they were, also in one dict."""
+    for value in ({"0": "x"}, {0: "x"}, {True: "x"}, {"0": "x", 0: "y"}, {"~dict": 1}, {None: 1, "None": 2}, {1.0: 2}):
+        assert exactly(through_json(value)) == exactly(value)
+
+
+def test_the_order_of_a_dict_is_kept() -> None:
+    """A dict's order is part of the state (an optimizer's parameters have one)."""
+    value = {str(n): n for n in (3, 1, 2)} | {2: "b", 1: "a"}
+    assert list(through_json(value)) == list(value)
+
+
+class Strange:
+    """Nothing that the vocabulary has a word for."""
+
+
+class Number(int):
+    """A subclass, which would come back as its base."""
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: 0,
+        threading.Lock(),
+        Strange(),
+        Strange,
+        object(),
+        Number(3),
+        type("Text", (str,), {})("a"),
+        type("Named", (dict,), {})(),
+        bytearray(b"a"),
+        range(3),
+        iter([]),
+        ...,
+        1 << 100_000,
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_what_cannot_be_stored_is_refused_by_its_path(bad: Any) -> None:
+    """P7, P21: a lambda, a lock, a class, a subclass: refused when planning, with the path to it."""
+    with pytest.raises(UnsupportedStateError) as caught:
+        encode({"groups": [1, {"name": (0, bad)}]}, "optimizer")
+    assert caught.value.key == "optimizer/groups/1/name/1"
+
+
+def test_a_bad_key_is_refused_by_its_path() -> None:
+    """A dict whose key cannot be stored is refused with the key in the path."""
+    with pytest.raises(UnsupportedStateError) as caught:
+        encode({"a": {Strange: 1}}, "model")
+    assert caught.value.key is not None
+    assert caught.value.key.startswith("model/a/<key <class")
+
+
+def _cycle(make: Callable[[], Any], tie: Callable[[Any], None]) -> Any:
+    value = make()
+    tie(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "cyclic",
+    [
+        _cycle(list, lambda v: v.append(v)),
+        _cycle(dict, lambda v: v.update(a=v)),
+        _cycle(dict, lambda v: v.update({0: v})),
+        _cycle(deque, lambda v: v.append(v)),
+        _cycle(list, lambda v: v.append((v,))),
+        _cycle(OrderedDict, lambda v: v.update({0: v})),
+    ],
+    ids=["list", "dict", "int keys", "deque", "tuple", "OrderedDict"],
+)
+def test_a_cycle_is_refused_also_deep_in_a_call_stack(cyclic: Any) -> None:
+    """P7: a cycle ends in a clear refusal, not in a RecursionError, also where a flow's engine is deep in calls already."""
+
+    def deep(frames: int) -> Any:
+        return encode(cyclic, "x") if frames == 0 else deep(frames - 1)
+
+    with pytest.raises(UnsupportedStateError, match="cycle"):
+        deep(350)
+
+
+def test_the_deepest_tree_comes_back() -> None:
+    """What is just not too deep to be written is not too deep to be read."""
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = (value,)
+    assert through_json(value) == value
+
+
+def test_a_set_has_one_form_whatever_the_hash_seed() -> None:
+    """The same set gives the same bytes in every process, sets of sets too."""
+    code = (
+        "import json; from ckpt_tasks.format.tree import encode;"
+        "print(json.dumps(encode({frozenset({'a', 'bb', 'c'}), frozenset({'x', 'y', 'a'}), 'm', 1, (1, 2)})))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3", "4")
+    }
+    assert len(texts) == 1
+
+
+jsons = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inside: (
+        st.lists(inside, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inside, max_size=2)
+        | st.tuples(
+            st.sampled_from(
+                "~tensor ~dict ~odict ~counter ~tuple ~set ~frozenset ~deque ~bytes ~complex ~float ~datetime ~date"
+                " ~timedelta ~torch ~numpy ~os.system".split()
+            ),
+            inside,
+        ).map(lambda pair: dict([pair]))
+    ),
+    max_leaves=12,
+)
+
+
+@given(jsons)
+def test_hostile_json_gives_a_value_or_an_error_of_ours(node: Any) -> None:
+    """P21: whatever JSON stands where a tree should be, decoding runs nothing and raises nothing but our errors."""
+    try:
+        value = decode(node)
+    except CkptError:
+        return
+    encode(value)  # … and what it gives is made of the vocabulary alone
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"~tensor": ["key", []]},
+        {"~tensor": ["key", {"stride": 5}]},
+        {"~tensor": ["key", {"stride": [1e999]}]},
+        {"~tensor": 3},
+        {"~dict": [[1]]},
+        {"~dict": 3},
+        {"~dict": [[[1], 2]]},
+        {"~set": [[1]]},
+        {"~float": "1e5"},
+        {"~float": []},
+        {"~bytes": "?"},
+        {"~bytes": "äöü"},
+        {"~complex": [1]},
+        {"~datetime": "yesterday"},
+        {"~timedelta": [10**20, 0, 0]},
+        {"~timedelta": [1, 2, 3, 4, 5, 6, 7, 8]},
+        {"~deque": [-1, []]},
+        {"~torch": ["module", "os"]},
+        {"~torch": ["size", ["a"]]},
+        {"~torch": ["size", [math.inf]]},
+        {"~numpy": []},
+        {"~counter": [[1, 2, 3]]},
+    ],
+    ids=str,
+)
+def test_a_malformed_entry_is_an_integrity_error(node: Any) -> None:
+    """P21, P49: what `encode` cannot have written is refused, whatever it does to the reader of that entry."""
+    with pytest.raises(IntegrityError):
+        decode({"a": [node]})
+
+
+@pytest.mark.parametrize("tag", ["~tuple", "~complex", "~numpy", "~dict", "~deque", "[", "{"])
+def test_nesting_without_end_is_an_integrity_error(tag: str) -> None:
+    """A tree that nests without end is refused before the stack is gone, through every kind of entry."""
+    node: Any = 1
+    for _ in range(5000):
+        match tag:
+            case "[":
+                node = [node]
+            case "{":
+                node = {"a": node}
+            case "~dict":
+                node = {tag: [[0, node]]}
+            case "~numpy":
+                node = {tag: ["float64", node]}
+            case "~deque":
+                node = {tag: [None, [node]]}
+            case _:
+                node = {tag: [node, 0]}
+    with pytest.raises(IntegrityError):
+        decode(node)
+
+
+def test_an_unknown_entry_is_a_newer_format() -> None:
+    """P59: an entry that this version has no word for is never skipped or taken for a dict."""
+    with pytest.raises(FormatVersionError, match="upgrade"):
+        decode({"a": [{"~quaternion": [1, 2, 3, 4]}]})
+
+
+def test_an_entry_never_names_something_to_import() -> None:
+    """P21: a dict that looks like an object to construct comes back as that dict."""
+    node = {"__class__": "os.system", "args": ["false"]}
+    assert decode(node) == node
+
+
+def test_tensor_refs_are_found_everywhere_in_order() -> None:
+    """Every tensor of a tree is listed, in its order, in any container."""
+    refs = [TensorRef(name) for name in "abcdef"]
+    tree = {"x": refs[0], "y": [refs[1], (refs[2], {3: refs[3]})], "z": OrderedDict(k=deque([refs[4], refs[5]]))}
+    assert tensor_refs(tree) == refs
+
+
+def test_dates_and_datetimes_are_told_apart() -> None:
+    """A datetime is a date in Python; each comes back as what it was."""
+    value = [date(2024, 1, 1), datetime(2024, 1, 1), datetime(2024, 1, 1, tzinfo=UTC), timedelta(days=-1, seconds=5)]
+    assert exactly(through_json(value)) == exactly(value)
