@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import prefect_overhead, save_restore
+from benchmarks import save_restore
 
 __all__ = ["main"]
 
@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a state of some KiB: checks that the benchmarks run")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", help="where the state lives: cpu or cuda")
     parser.add_argument("--only", choices=["save_restore", "prefect"], help="one benchmark instead of all")
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory here)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
@@ -32,9 +33,11 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd(), prefix=".bench-") as directory:
         if options.only != "prefect":
             figures["save_restore"] = save_restore.measure(
-                Path(directory) / "run", tiny=options.tiny, rounds=options.rounds
+                Path(directory) / "run", tiny=options.tiny, rounds=options.rounds, device=options.device
             )
         if options.only != "save_restore":
+            from benchmarks import prefect_overhead  # not on a machine that has no Prefect
+
             figures["prefect"] = prefect_overhead.measure(
                 Path(directory) / "flow", batch_s=0.05 if options.tiny else 2.0, rounds=2 if options.tiny else 5
             )
@@ -50,7 +53,10 @@ def _show(figures: dict[str, Any]) -> None:
         found = figures["save_restore"]
         for row, cells in found["rows"].items():
             ours = next(times["median_s"] for name, times in cells.items() if name.startswith("ckpt-tasks"))
-            table = Table(title=f"{row}: {found['size_bytes'] / 2**20:.0f} MiB, {found['rounds']} rounds", title_justify="left")
+            table = Table(
+                title=f"{row}: {found['size_bytes'] / 2**20:.0f} MiB, {found['rounds']} rounds, {found['device']}",
+                title_justify="left",
+            )
             for name, justify in (("", "left"), ("median", "right"), ("min – max", "right"), ("× ckpt-tasks", "right")):
                 table.add_column(name, justify=justify)  # type: ignore[arg-type]
             for name, times in sorted(cells.items(), key=lambda cell: cell[1]["median_s"]):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import itertools
 import mmap
 import os
 import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import state_dict_loader as dcp_state_dict_loader
+from torch.distributed.checkpoint import state_dict_saver as dcp_state_dict_saver
 
 from benchmarks.states import Trained, build, size_bytes
 from ckpt_tasks import CheckpointConfig, Checkpointer
@@ -25,36 +28,47 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 __all__ = ["measure"]
 
 
-def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
-    """Time every contender `rounds` times in shuffled order; return seconds by row and contender, and the state's size."""
-    trained, target = build(tiny=tiny), build(tiny=tiny, seed=1)
+_Contenders = dict[str, Callable[[], object]]
+
+
+def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
+    """Time every contender `rounds` times in shuffled order; return seconds by row and contender, and the state's size.
+
+    Cold: every file is dropped from the page cache before each restore. Warm: it is read once before.
+    """
+    trained, target = build(tiny=tiny, device=device), build(tiny=tiny, seed=1, device=device)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    saves, restores = _contenders(directory, trained, target, size_bytes(trained))
-    for save in saves.values():
-        save()  # first saves allocate and plan; what is compared is the steady state
-    found: dict[str, dict[str, list[float]]] = {"save, durable": {}, "restore, page cache warm": {}}
-    for _ in range(rounds):
-        for row, contenders in (("save, durable", saves), ("restore, page cache warm", restores)):
-            for name in random.sample(sorted(contenders), len(contenders)):
-                os.sync()
-                started = time.perf_counter()
-                contenders[name]()
-                found[row].setdefault(name, []).append(time.perf_counter() - started)
-    _check_equal(trained, target)
-    shutil.rmtree(directory)
-    rows = {row: {name: _summary(times) for name, times in cells.items()} for row, cells in found.items()}
-    return {"size_bytes": size_bytes(trained), "rounds": rounds, "rows": rows}
-
-
-def _contenders(
-    directory: Path, trained: Trained, target: Trained, total_bytes: int
-) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
     config = CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench", max_num_checkpoints=2)
-    ours = Checkpointer(config)
-    steps = iter(range(1, 10_000))
-    memory = mmap.mmap(-1, total_bytes)
-    source = torch.zeros(total_bytes, dtype=torch.uint8)
+    with Checkpointer(config) as ours:
+        saves = _saves(directory, trained, ours, device)
+        restores = _restores(directory, trained, target, ours)
+        rows: list[tuple[str, _Contenders, Callable[[Path], None] | None]] = [
+            ("save, durable", saves, None),
+            ("restore, page cache warm", restores, _warm),
+            ("restore, page cache cold", restores, _drop),
+        ]
+        for save in (*saves.values(), *saves.values()):
+            save()  # the first ones allocate and plan; what is compared is the steady state
+        found: dict[str, dict[str, list[float]]] = {row: {} for row, _, _ in rows}
+        for _ in range(rounds):
+            for row, contenders, prepare in rows:
+                for name in random.sample(sorted(contenders), len(contenders)):
+                    os.sync()
+                    if prepare:
+                        prepare(directory)
+                    found[row].setdefault(name, []).append(_seconds(contenders[name], device))
+        ours.restore(target.state)
+        _check_equal(trained, target)
+    shutil.rmtree(directory)
+    cells = {row: {name: _summary(times) for name, times in by_name.items()} for row, by_name in found.items()}
+    return {"size_bytes": size_bytes(trained), "rounds": rounds, "device": device, "rows": cells}
+
+
+def _saves(directory: Path, trained: Trained, ours: Checkpointer, device: str) -> _Contenders:
+    steps = itertools.count(1)
+    source = torch.zeros(size_bytes(trained), dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, source.nbytes)
     into = torch.frombuffer(memory, dtype=torch.uint8)
 
     def torch_save() -> None:
@@ -69,14 +83,19 @@ def _contenders(
 
     def dcp_save() -> None:
         with _quiet():
-            dcp.save(_states(trained), checkpoint_id=directory / "dcp", no_dist=True)
+            dcp_state_dict_saver.save(_states(trained), checkpoint_id=directory / "dcp", no_dist=True)
 
-    def ckpt_restore() -> None:
-        ours.restore(target.state)
+    return {
+        "ckpt-tasks": lambda: ours.save(next(steps), trained.state),
+        "torch.save + fsync": torch_save,
+        "safetensors save_file + fsync": safetensors_save,
+        "DCP save": dcp_save,
+        "limit: copy to memory": lambda: into.copy_(source),
+        "limit: O_DIRECT write": lambda: _direct_write(directory / "direct", memory),
+    }
 
-    def torch_load() -> None:
-        torch.load(directory / "torch.pt", weights_only=True)
 
+def _restores(directory: Path, trained: Trained, target: Trained, ours: Checkpointer) -> _Contenders:
     def torch_load_into() -> None:
         loaded = torch.load(directory / "torch.pt", weights_only=True)
         target.model.load_state_dict(loaded["model"])
@@ -90,25 +109,45 @@ def _contenders(
 
     def dcp_load() -> None:
         with _quiet():
-            dcp.load(_states(target), checkpoint_id=directory / "dcp", no_dist=True)
+            dcp_state_dict_loader.load(_states(target), checkpoint_id=directory / "dcp", no_dist=True)
 
-    saves = {
-        "ckpt-tasks": lambda: _done(ours.save(next(steps), trained.state)),
-        "torch.save + fsync": torch_save,
-        "safetensors save_file + fsync": safetensors_save,
-        "DCP save": dcp_save,
-        "limit: memcpy": lambda: _done(into.copy_(source)),
-        "limit: O_DIRECT write": lambda: _direct_write(directory / "direct", memory),
-    }
-    restores = {
-        "ckpt-tasks (verified, into the objects)": ckpt_restore,
-        "torch.load": torch_load,
+    return {
+        "ckpt-tasks (verified, into the objects)": lambda: ours.restore(target.state),
+        "torch.load": lambda: torch.load(directory / "torch.pt", weights_only=True),
         "torch.load + load_state_dict": torch_load_into,
         "safetensors load_file + copy (unverified)": safetensors_load_into,
         "DCP load (unverified, into tensors)": dcp_load,
-        "limit: memcpy": lambda: _done(into.copy_(source)),
     }
-    return saves, restores
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    result = run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    del result
+    gc.collect()
+    return seconds
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def _warm(directory: Path) -> None:
+    for path in _files(directory):
+        with path.open("rb", buffering=0) as file:
+            while file.read(16 << 20):
+                pass
+
+
+def _drop(directory: Path) -> None:
+    for path in _files(directory):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def _states(trained: Trained) -> dict[str, Any]:
@@ -145,16 +184,12 @@ def _fsync(path: Path) -> None:
     os.close(fd)
 
 
-class _quiet(redirect_stderr):  # noqa: N801  a context manager, named as one
-    """DCP warns at every call that nothing is distributed here."""
-
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DCP's warning, at every call, that nothing is distributed here, from the timings' output."""
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-
-def _done(result: object) -> None:
-    del result
+        yield
 
 
 def _summary(times: list[float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ class Trained:
         return {"model": self.model, "optimizer": self.optimizer}
 
 
-def build(*, tiny: bool, seed: int = 0) -> Trained:
+def build(*, tiny: bool, seed: int = 0, device: str = "cpu") -> Trained:
     """Build the state: 146 parameters, so 438 tensors with AdamW's two moments, and a step count for each."""
     torch.manual_seed(seed)
     width, layers = (32, 2) if tiny else (616, 12)
@@ -35,7 +35,7 @@ def build(*, tiny: bool, seed: int = 0) -> Trained:
             ),
             "head": nn.Linear(width, 256, bias=False),
         }
-    )
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -45,17 +45,17 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
         start = position_of_run(config, options.steps)
         result = _announce(out, options, start)
         if result is None:
-            _prepare_prefect(out)
-            with LiveLine(out, options.steps):
-                train(
-                    run_key=options.run_key,
-                    total_steps=options.steps,
-                    checkpoint=config,
-                    program=options.program,
-                    params=params,
-                    batch_steps=options.batch_steps,
-                )
-            result = evaluate(**_evaluation(options, params))
+            with _prefect(out):
+                with LiveLine(out, options.steps):
+                    train(
+                        run_key=options.run_key,
+                        total_steps=options.steps,
+                        checkpoint=config,
+                        program=options.program,
+                        params=params,
+                        batch_steps=options.batch_steps,
+                    )
+                result = evaluate(**_evaluation(options, params))
         print_run(out, config)
         print_evaluation(out, result)
         _print_next(out, options)
@@ -71,9 +71,8 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
     out = Console(highlight=False)
     with _exit_status(out, None) as status:
         params = _params(options)
-        _prepare_prefect(out)
-        which = int(options.which) if options.which.isdecimal() else options.which
-        result = evaluate(**_evaluation(options, params), which=which, suite=options.suite)
+        with _prefect(out):
+            result = evaluate(**_evaluation(options, params), which=options.which, suite=options.suite)
         recorded = "recorded" if result.new else "recorded before, nothing was changed"
         out.print(f"Step {result.step}, suite {result.suite}: {recorded}.")
         print_evaluation(out, result)
@@ -136,16 +135,28 @@ def _evaluation(options: argparse.Namespace, params: dict[str, Any]) -> dict[str
 # ── Prefect ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _prepare_prefect(out: Console) -> None:
+@contextmanager
+def _prefect(out: Console) -> Iterator[None]:
     """Start the embedded server if one is needed, and keep Prefect's log off the screen unless its level was set."""
-    if "level" not in get_current_settings().logging.model_fields_set:
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, PrefectConsoleHandler):  # the other way, to Prefect's pages, stays open
-                handler.addFilter(lambda record: not record.name.startswith(_PREFECT_LOGS))
-        logging.getLogger("prefect.task_runs").addHandler(_Warnings(out))
     if get_current_settings().api.url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
     start_embedded_server()
+    if "level" in get_current_settings().logging.model_fields_set:
+        yield
+        return
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):  # the other way, to Prefect's pages, stays open
+            handler.addFilter(_is_not_prefects)  # for good: it says more at exit
+    tasks, warnings = logging.getLogger("prefect.task_runs"), _Warnings(out)
+    tasks.addHandler(warnings)
+    try:
+        yield
+    finally:
+        tasks.removeHandler(warnings)
+
+
+def _is_not_prefects(record: logging.LogRecord) -> bool:
+    return not record.name.startswith(_PREFECT_LOGS)
 
 
 class _Warnings(logging.Handler):

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,16 @@ def _same_numbers() -> None:
     if (torch := sys.modules.get("torch")) is not None:  # not imported for tests that do without it
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def fast_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a directory on a memory file system, where an fsync costs nothing, or an ordinary one if there is none."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path_factory.mktemp("fast")
+        return
+    with tempfile.TemporaryDirectory(prefix="ckpt-tasks-test-", dir="/dev/shm") as made:
+        yield Path(made)
 
 
 @pytest.fixture

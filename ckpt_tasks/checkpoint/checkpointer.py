@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from ckpt_tasks.checkpoint import save as saving
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, identify
 from ckpt_tasks.checkpoint.reading import Run, open_store
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
 from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
-from ckpt_tasks.errors import CkptError, ConfigError, FencedError, NoGoodCheckpointError, StateError
+from ckpt_tasks.errors import (
+    CkptError,
+    CommitUncertainError,
+    ConfigError,
+    FencedError,
+    NoGoodCheckpointError,
+    StateError,
+    StoreError,
+)
 from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.cadence import SavePoint
@@ -64,7 +73,9 @@ class Checkpointer:
         self._parent: Checkpoint | None = None
         self._verified: set[str] = set()
         self._deleted: frozenset[str] = frozenset()
+        self._damaged: tuple[str, ...] = ()
         self._swept = False
+        self._known_n = -1  # the ledger entry up to which this process knows what has been committed
         self._position = 0
         self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
 
@@ -76,8 +87,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        if error is None:
-            self._interrupt.deliver()
+        self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
 
     @property
     def position(self) -> int:
@@ -100,29 +110,24 @@ class Checkpointer:
         RunMismatchError; the state is untouched then.
         """
         self._own()
-        head = self._history.head()
-        candidates = lineage(head.state.live)
+        known = candidates = self.checkpoints()
         if step is not None:
             candidates = [Run(self._history, self._run_key).find(step)]
         if not candidates:
-            if head.damaged:
-                raise NoGoodCheckpointError(
-                    f"no ledger entry of {self._history.store.url} can be read",
-                    reasons=tuple((0, f"{name} is damaged") for name in head.damaged),
-                    hint="The target is untouched. `ckpt verify` lists the damage.",
-                )
             return 0
         self._drop_plan()
+        damaged, self._damaged = self._damaged, ()
         found, report = restore_newest(
-            self._history.store, candidates, state, self._pool, damaged=head.damaged
+            self._history.store, candidates, state, self._pool, run_key=self.config.run_key, damaged=damaged
         )
         if report.skipped or report.damaged:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
         self.last_restore, self._parent = report, found
+        self._known_n = max(c.n for c in known)
         self._verified.add(found.manifest_digest)
         self._position = found.step
-        self._last = SavePoint(step=found.step, epoch=self._last.epoch, clock_s=time.monotonic())
+        self._last = SavePoint(step=found.step, epoch=found.epochs, clock_s=time.monotonic())
         return found.step
 
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,10 +190,10 @@ class Checkpointer:
             self._heartbeat = None
         if self._owner is not None:
             owner, self._owner = self._owner, None
-            try:
+            # Fenced: there is nothing to let go. Else an error under way is the one to report, and whoever comes next
+            # sees that this process is gone, or that its heartbeat grows old.
+            with suppress(FencedError, StoreError, CommitUncertainError):
                 self._history.append({"kind": "release"}, lambda state, n: state.released(), owner=owner)
-            except FencedError:
-                pass  # the directory is another's already: there is nothing to let go
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,7 +214,7 @@ class Checkpointer:
         owner = self._own()
         stall = what == "failure"
         self._history.append(
-            {"kind": "note", "note": what, **fields},
+            {**fields, "kind": "note", "note": what},
             lambda state, n: state.with_stall(self._flow_run_id) if stall else state,
             owner=owner,
         )
@@ -223,14 +228,16 @@ class Checkpointer:
         if dry_run:
             return self._plan_prune()
         owner = self._own()
+        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does not
+        # count, or nothing newer would ever be read.
+        wanted = self._plan_prune(verified=frozenset())
+        if not all(v.keep for v in wanted) and not self._knows_good(wanted):
+            self._verify_newest()
         verdicts = self._plan_prune()
-        if any(not verdict.keep for verdict in verdicts):
-            if not any(verdict.keep and verdict.manifest_digest in self._verified for verdict in verdicts):
-                self._verify_newest()
-                verdicts = self._plan_prune()
-            if self._verified.intersection(v.manifest_digest for v in verdicts if v.keep):
-                retire(self._history, owner, verdicts, self._deleted)
+        if not all(v.keep for v in verdicts) and self._knows_good(verdicts):
+            retire(self._history, owner, verdicts, self._deleted)
         state = self._history.head().state
+        check_owner(state.owner, owner)  # a process that was fenced meanwhile deletes nothing
         doomed = list(state.retired)
         if not self._swept:  # what dead owners left can only shrink while we hold the directory: one look is enough
             doomed += orphans(self._history.store, state)
@@ -258,6 +265,7 @@ class Checkpointer:
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
             self._history.create(key)
             self._run_key = self._history.check(config.run_key) or key
+            self._damaged = self._damage()  # the owner's entry will stand above it
             self._owner = acquire(
                 self._history,
                 identify(self._flow_run_id),
@@ -266,8 +274,24 @@ class Checkpointer:
                 best=(config.best_metric, config.best_mode),
             )
             self._swept = False
+            self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
+        if self._heartbeat is None:
             self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
         return self._owner
+
+    def _damage(self) -> tuple[str, ...]:
+        """Name the ledger entries that cannot be read; raise NoGoodCheckpointError where they leave no checkpoint.
+
+        A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
+        """
+        head = self._history.head()
+        if head.damaged and not head.state.live:
+            raise NoGoodCheckpointError(
+                f"no ledger entry of {self._history.store.url} that names a checkpoint can be read",
+                reasons=tuple((0, f"{name} is damaged") for name in head.damaged),
+                hint="The target is untouched. `ckpt verify` lists the damage.",
+            )
+        return head.damaged
 
     def _save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None) -> Checkpoint:
         started = time.perf_counter()
@@ -282,6 +306,7 @@ class Checkpointer:
             parent=self._parent.manifest_digest if self._parent else None,
             groups=groups,
             metrics={name: float(value) for name, value in metrics.items()},
+            epochs=epoch,
         )
         plan = self._planned(captured.tensors)
         try:
@@ -295,9 +320,11 @@ class Checkpointer:
         saved = saving.commit(self._history, task, sealed, cost_s, self._deleted)
         self._deleted = frozenset()
         self.last_commit = self._parent = saved
+        self._known_n = saved.n
         self._position = step
         self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
-        self.prune()
+        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
+            self.prune()
         return saved
 
     def _hand_on(self) -> None:
@@ -317,21 +344,24 @@ class Checkpointer:
             self._plan = None
 
     def _check_line(self) -> None:
-        # A process that has neither restored nor saved must not put a line of its own over an existing one.
+        # A process that does not know what others have committed must not put a line of its own over it.
         live = self._history.head().state.live
-        if self._parent is None and live:
+        if any(c.n > self._known_n for c in live):
             raise ConfigError(
                 f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in live)}",
                 hint="Call restore() first, or use another directory.",
             )
 
-    def _plan_prune(self) -> list[Verdict]:
+    def _plan_prune(self, verified: frozenset[str] | None = None) -> list[Verdict]:
         return plan_prune(
             self._history.head(),
             self.config.retention_policy,
-            verified=frozenset(self._verified),
+            verified=frozenset(self._verified) if verified is None else verified,
             restored_from=self._parent.manifest_digest if self._parent else None,
         )
+
+    def _knows_good(self, verdicts: list[Verdict]) -> bool:
+        return any(v.keep and v.manifest_digest in self._verified for v in verdicts)
 
     def _verify_newest(self) -> None:
         newest = self.checkpoints()[0]

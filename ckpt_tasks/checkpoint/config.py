@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.format.keys import is_run_key
 from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 
@@ -91,4 +91,4 @@ class CheckpointConfig:
 
 
 def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and "/" not in key and is_object_name(key)
+    return isinstance(key, str) and "/" not in key and is_run_key(key)

@@ -22,6 +22,7 @@ from ckpt_tasks.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     RunMismatchError,
+    StateError,
     StoreError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -86,15 +87,17 @@ class History:
             raise CheckpointNotFoundError(
                 f"{self.store.url} is no run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
             ) from error
+        except IntegrityError:
+            return None
         try:
             body = json.loads(data)
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
                 return None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            check_version(body["version"], FORMAT_NAME)
+            found = str(body["run_key"])
+        except (IntegrityError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        check_version(body["version"], FORMAT_NAME)
-        found = str(body["run_key"])
         if run_key is not None and found != run_key:
             raise RunMismatchError(
                 f"{self.store.url} holds the run {found!r}, not {run_key!r}",
@@ -164,6 +167,8 @@ class History:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
         entry = self._spill(entry)
         name, (data, _) = ledger_name(entry.n), entry.to_bytes()
+        if len(data) > MAX_ENTRY_BYTES:
+            raise StateError(f"the ledger entry would have {len(data)} bytes, more than a reader takes", key=name)
         failure: StoreError | None = None
         for _ in range(_SAME_NUMBER_TRIES):
             try:
@@ -176,6 +181,8 @@ class History:
                 if failure is not None and not isinstance(failure, ObjectExistsError):
                     continue
                 raise CommitUncertainError("the ledger entry was taken and cannot be seen", key=name) from failure
+            except IntegrityError:
+                return False  # something foreign has the number: the next one is used
             except StoreError as error:
                 raise CommitUncertainError(
                     "whether the commit landed cannot be known: its ledger entry cannot be read back",

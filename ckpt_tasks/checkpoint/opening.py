@@ -45,8 +45,9 @@ def open_checkpoint(store: Store, checkpoint: Checkpoint) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
     data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
-    if manifest.step != checkpoint.step:
-        raise IntegrityError(f"the manifest says step {manifest.step}", key=checkpoint.manifest, step=checkpoint.step)
+    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
+        found = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
     index = manifest.index
     rows = read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
     faults = coverage_faults(rows)

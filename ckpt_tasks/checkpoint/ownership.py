@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -93,10 +94,17 @@ def acquire(
             free = "the same flow run has not released it within its grace"
             break
         time.sleep(_POLL_S)
-    return _take(history, me, free or "take_over was asked for", owner, best)
+    return _take(history, me, free or "take_over was asked for", owner, best, head.damaged)
 
 
-def _take(history: History, me: Owner, why: str, seen: Owner | None, best: tuple[str | None, str]) -> Owner:
+def _take(
+    history: History,
+    me: Owner,
+    why: str,
+    seen: Owner | None,
+    best: tuple[str | None, str],
+    damaged: tuple[str, ...],
+) -> Owner:
     taken: list[Owner] = []
 
     def change(state: State, n: int) -> State:
@@ -107,11 +115,14 @@ def _take(history: History, me: Owner, why: str, seen: Owner | None, best: tuple
                 hint="Start again when it has ended.",
             )
         taken[:] = [replace(me, epoch=(now.epoch if now else 0) + 1, taken_at=now_iso())]
-        return state.with_owner(taken[0], *best)
+        owned = state.with_owner(taken[0], *best)
+        return owned.sparing(taken[0].epoch) if damaged else owned
 
-    history.append({"kind": "owner", "because": why, "pid": me.pid, "host": me.host}, change, owner=None)
+    event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host, "damaged": list(damaged)}
+    history.append(event, change, owner=None)
     if seen is not None:
-        history.store.delete(heartbeat_name(seen.epoch))
+        with suppress(StoreError):  # an old sign of life is ignored: only the owner's own epoch is looked at
+            history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
 
 
@@ -128,7 +139,8 @@ class Heartbeat:
         self._owner = owner
         self._every_s = timeout_s / 4
         self._stop = threading.Event()
-        self._beat()
+        with suppress(StoreError):  # until the first one, the time of the taking counts
+            self._beat()
         self._thread = threading.Thread(target=self._run, name="ckpt-heartbeat", daemon=True)
         self._thread.start()
 
@@ -161,7 +173,7 @@ def _heartbeat_age_s(history: History, head: Head) -> float | None:
     try:
         beat = json.loads(history.store.get(heartbeat_name(owner.epoch), 4096))
         at_s = float(beat["at_s"])
-    except (StoreError, ValueError, TypeError, KeyError):
+    except (CkptError, ValueError, TypeError, KeyError, RecursionError):
         at_s = datetime.fromisoformat(owner.taken_at).timestamp()
     return time.time() - at_s
 

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from ckpt_tasks.checkpoint.opening import Opened, check_header, merge_runs, open_checkpoint, verify_run
-from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError, StoreError
+from ckpt_tasks.errors import (
+    FormatVersionError,
+    IntegrityError,
+    NoGoodCheckpointError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    StateMismatchError,
+)
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import ObjectRecord
@@ -57,14 +64,18 @@ def restore_newest(
     pool: BufferPool,
     *,
     partial: bool = False,
+    run_key: str | None = None,
     damaged: tuple[str, ...] = (),
 ) -> tuple[Checkpoint, RestoreReport]:
-    """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does."""
+    """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
+
+    A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
+    """
     skipped: list[tuple[int, str]] = []
     for checkpoint in candidates:
         try:
-            report = restore_one(store, checkpoint, state, pool, partial=partial)
-        except (IntegrityError, StoreError) as error:
+            report = restore_one(store, checkpoint, state, pool, partial=partial, run_key=run_key)
+        except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, str(error)))
             continue
         return checkpoint, RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
@@ -76,15 +87,23 @@ def restore_newest(
 
 
 def restore_one(
-    store: Store, checkpoint: Checkpoint, state: dict[str, Any], pool: BufferPool, *, partial: bool = False
+    store: Store,
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    pool: BufferPool,
+    *,
+    partial: bool = False,
+    run_key: str | None = None,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
-    Raises IntegrityError or StoreError where its bytes are not good and StateMismatchError where it does not fit; the
-    target is untouched then.
+    Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
+    RunMismatchError where it is not of the run `run_key`; the target is untouched then.
     """
     started = time.perf_counter()
     opened = open_checkpoint(store, checkpoint)
+    if run_key not in (None, opened.manifest.run_key):
+        raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     try:
         groups = {name: GroupState(*saved) for name, saved in opened.groups.items()}
         plan = plan_restore(state, groups, opened.tensors, partial=partial, rng=not partial)
@@ -94,6 +113,8 @@ def restore_one(
     wanted = [row for row in opened.rows if row.full_key in plan.keys]
     names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
     records = [record for record in opened.manifest.objects if record.name in names]
+    for record in records:
+        check_header(store, record)  # before memory is taken by what the manifest says
     buffers = {record.name: pool.take(record.size_bytes) for record in records}
     try:
         read_verified(store, records, wanted, buffers)
@@ -113,16 +134,15 @@ def restore_one(
 def read_verified(
     store: Store, records: Sequence[ObjectRecord], rows: Sequence[IndexRow], buffers: Mapping[str, mmap.mmap]
 ) -> None:
-    """Read regions to their places in the buffers, several at once, and verify sizes, headers and every region's digest."""
+    """Read regions to their places in the buffers, several at once, and verify every region's digest."""
     by_object: dict[str, list[IndexRow]] = {record.name: [] for record in records}
     for row in rows:
         by_object[row.object].append(row)
     jobs = [(record.name, run) for record in records for run in merge_runs(by_object[record.name])]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-restore") as threads:
-        checks = [threads.submit(check_header, store, record) for record in records]
         reads = [threads.submit(_read_run, store, name, run, memoryview(buffers[name])) for name, run in jobs]
         try:
-            for done in (*checks, *reads):
+            for done in reads:
                 done.result()
         finally:
             for waiting in reads:
@@ -138,9 +158,17 @@ def _read_run(store: Store, name: str, run: Sequence[IndexRow], buffer: memoryvi
 
 
 def _views(rows: Sequence[IndexRow], buffers: Mapping[str, mmap.mmap]) -> dict[str, torch.Tensor]:
-    # A tensor's regions lie one after the other in one object, so its first region is where it begins.
+    # One rank wrote whole tensors: a tensor's regions lie one after the other in one object.
     first: dict[str, IndexRow] = {}
-    for row in rows:
-        if row.full_key not in first or row.begin < first[row.full_key].begin:
+    ends: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: (row.object, row.begin)):
+        if row.full_key not in first:
             first[row.full_key] = row
+        elif row.object != first[row.full_key].object or row.begin != ends[row.full_key]:
+            raise FormatVersionError(
+                "the tensor is cut over several objects, which this version cannot put together",
+                key=row.full_key,
+                hint="Upgrade ckpt-tasks.",
+            )
+        ends[row.full_key] = row.end
     return {key: tensor_at(buffers[row.object], row.dtype, row.tensor_shape, row.begin) for key, row in first.items()}

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_tasks.checkpoint.history import History, now_iso
-from ckpt_tasks.errors import CkptError, IntegrityError, StateError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, StateError, StoreError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import Slot
-from ckpt_tasks.format.index import IndexRow, coverage_faults, write_index
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State
-from ckpt_tasks.format.manifest import Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.snapshot import Image, SnapshotPlan
@@ -57,6 +57,7 @@ class Saving:
     parent: str | None
     groups: Mapping[str, Mapping[str, object]]
     metrics: Mapping[str, float]
+    epochs: int | None = None
     world_size: int = 1
 
 
@@ -76,9 +77,7 @@ def new_attempt(step: int, owner: Owner) -> Attempt:
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     """Turn the captured groups into JSON; raises UnsupportedStateError by path, before anything is written."""
-    return {
-        name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()
-    }
+    return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
 def flush(store: Store, attempt: Attempt, plan: SnapshotPlan, rank: int = 0) -> Part:
@@ -104,6 +103,7 @@ def seal(store: Store, saving: Saving, parts: Sequence[Part]) -> Sealed:
         if size_bytes != record.size_bytes:
             raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
     data = write_index(rows)
+    _check_size(data, MAX_INDEX_BYTES, "index")
     index = ObjectRecord(prefix + INDEX_NAME, len(data), digest_hex(data), len(data))
     store.put(index.name, [data])
     manifest = Manifest(
@@ -123,13 +123,12 @@ def seal(store: Store, saving: Saving, parts: Sequence[Part]) -> Sealed:
         },
     )
     body = manifest.to_bytes()
+    _check_size(body, MAX_MANIFEST_BYTES, "manifest")
     store.put(prefix + MANIFEST_NAME, [body])
     return Sealed(manifest, digest_hex(body), len(body))
 
 
-def commit(
-    history: History, saving: Saving, sealed: Sealed, cost_s: float, deleted: frozenset[str]
-) -> Checkpoint:
+def commit(history: History, saving: Saving, sealed: Sealed, cost_s: float, deleted: frozenset[str]) -> Checkpoint:
     """Put the ledger entry: the one instant at which the checkpoint begins to exist.
 
     `cost_s` is how long training waited. `deleted` names retired objects that are gone. Raises FencedError or
@@ -156,6 +155,7 @@ def commit(
             objects=len(manifest.objects) + 2,
             saved_at=manifest.created_at,
             cost_s=round(cost_s, 6),
+            epochs=saving.epochs,
         )
         made[:] = [checkpoint]
         return state.with_checkpoint(checkpoint, deleted)
@@ -169,6 +169,15 @@ def discard(store: Store, attempt: Attempt) -> None:
     with suppress(CkptError):
         for name in store.names(attempt_prefix(attempt)):
             store.delete(name)
+
+
+def _check_size(data: bytes, most: int, what: str) -> None:
+    # What a reader would refuse must not be committed.
+    if len(data) > most:
+        raise UnsupportedStateError(
+            f"the checkpoint's {what} would have {len(data)} bytes, more than the {most} that are read",
+            hint="Keep large values in tensors.",
+        )
 
 
 def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], list[ObjectRecord]]:
@@ -205,4 +214,3 @@ def _raise_first(writes: Sequence[Future[None]]) -> None:
             raise error
     if errors:
         raise errors[0]
-

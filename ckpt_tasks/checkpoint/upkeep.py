@@ -104,15 +104,14 @@ def orphans(store: Store, state: State) -> list[str]:
 
     Attempts of the present owner's epoch may be under way and do not count; nor do names that are not ours.
     """
-    # The data is listed before the ledger is trusted by whoever deletes: see `plan_prune`.
     epoch = state.owner.epoch if state.owner else 0
     live = {(c.step, c.attempt) for c in state.live}
     found = []
     for name in store.names(""):
         attempt = parse_attempt(name)
-        if attempt is None or (attempt.step, attempt.name) in live:
+        if attempt is None or (attempt.step, attempt.name) in live or attempt.epoch <= state.spared_epochs:
             continue
-        if attempt.epoch < epoch or (state.owner is not None and state.owner.released):
+        if attempt.epoch < epoch or (attempt.epoch == epoch and state.owner is not None and state.owner.released):
             found.append(name)
     return found
 

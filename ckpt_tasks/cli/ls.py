@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.cli.words import age, count, number, size, span
+from ckpt_tasks.cli.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.history import Head
@@ -146,6 +146,7 @@ def _holder(owner: Owner | None) -> str:
         return "No process has held this run."
     if owner.released:
         return "No process holds this run."
-    who = printable(f"process {owner.pid} on {owner.host}, since {age(owner.taken_at)}")
     free = why_free(owner, identify(None), None, float("inf"))
-    return f"Held by {who}; {free}." if free else f"Held by {who}."
+    if free:
+        return f"No process holds this run: {free}."
+    return printable(f"Held by process {owner.pid} on {owner.host} since {when(owner.taken_at)}.")

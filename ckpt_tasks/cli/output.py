@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["JsonOption", "Output", "output", "printable", "table"]
+__all__ = ["JsonOption", "Output", "console", "output", "printable", "table"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
@@ -35,7 +35,7 @@ class Output:
     def data(self, payload: Mapping[str, Any]) -> None:
         """Print the answer as JSON, where that was asked for; NaN and infinity, which JSON lacks, as strings."""
         if self.as_json:
-            typer.echo(json.dumps(_finite(payload), indent=2, ensure_ascii=False))
+            typer.echo(json.dumps(_finite(payload), indent=2))
 
     def print(self, *parts: RenderableType) -> None:
         """Print something for people, unless JSON was asked for. Texts wrap at words, and names are never cut."""
@@ -86,7 +86,7 @@ def _print_error(error: CkptError, out: Output) -> None:
     if out.as_json:
         fields = ("message", "key", "step", "hint")
         about = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
-        typer.echo(json.dumps({"error": about}, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"error": about}, indent=2))
         return
     from rich.text import Text
 

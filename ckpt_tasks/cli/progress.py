@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.cli.output import Output, console
+from ckpt_tasks.cli.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.storage.port import Store
@@ -58,24 +59,24 @@ def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int]
 
     It appears after half a second, on stderr, where that is a terminal, and is gone at the end.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     screen = console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}", style="dim"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
+        BarColumn(),
+        TextColumn("{task.fields[work]}"),
         console=screen,
         transient=True,
         disable=out.as_json or not screen.is_terminal,
     )
-    task = bar.add_task(what, total=total_bytes)
-    began = bar.get_time()
+    task = bar.add_task(what, total=total_bytes, work="")
+    began, done = bar.get_time(), 0
 
     def told(size_bytes: int) -> None:
-        bar.advance(task, size_bytes)
+        nonlocal done
+        done += size_bytes
+        bar.update(task, completed=done, work=_work(done, total_bytes, bar.get_time() - began))
         if not bar.live.is_started and not bar.disable and bar.get_time() - began > _SHOWN_AFTER_S:
             bar.start()
 
@@ -83,3 +84,9 @@ def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int]
         yield told
     finally:
         bar.stop()
+
+
+def _work(done: int, total_bytes: int, took_s: float) -> str:
+    rate = done / max(took_s, 1e-9)
+    left_s = max(total_bytes - done, 0) / max(rate, 1.0)
+    return f"{size(done)} of {size(total_bytes)}, {size(rate)}/s, {span(round(left_s))} left"

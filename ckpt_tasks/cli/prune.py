@@ -42,8 +42,9 @@ def prune(
 ) -> None:
     """Remove checkpoints that no rule keeps.
 
-    Deletes what nothing names as well. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased ones always stay. Takes the run
-    directory while it works: a run that is training is refused, and prunes itself.
+    Deletes what nothing names as well. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and
+    leased ones always stay. Takes the run directory while it works: a run that is training is refused, and prunes
+    itself.
     """
     from ckpt_tasks.checkpoint.config import CheckpointConfig
     from ckpt_tasks.checkpoint.reading import open_run
@@ -131,13 +132,13 @@ def _print(out: Output, run: Run, rows: list[dict[str, Any]], swept: list[str], 
     out.print(title(run), made)
     gone = [row for row in rows if row["verdict"] in ("would go", "removed")]
     freed = size(sum(row["size_bytes"] for row in gone))
-    removed = f"{count(len(gone), 'checkpoint')} of {len(rows)}, {freed}"
-    objects = f", and {count(len(swept), 'object')} that nothing names" if swept else ""
+    parts = [f"{count(len(gone), 'checkpoint')} of {len(rows)}, {freed}"] if gone else []
+    parts += [f"{count(len(swept), 'object')} that nothing names"] if swept else []
     if any(row["verdict"] == "stays after all" for row in rows):
         out.print(
             Text("Nothing was removed: the newest checkpoint cannot be read back. Look at it: ckpt verify", style="red")
         )
-    elif gone or swept:
-        out.print(f"{'Would remove' if dry_run else 'Removed'} {removed}{objects}.")
+    elif parts:
+        out.print(f"{'Would remove' if dry_run else 'Removed'} {', and '.join(parts)}.")
     else:
         out.print("There is nothing to remove.")

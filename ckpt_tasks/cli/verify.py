@@ -81,7 +81,8 @@ def _facts(run: Run, faults: RunFaults, size_bytes: int, took_s: float) -> dict[
 def _listing(faults: RunFaults) -> Any:
     made = table("step", "saved", "size", "result", right=("step", "size"))
     for checkpoint, wrong in faults.checkpoints.values():
-        result = "\n".join(printable(fault) for fault in wrong[:_NAMES_SHOWN])
+        place = checkpoint.manifest.rpartition("/")[0] + "/"
+        result = "\n".join(printable(fault.replace(place, "")) for fault in wrong[:_NAMES_SHOWN])
         if len(wrong) > _NAMES_SHOWN:
             result += f"\n… and {len(wrong) - _NAMES_SHOWN} more (--json)"
         cells = (str(checkpoint.step), age(checkpoint.saved_at), size(checkpoint.size_bytes))

@@ -14,12 +14,14 @@ __all__ = [
     "INDEX_NAME",
     "LEDGER_PREFIX",
     "MANIFEST_NAME",
+    "MAX_STEP",
     "Attempt",
     "attempt_prefix",
     "evaluation_name",
     "heartbeat_name",
     "is_group",
     "is_object_name",
+    "is_run_key",
     "ledger_name",
     "live_list_name",
     "parse_attempt",
@@ -100,6 +102,11 @@ def heartbeat_name(epoch: int) -> str:
 def is_group(name: str) -> bool:
     """Say whether a name can be a group's: a letter, then letters, digits and underscores, 64 at most."""
     return _GROUP.fullmatch(name) is not None
+
+
+def is_run_key(name: str) -> bool:
+    """Say whether a name can be a run's key: one flat part, which can also be a directory's name."""
+    return _PART.fullmatch(name) is not None
 
 
 def is_object_name(name: str) -> bool:

@@ -69,7 +69,8 @@ class Checkpoint:
 
     `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
     checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
-    committed it; `cost_s` is how long training waited for it, in seconds. `abandoned`: training went back to an older
+    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts completed epochs, where
+    the loop reported them. `abandoned`: training went back to an older
     checkpoint and on from there, so that this one lies on a line that was left.
     """
 
@@ -84,6 +85,7 @@ class Checkpoint:
     objects: int
     saved_at: str
     cost_s: float
+    epochs: int | None = None
     abandoned: bool = False
 
 
@@ -117,7 +119,8 @@ class State:
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names
     objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run `stalled_flow_run`
     has taken the directory or failed an attempt since the last commit of a new step; `best_metric` and
-    `best_mode` say what the name "best" means.
+    `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not be
+    read; what attempts up to it have left may be what that entry named, and is never swept.
     """
 
     owner: Owner | None = None
@@ -130,18 +133,21 @@ class State:
     stalled_attempts: int = 0
     best_metric: str | None = None
     best_mode: str = "min"
+    spared_epochs: int = 0
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; its word on what "best" means counts, if it has one."""
         state = replace(self, owner=owner).with_stall(owner.flow_run_id)
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
+    def sparing(self, epoch: int) -> State:
+        """Return the state in which nothing of owner epochs up to this one is swept."""
+        return replace(self, spared_epochs=max(epoch, self.spared_epochs))
+
     def with_stall(self, flow_run_id: str | None) -> State:
         """Return the state after one more attempt of a flow run; another flow run begins to count anew."""
         again = flow_run_id is not None and flow_run_id == self.stalled_flow_run
-        return replace(
-            self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1
-        )
+        return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self) -> State:
         """Return the state after its owner let the directory go."""
@@ -150,9 +156,7 @@ class State:
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
         """Return the state after a commit; `deleted` are retired objects that are gone by now."""
         parent = next((c for c in self.live if c.manifest_digest == checkpoint.parent), None)
-        state = replace(
-            self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint)
-        )
+        state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
             state = replace(state, stalled_flow_run=None, stalled_attempts=0)
         return state
@@ -310,6 +314,7 @@ def _state(body: Mapping[str, Any]) -> State:
         stalled_attempts=int(body["stalled_attempts"]),
         best_metric=body["best_metric"],
         best_mode=str(body["best_mode"]),
+        spared_epochs=int(body["spared_epochs"]),
     )
 
 

@@ -4,7 +4,7 @@ JSON's own types stand for themselves. Everything else is an object with one key
 
     {"~tensor": "model/embed.weight"}                          a tensor, by its full key
     {"~tensor": ["model/w", {"stride": [1, 8]}]}               … with what it takes to come back as it was
-    {"~dict": [[{"~int": "3"} or key, value], …]}              a dict whose keys are not all plain strings
+    {"~dict": [[key, value], …]}                               a dict whose keys are not all plain strings
     {"~tuple": […]} {"~set": […]} {"~frozenset": […]} {"~deque": [maxlen, […]]}
     {"~odict": [[key, value], …]} {"~counter": [[key, count], …]}
     {"~float": "nan"} {"~complex": [re, im]} {"~bytes": "base64"}
@@ -152,6 +152,15 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
     return {"~tensor": [ref.key, how] if how else ref.key}
 
 
+def _iso(value: datetime, path: str) -> str:
+    text = value.isoformat()
+    if repr(datetime.fromisoformat(text)) != repr(value):  # a zone with rules, or the second of two equal hours
+        raise UnsupportedStateError(
+            f"the time zone of {text} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
+        )
+    return text
+
+
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
     # Sorted as it is written, so that the same set always gives the same bytes whatever the hash seed is.
     return sorted(_items(value, path, depth), key=json.dumps)
@@ -167,7 +176,7 @@ _WRITERS: dict[type, Callable[[Any, str, int], Json]] = {
     deque: lambda v, p, d: {"~deque": [v.maxlen, _items(v, p, d)]},
     bytes: lambda v, p, d: {"~bytes": base64.b64encode(v).decode("ascii")},
     complex: lambda v, p, d: {"~complex": [_encode(v.real, p, d), _encode(v.imag, p, d)]},
-    datetime: lambda v, p, d: {"~datetime": v.isoformat()},
+    datetime: lambda v, p, d: {"~datetime": _iso(v, p)},
     date: lambda v, p, d: {"~date": v.isoformat()},
     timedelta: lambda v, p, d: {"~timedelta": [v.days, v.seconds, v.microseconds]},
     TensorRef: _encode_tensor,

@@ -150,7 +150,8 @@ def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
 
 
 def _takes_part(module: nn.Module) -> bool:
-    return any(getattr(module, name, None) for name in _HOOKS) or _overrides(type(module))
+    kind: Any = type(module)
+    return any(getattr(module, name, None) for name in _HOOKS) or _overrides(kind)
 
 
 @cache

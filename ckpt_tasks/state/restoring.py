@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.errors import FormatVersionError, StateError
+from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.state.groups import Differences, GroupState, Guard, Maker, Part, Stored, needed_keys
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, parameter_names
@@ -69,6 +69,9 @@ def _write_guarded(parts: Mapping[str, Part]) -> None:
             faults = _undo_all([(other, guard) for other, _, guard in reversed(guarded[:count])])
             if not isinstance(error, Exception):
                 raise
+            if isinstance(error, StateMismatchError) and not faults:
+                error.key = error.key or name
+                raise  # it says itself what differs
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
 

@@ -64,7 +64,7 @@ class TensorSet:
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
         known = identity(tensor)
-        first = self._known.get(known)
+        first = self._known.get(known) if known is not None else None
         if first is None:
             first = key if key not in self.tensors and not key.endswith(_RESERVED) else self._free_key(key)
             self.tensors[first] = tensor

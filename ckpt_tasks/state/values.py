@@ -40,7 +40,7 @@ _ARRAY_DTYPES = frozenset(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the cyclic garbage collector: it would look at 10⁵ new objects, all alive, again and again (40 % of the time)."""
+    """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (40 % of the time)."""
     if not gc.isenabled():
         yield
         return

@@ -16,14 +16,24 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt_tasks.errors import CommitUncertainError, ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import (
+    CkptError,
+    CommitUncertainError,
+    ConfigError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from ckpt_tasks.format.keys import is_object_name
 
 __all__ = ["Calls", "LocalStore"]
@@ -31,6 +41,8 @@ __all__ = ["Calls", "LocalStore"]
 _PIECE_BYTES = 16 << 20
 _DIRECT_BYTES = 1 << 20  # below this, alignment costs more than it saves
 _ALIGNMENT = 4096
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
+_OLD_S = 3600.0
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -104,7 +116,7 @@ class LocalStore:
     def get(self, name: str, max_bytes: int) -> bytes:
         with self._opened(name) as (fd, size_bytes):
             if size_bytes > max_bytes:
-                raise StoreError(f"the object has {size_bytes} bytes, more than the {max_bytes} expected", key=name)
+                raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=name)
             buffer = bytearray(size_bytes)
             _fill(fd, 0, memoryview(buffer), name)
             return bytes(buffer)
@@ -164,7 +176,9 @@ class LocalStore:
         if self.root in directory.parents or not directory.parent.exists():
             self._directory(directory.parent)
         existed = directory.exists()
-        if not existed:
+        if existed:
+            self._sweep(directory)
+        else:
             with suppress(FileExistsError):
                 self._calls.mkdir(directory, self._directory_mode)
                 self._share(directory, self._directory_mode)
@@ -174,6 +188,13 @@ class LocalStore:
             if directory != self.root or not existed:
                 raise  # what stands above a run directory that was there need not be ours to read
         self._durable.add(directory)
+
+    def _sweep(self, directory: Path) -> None:
+        """Delete temporary names that processes left which were killed; a young one may be in use."""
+        for path in Path(directory).glob(".tmp-*"):
+            with suppress(OSError):  # another process may sweep as well
+                if _TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _OLD_S:
+                    self._calls.unlink(path)
 
     def _remove_empty(self, directory: Path) -> None:
         while directory != self.root and self.root in directory.parents:
@@ -282,16 +303,22 @@ class LocalStore:
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         path = self._path(name)
         with _errors(name, path):
-            # O_NONBLOCK: a FIFO in the directory must not hang its reader.
-            fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
-                    raise StoreError("not a regular file", key=name)
-                yield fd, status.st_size
-            finally:
-                os.close(fd)
-
+                # O_NONBLOCK: a FIFO in the directory must not hang its reader.
+                fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(fd)
+                    if not stat.S_ISREG(status.st_mode):
+                        raise IntegrityError("not a regular file", key=name)
+                    yield fd, status.st_size
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                if error.errno in _DAMAGED:
+                    raise IntegrityError(
+                        f"{error.strerror} ({path})", key=name, hint=_HINTS.get(error.errno)
+                    ) from error
+                raise
 
     def _read_direct(self, name: str, fd: int, begin: int, into: memoryview) -> tuple[int, memoryview]:
         """Read what is not in the page cache around it, where buffer and file are aligned alike; return what is left to read.
@@ -339,7 +366,7 @@ def _fill(fd: int, begin: int, into: memoryview, name: str) -> None:
     while done < into.nbytes:
         count = os.preadv(fd, [into[done : done + _PIECE_BYTES]], begin + done)
         if count == 0:
-            raise StoreError(f"the object ends at byte {begin + done}, {into.nbytes - done} too early", key=name)
+            raise IntegrityError(f"the object ends at byte {begin + done}, {into.nbytes - done} too early", key=name)
         done += count
 
 
@@ -354,7 +381,7 @@ def _errors(name: str, path: Path) -> Iterator[None]:
     """Turn the system's errors into ours, so that no foreign exception crosses the port."""
     try:
         yield
-    except StoreError:
+    except CkptError:
         raise
     except FileNotFoundError as error:
         raise ObjectNotFoundError("no such object", key=name) from error
@@ -365,6 +392,9 @@ def _errors(name: str, path: Path) -> Iterator[None]:
         failure.errno = error.errno
         raise failure from error
 
+
+# Errors of one object, which an older checkpoint does not share; the others are the store's.
+_DAMAGED = (errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
 
 _HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",

@@ -8,7 +8,8 @@ by `format.keys`; a store checks them once more before it touches a path. The co
 * `put_if_absent` never replaces: of any number of writers of one name one wins, and every reader sees its bytes.
 * What was put is seen by `get`, `read`, `size` and `names` at once, from everywhere.
 * `delete` is idempotent.
-* Nothing here retries, caches or interprets. Every failure is a StoreError; a missing object an ObjectNotFoundError.
+* Nothing here retries, caches or interprets. A failure is a StoreError, a missing object an ObjectNotFoundError, and an
+  object that is there but cannot be what was written (too short, too long, unreadable, no file) an IntegrityError.
   `put_if_absent` alone may also raise CommitUncertainError: the object can be read, and may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).
@@ -31,7 +32,7 @@ class Store(Protocol):
         """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        """Write a small object unless the name is taken; raise ObjectExistsError where it is, or CommitUncertainError."""
+        """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
 
     def replace(self, name: str, body: bytes) -> None:
         """Write or overwrite a small object whose loss would not matter (a heartbeat)."""

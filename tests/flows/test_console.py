@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from ckpt_tasks import open_run
+from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
-from flows.console import _without
-from tests.flows.test_train import assert_equal
+from ckpt_tasks.orchestration.config import position_of_run
+from flows.console import _without, main, main_evaluate
+from flows.evaluate import evaluate
+from flows.train import train
+from tests.flows.test_train import assert_equal, run
 
 PATIENCE_S = 120.0
 
@@ -63,9 +67,10 @@ class Runs:
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
-                if b"create_app" in (place / "cmdline").read_bytes():
-                    if f"PREFECT_HOME={self._place}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                        found.append(int(place.name))
+                environment = (place / "environ").read_bytes().split(b"\0")
+                ours = f"PREFECT_HOME={self._place}".encode() in environment
+                if ours and b"create_app" in (place / "cmdline").read_bytes():
+                    found.append(int(place.name))
             except OSError:
                 continue
         return found
@@ -87,16 +92,18 @@ def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path, server: dict[str, str]) -> Runs:
-    """Return runs that use the session's server; each must have ended by itself."""
-    return Runs(tmp_path, server)
+def served(tmp_path: Path, server: dict[str, str]) -> Iterator[Runs]:
+    """Return runs that use the session's server."""
+    runs = Runs(tmp_path, server)
+    yield runs
+    runs.end()
 
 
 @pytest.fixture
-def embedded(tmp_path: Path) -> Runs:
+def embedded(tmp_path: Path) -> Iterator[Runs]:
     """Return runs without a configured server."""
     runs = Runs(tmp_path, os.environ)
-    yield runs  # type: ignore[misc]
+    yield runs
     runs.end()
 
 
@@ -128,45 +135,56 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
 
 
 def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> None:
-    """P69: Ctrl-C goes to the server as well as to us; the step is finished and committed all the same, and we end with 130."""
+    """P69: Ctrl-C goes to our whole process group; the step is committed all the same, and we end with 130."""
     process = embedded.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.02}')
     embedded.wait_for_step(10)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, said
     assert f"Stopped; step {embedded.steps()[0]} is committed" in said
-    assert open_run(str(embedded.run_dir)).head().state.owner.released  # type: ignore[union-attr]
+    owner = open_run(str(embedded.run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released
     assert embedded.servers() == []
 
 
-def test_sigterm_in_a_step_commits_that_step(served: Runs, harness: None, tmp_path: Path) -> None:
-    """P69: a SIGTERM in the middle of step 7 ends the process after it, with 143 and a checkpoint; it goes on bit-equal."""
-    params = '{"signal_at": 7, "seed": 3}'
-    status, said = served.finish("--steps", "12", "--batch-steps", "5", "--params", params)
+@pytest.mark.usefixtures("harness")
+def test_sigterm_in_a_step_commits_that_step(served: Runs, tmp_path: Path) -> None:
+    """P69: a SIGTERM within step 7 ends the process after it, with 143 and a checkpoint; it goes on bit-equal."""
+    arguments = ("--steps", "12", "--batch-steps", "5")
+    status, said = served.finish(*arguments, "--params", '{"signal_at": 7, "seed": 3}')
     assert status == 143, said
     assert served.steps()[0] == 7
     assert "Stopped; step 7 is committed" in said
-    status, said = served.finish("--steps", "12", "--batch-steps", "5", "--seed", "3")
+    status, said = served.finish(*arguments, "--seed", "3")
     assert status == 0, said
-
-    whole = Runs(tmp_path / "whole", served._environment)
-    whole._place.mkdir()
-    assert whole.finish("--steps", "12", "--seed", "3")[0] == 0
-    assert_equal(served.run_dir, whole.run_dir)
+    run(tmp_path / "whole", 12, params={"seed": 3})
+    assert_equal(served.run_dir, tmp_path / "whole")
 
 
 def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
-    """P33: a second process ends with one line and 1 while the first trains on undisturbed."""
-    first = served.start("--steps", "60", "--step-interval", "10", "--params", '{"step_s": 0.1}')
+    """P33: a second process ends with one line and 1, and the first one trains on undisturbed."""
+    first = served.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.05}')
     served.wait_for_step(10)
-    status, said = served.finish("--steps", "60")
+    status, said = served.finish("--steps", "9999")
     assert status == 1
     assert "OwnedError: the run directory is held by process" in said
     assert "Traceback" not in said
-    said, _ = first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == 0, said
+    served.wait_for_step(served.steps()[0] + 10)
+    first.terminate()
+    first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 143
 
 
+def here(flow: str, run_dir: Path, *arguments: str) -> int:
+    """Run a command line in this process."""
+    usual = ("--run-key", "tiny", "--checkpoint-dir", str(run_dir), "--program", "tests.flows.tiny:Tiny")
+    if flow == "evaluate":
+        return main_evaluate(evaluate, [*usual, *arguments])
+    return main(train, evaluate, [*usual, *arguments])
+
+
+@pytest.mark.usefixtures("harness")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -175,26 +193,42 @@ def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
         (("--params", '{"seed": 1}', "--seed", "2"), "ConfigError: --seed is 2"),
         (("--steps", "0"), "ConfigError: --steps"),
         (("--step-interval", "0"), "ConfigError: step_interval"),
+        (("--batch-steps", "0"), "ConfigError: batch_steps"),
         (("--run-key", "../x"), "ConfigError: run_key"),
         (("--program", "nowhere:Tiny"), "ProgramError: nowhere:Tiny cannot be imported"),
     ],
 )
-def test_errors_are_one_line(served: Runs, arguments: tuple[str, ...], says: str) -> None:
-    """A mistake ends with status 1 and one line that names it; no traceback, and no run directory with checkpoints."""
-    status, said = served.finish(*arguments)
-    assert status == 1
+def test_errors_are_one_line(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    """A mistake ends with status 1 and one line that names it, without a traceback, and commits nothing."""
+    assert here("train", run_dir, *arguments) == 1
+    said = "".join(capfd.readouterr())
     assert says in said
+    assert said.count("Error: ") == 1
     assert "Traceback" not in said
-    assert served.steps() == []
+    assert position_of_run(CheckpointConfig(checkpoint_dir=str(run_dir)), 1) == 0
 
 
-def test_evaluate_from_the_command_line(served: Runs) -> None:
+@pytest.mark.usefixtures("harness")
+def test_a_failed_attempt_is_one_yellow_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A retry shows why the last attempt failed, in one line, and nothing else of Prefect's log."""
+    params = {"fail_at": 2, "failures": str(run_dir.parent / "failures")}
+    assert here("train", run_dir, "--steps", "3", "--params", json.dumps(params)) == 0
+    said = "".join(capfd.readouterr())
+    assert "Attempt 1 failed at step 1: RuntimeError: injected in step 2\n" in said
+    assert "Traceback" not in said
+    assert "INFO" not in said
+    assert "step 3/3 · loss" in said
+
+
+@pytest.mark.usefixtures("harness")
+def test_evaluate_from_the_command_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`python -m flows.evaluate` evaluates a checkpoint once, and says when it was evaluated before."""
-    assert served.finish("--steps", "4", "--step-interval", "2")[0] == 0
+    assert here("train", run_dir, "--steps", "4", "--step-interval", "2") == 0
     for says in ("Step 2, suite full: recorded.", "Step 2, suite full: recorded before"):
-        status, said = served.finish("--which", "2", "--suite", "full", module="flows.evaluate")
-        assert status == 0, said
-        assert says in said
+        assert here("evaluate", run_dir, "--which", "2", "--suite", "full") == 0
+        assert says in capfd.readouterr().out
 
 
 def test_suggested_commands_drop_what_they_replace() -> None:

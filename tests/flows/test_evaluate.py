@@ -22,7 +22,8 @@ TINY = "tests.flows.tiny:Tiny"
 def trained(run_dir: Path) -> Path:
     """Return the directory of a run with checkpoints of the steps 2, 4 and 6; the best loss is that of step 4."""
     program = Tiny()
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
+    best = {"keep_best": 1, "best_metric": "loss"}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny", **best)) as ckpt:  # type: ignore[arg-type]
         for step in range(1, 7):
             program.train_step()
             if step % 2 == 0:
@@ -32,7 +33,8 @@ def trained(run_dir: Path) -> Path:
 
 def evaluated(run_dir: Path, **options: Any) -> EvaluationResult:
     defaults = {"run_key": "tiny", "checkpoint_dir": str(run_dir), "program": TINY, "retries": 0}
-    return evaluate(**{**defaults, **options})
+    result: EvaluationResult = evaluate(**{**defaults, **options})
+    return result
 
 
 def test_an_evaluation_restores_the_model_only_and_is_recorded(trained: Path) -> None:
@@ -117,10 +119,7 @@ class Untested(Tiny):
 
 
 def test_an_evaluation_draws_nothing_from_the_training_stream(trained: Path) -> None:
-    """P11: evaluating in a process does not move the random stream that a training there goes on with... from a checkpoint.
-
-    The program is built anew, which seeds the global stream: what trains later restores its own.
-    """
+    """P11: building and evaluating a program seeds the global stream; a training that goes on restores its own."""
     program = Tiny()
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny")) as ckpt:
         ckpt.restore(program.state)

@@ -28,7 +28,8 @@ TINY = "tests.flows.tiny:Tiny"
 def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None}
     defaults = {"run_key": "tiny", "checkpoint": checkpoint, "program": TINY, "batch_steps": 5}
-    return train(total_steps=total_steps, **{**defaults, **options})
+    result: TrainResult = train(total_steps=total_steps, **{**defaults, **options})
+    return result
 
 
 def final(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -163,10 +164,11 @@ def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
 
 def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:
     """A flow run that fails without a new committed step again and again ends with NoProgressError."""
-    params = {"fail_at": 1, "times": 99, "failures": str(tmp_path / "failures")}
+    failures = tmp_path / "failures"
+    params = {"fail_at": 1, "times": 99, "failures": str(failures)}
     with pytest.raises(NoProgressError):
         run(run_dir, 5, params=params, retries=30, retry_delay_s=0)
-    assert Path(params["failures"]).read_text().count("\n") == 10
+    assert failures.read_text().count("\n") == 10
 
 
 @pytest.mark.parametrize(
@@ -179,9 +181,7 @@ def test_bad_input_is_refused_and_not_retried(
     """A wrong program, parameter or shape fails at the first attempt with an error of our tree, and changes nothing."""
     run(run_dir, 5)
     with pytest.raises(error):
-        train(
-            run_key="tiny", total_steps=9, checkpoint={"checkpoint_dir": str(run_dir)}, program=program, params=params
-        )
+        run(run_dir, 9, program=program, params=params)
     assert steps(run_dir)[0] == 5
     assert task_runs()[-1].run_count == 1
 

@@ -64,7 +64,7 @@ class Tiny:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.model.eval()
-            value = float(self.model(torch.randn(64, 4)).square().mean())
+            value = self.model(torch.randn(64, 4)).square().mean().item()
             self.model.train()
         return {"heldout_loss": value, "built_with_steps": float(self.state["steps"])}
 

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tasks.errors import CommitUncertainError, ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import (
+    CommitUncertainError,
+    ConfigError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from tests.storage.calls import FailingCalls, ShortWrites, WatchedCalls
@@ -23,6 +30,8 @@ from tests.storage.conformance import StoreConformance, pattern
 
 class TestLocalStore(StoreConformance):
     """A local directory keeps the contract of every store."""
+
+    many = 200  # a directory has no pages, and each file costs an fsync
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -103,7 +112,7 @@ def test_a_file_cut_short_is_an_error_also_around_the_cache(tmp_path: Path) -> N
     view = memoryview(memory)[-memory.ctypes.data % 4096 :][: 4 << 20]
     for size_bytes in ((4 << 20) - 1, 3 << 20, (2 << 20) + 100, 1, 0):
         os.truncate(tmp_path / "run/a/b", size_bytes)
-        with pytest.raises(StoreError, match="ends at byte"):
+        with pytest.raises(IntegrityError, match="ends at byte"):
             store.read("a/b", 0, view)
 
 
@@ -254,6 +263,19 @@ def test_a_refused_call_leaves_nothing_behind(tmp_path: Path, verb: str, call: s
     assert files(root) == ["a", "a/b"]
 
 
+def test_what_a_killed_process_left_is_swept_when_it_is_old(tmp_path: Path) -> None:
+    """P67: temporary names of ours that are old go at the next start; young ones and those of others stay."""
+    LocalStore(tmp_path / "run").put_if_absent("ledger/1", b"x")
+    ledger = tmp_path / "run/ledger"
+    for name in (".tmp-0011223344556677", ".tmp-8899aabbccddeeff", ".tmp-other", ".nfs0001"):
+        (ledger / name).write_text("left")
+    for name in (".tmp-0011223344556677", ".tmp-other", ".nfs0001", "99"):
+        (ledger / name).touch()
+        os.utime(ledger / name, (0, 0))
+    LocalStore(tmp_path / "run").put_if_absent("ledger/2", b"x")
+    assert files(ledger) == [".nfs0001", ".tmp-8899aabbccddeeff", ".tmp-other", "1", "2", "99"]
+
+
 def test_a_link_whose_answer_was_lost_is_a_link(tmp_path: Path) -> None:
     """P32: over NFS a link can be made and reported as failed; two names on the file say that it was made."""
     calls = FailingCalls(1, "landed", only="link")
@@ -348,7 +370,7 @@ def test_a_symbolic_link_is_not_read(tmp_path: Path) -> None:
     store.put("a/b", [b"x"])
     (tmp_path / "run/a/link").symlink_to(tmp_path / "secret")
     for read in (lambda: store.get("a/link", 100), lambda: store.size("a/link")):
-        with pytest.raises(StoreError, match="link"):
+        with pytest.raises(IntegrityError, match="link"):
             read()
     assert store.names("") == ["a/b"]
 
@@ -396,7 +418,7 @@ def test_a_pipe_does_not_hang_its_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run/a/pipe")
     for name in ("a/pipe", "a/b"):
         for read in (lambda name=name: store.get(name, 1), lambda name=name: store.size(name)):
-            with pytest.raises(StoreError, match="not a regular file"):
+            with pytest.raises(IntegrityError, match="not a regular file"):
                 read()
     assert store.names("") == ["a/b/c"]
 

@@ -128,6 +128,17 @@ def test_the_embedding_is_the_output_layer(folder: Path) -> None:
     assert model.head.weight is model.bytes.weight
 
 
+def test_no_byte_sees_what_follows(folder: Path) -> None:
+    """What the model says of a byte depends on the bytes before it alone, so that its loss means something."""
+    model = program(folder).model.eval()
+    tokens = torch.arange(32)[None]
+    changed = tokens.clone()
+    changed[0, 20:] += 100
+    one, two = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :20], two[:, :20])
+    assert not torch.allclose(one[:, 20:], two[:, 20:])
+
+
 def test_files_are_split_by_name(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The split hangs on names alone: the same wherever the data lies; no held-out file is trained on."""
     train, held_out = read(str(folder), 1 << 20)

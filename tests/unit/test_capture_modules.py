@@ -10,21 +10,12 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
+from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.tensors import DTYPES, same_bits
-from tests.unit.roundtrip import assert_same, restore, save
+from tests.unit.roundtrip import Holder, assert_same, one_rank, restore, same_module, save
 
 SHAPES = [(), (5,), (3, 4), (0,), (3, 0, 2)]
-
-
-class Holder(nn.Module):
-    """A module with the given tensors as buffers."""
-
-    def __init__(self, **buffers: torch.Tensor):
-        super().__init__()
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
 
 
 class Tied(nn.Module):
@@ -42,10 +33,6 @@ def bits_of(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     values = raw.view(dtype).flatten()
     return values[: torch.empty(shape).numel()].reshape(shape).clone()
-
-
-def same_module(one: nn.Module, other: nn.Module) -> None:
-    assert_same(dict(one.state_dict()), dict(other.state_dict()))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -93,7 +80,7 @@ def test_a_tie_across_groups_is_stored_once() -> None:
 
 
 def test_views_keep_values_and_take_no_more_than_their_bytes() -> None:
-    """P5: slices, overlapping and expanded views, transposed and channels_last tensors; no more than is seen is stored."""
+    """P5: slices, overlapping, expanded, transposed and channels_last tensors; no more than is seen is stored."""
     base = torch.randn(1000)
     buffers = {
         "slice": base[10:12],
@@ -152,7 +139,7 @@ def test_what_a_state_dict_leaves_out_is_left_alone() -> None:
         return module
 
     module, fresh = build(1.0), build(2.0)
-    fresh.weight.requires_grad_(False)  # type: ignore[union-attr]
+    fresh.get_parameter("weight").requires_grad_(False)
     restore(save({"model": module}), {"model": fresh})
     same_module(module, fresh)
     assert fresh.get_buffer("scratch").eq(2.0).all()
@@ -194,7 +181,7 @@ def test_a_module_with_its_own_way_to_restore_is_asked() -> None:
     restore(save({"model": module}), {"model": fresh})
     same_module(module, fresh)
     hooked = nn.Linear(2, 2)
-    hooked.register_load_state_dict_post_hook(lambda *_: seen.append("hook"))
+    hooked.register_load_state_dict_post_hook(lambda *_: seen.append("hook"))  # type: ignore[no-untyped-call]
     plain = nn.Linear(2, 2)
     restore(save({"model": plain}), {"model": hooked})
     same_module(plain, hooked)
@@ -234,7 +221,7 @@ def test_an_ema_comes_back() -> None:
 
     def build() -> tuple[nn.Module, AveragedModel]:
         layer = nn.Linear(3, 3)
-        return layer, AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        return layer, AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
 
     (model, ema), (fresh_model, fresh_ema) = build(), build()
     for _ in range(3):
@@ -269,9 +256,24 @@ def test_a_wrapper_leaves_no_trace(wrap: Any, wrapped_first: bool) -> None:
     assert_same(one["optimizer"].state_dict(), other["optimizer"].state_dict())
 
 
+def test_distributed_data_parallel_leaves_no_trace() -> None:
+    """P10: what a DistributedDataParallel module saves restores bare, and the reverse."""
+    with one_rank():
+        model, fresh = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped(torch.randn(4, 3)).sum().backward()
+        saved = save({"model": wrapped})
+        restore(saved, {"model": fresh})
+        same_module(model, fresh)
+        restore(save({"model": nn.BatchNorm1d(3)}), {"model": wrapped})
+    assert "model/weight" in saved.tensors
+    assert int(model.get_buffer("num_batches_tracked")) == 0
+
+
 def test_a_compiled_submodule_leaves_no_trace() -> None:
     """P10: `_orig_mod.` inside of a name is left out as well, and found again on the way back."""
-    inner = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))  # type: ignore[arg-type]
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    inner = nn.Sequential(nn.Linear(2, 2), compiled)
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     saved = save({"model": inner}, rng=False)
     assert {*saved.tensors} == {f"model/{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")}
@@ -288,140 +290,8 @@ def test_two_names_that_become_one_are_refused() -> None:
         capture({"model": holder})
 
 
-class Tagged(nn.Parameter):
-    """A subclass that says something about a parameter and changes nothing."""
-
-
-class Counting(torch.Tensor):
-    """A subclass with a mind of its own: what it is, its bytes do not say."""
-
-    calls = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.calls += 1
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse()
-
-
-def quantized() -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
-def nested() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-
-
-def counting() -> torch.Tensor:
-    return torch.ones(3).as_subclass(Counting)
-
-
-@pytest.mark.filterwarnings("ignore:.*(quantize|prototype|sparse|Sparse).*")
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (sparse, "layout torch.sparse_coo"),
-        (quantized, "torch.qint8"),
-        (nested, "layout"),
-        (counting, "Counting"),
-        (lambda: torch.empty(3, device="meta"), "meta device"),
-    ],
-)
-def test_what_has_no_plain_values_is_refused_by_name(make: Any, said: str) -> None:
-    """P7: sparse, quantised, nested and meta tensors and subclasses are refused when planning, with their path."""
-    with pytest.raises(UnsupportedStateError, match=said) as caught:
-        capture({"model": nn.Sequential(Holder(odd=make()))})
-    assert caught.value.key == "model/0.odd"
-    assert caught.value.hint
-    fresh = nn.Sequential(Holder(odd=make()))
-    with pytest.raises(UnsupportedStateError, match=said):
-        restore(save({"model": nn.Sequential(Holder(odd=torch.ones(3)))}), {"model": fresh})
-
-
-def test_a_dtensor_is_refused_by_name() -> None:
-    """P7: a distributed tensor is not stored as if this rank's part were all of it."""
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(UnsupportedStateError, match="DTensor") as caught:
-            capture({"model": Holder(odd=tensor)})
-    finally:
-        destroy_process_group()
-    assert caught.value.key == "model/odd"
-
-
-def test_a_parameter_subclass_that_holds_its_data_is_fine() -> None:
-    """P7: a marker on a parameter stays: the restore is in place."""
-    module, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
-    fresh.weight = Tagged(torch.zeros(2, 2))
-    restore(save({"model": module}), {"model": fresh})
-    assert type(fresh.weight) is Tagged
-    assert same_bits(fresh.weight, module.weight)
-    restore(save({"model": fresh}), {"model": module})
-
-
-def test_a_lazy_module_is_refused_until_it_has_values() -> None:
-    """P8: a parameter without a shape is refused with what to do, on both sides; after a forward it is an ordinary one."""
-    lazy = nn.LazyLinear(3)
-    with pytest.raises(UnsupportedStateError, match="not initialised") as caught:
-        capture({"model": lazy})
-    assert caught.value.key == "model/weight"
-    lazy(torch.ones(1, 2))
-    saved = save({"model": lazy})
-    with pytest.raises(UnsupportedStateError, match="not initialised"):
-        restore(saved, {"model": nn.LazyLinear(3)})
-    fresh = nn.LazyLinear(3)
-    fresh(torch.ones(1, 2))
-    restore(saved, {"model": fresh})
-    same_module(lazy, fresh)
-
-
-def test_every_difference_is_listed_and_nothing_is_touched() -> None:
-    """P50: missing, unexpected, another shape (also one that would broadcast) and another dtype, all in one error."""
-    saved = save({"model": Holder(same=torch.ones(2), shape=torch.ones(3), dtype=torch.ones(2), gone=torch.ones(1))})
-    fresh = Holder(same=torch.zeros(2), shape=torch.zeros(2, 3), dtype=torch.zeros(2).half(), new=torch.zeros(1))
-    with pytest.raises(StateMismatchError) as caught:
-        restore(saved, {"model": fresh, "extra": 0})
-    error = caught.value
-    assert error.missing == ("extra", "model/new")
-    assert error.unexpected == ("model/gone",)
-    assert error.different == (
-        "model/shape (float32[2, 3] here, float32[3] in the checkpoint)",
-        "model/dtype (float16[2] here, float32[2] in the checkpoint)",
-    )
-    assert all(t.eq(0).all() for t in fresh.buffers())
-
-
-def test_a_partial_restore_takes_the_groups_it_names() -> None:
-    """P50: an evaluator restores the model alone and needs no other tensor; a full restore refuses to leave one out."""
-    module, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
-    saved = save({"model": module, "ema": nn.Linear(2, 2)})
-    with pytest.raises(StateMismatchError) as caught:
-        restore(saved, {"model": fresh})
-    assert caught.value.unexpected == ("ema",)
-    before = torch.get_rng_state()
-    assert restore(saved, {"model": fresh}, partial=True) == {"model/weight", "model/bias"}
-    same_module(module, fresh)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_tree_that_names_an_absent_tensor_is_damaged() -> None:
-    """P47: a tensor that the index lacks is an error of the checkpoint, before anything is touched."""
-    saved = save({"model": nn.Linear(2, 2)})
-    stored = {key: how for key, how in saved.stored.items() if key != "model/bias"}
-    with pytest.raises(IntegrityError, match="model/bias"):
-        plan_restore({"model": nn.Linear(2, 2)}, saved.groups, stored)
-
-
 def test_a_hundred_thousand_tensors() -> None:
-    """P42: names, ties and comparisons of 10⁵ tensors take time in proportion, not in its square (pytest's timeout says so)."""
+    """P42: 10⁵ tensors take time in proportion, not in its square (which would run into the timeout)."""
     module, fresh = (
         nn.ParameterList([nn.Parameter(torch.full((2,), float(n + shift))) for n in range(100_000)]) for shift in (0, 1)
     )

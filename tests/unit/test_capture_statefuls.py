@@ -32,13 +32,11 @@ class Warm:
 
 def sequence(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
     parts = [lr_scheduler.ConstantLR(optimizer, 0.1, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])  # type: ignore[arg-type]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
 
 
 def chain(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ChainedScheduler(  # type: ignore[return-value]
-        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    )
+    return lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)])
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
@@ -63,9 +61,10 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def scheduled(name: str, lr: Any = 0.1) -> dict[str, Any]:
+def scheduled(name: str) -> dict[str, Any]:
     model = nn.Linear(2, 2)
-    optimizer = SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}], lr=lr, momentum=0.9)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}]
+    optimizer = SGD(groups, lr=0.1, momentum=0.9)
     return {"model": model, "optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
 
 
@@ -94,7 +93,7 @@ def test_the_list_of_schedulers_is_torchs() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("stop", [0, 4])
 def test_a_scheduler_goes_on(name: str, stop: int) -> None:
-    """P14, P15: the next ten learning rates after a restore are those without a stop; callables are left out as torch does."""
+    """P14, P15: the next ten learning rates after a restore are those without a stop."""
     state, fresh = scheduled(name), scheduled(name)
     rates(state, stop, 0)
     saved = save(state)
@@ -121,7 +120,7 @@ def test_a_scheduler_with_a_lambda_of_its_own_is_refused_by_path() -> None:
 
 
 def scaler(*, enabled: bool = True) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=enabled)  # type: ignore[attr-defined]
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=enabled)
 
 
 def scale_steps(state: dict[str, Any], steps: int) -> None:
@@ -341,7 +340,7 @@ def test_a_whole_state_comes_back() -> None:
     """P73: every kind of group at once, and the random streams of the process with them."""
     state, target = everything(1), everything(2)
     saved, before = save(state), fingerprint(state)
-    torch.rand(3), random.random(), np.random.rand()  # noqa: B018, NPY002
+    torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
     restore(saved, target)
     assert fingerprint(target) == before
 
@@ -362,7 +361,7 @@ def test_a_stateful_data_loader_is_taken_as_it_is(workers: int, stop: int) -> No
 
     def loader() -> StatefulDataLoader:
         return StatefulDataLoader(
-            list(range(16)),  # type: ignore[arg-type]
+            list(range(16)),
             batch_size=2,
             shuffle=True,
             num_workers=workers,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -101,6 +101,7 @@ def test_every_tensor_has_a_name_that_a_file_can_hold(value: dict[Any, Any]) -> 
         torch.randn(4, 1).expand(4, 3),
         torch.randn(1, 4, 1).expand(2, 4, 3),
         torch.randn(3, 5, 2).permute(2, 0, 1),
+        torch.randn(3, 3).T,
         torch.tensor(2.0).expand(3, 0),
     ],
     ids=lambda t: str(t.stride()),
@@ -144,8 +145,23 @@ def test_one_tensor_in_two_places_comes_back_as_one() -> None:
     assert back["t"][0] == 5
 
 
+def test_a_square_matrix_and_its_transpose_are_two_values() -> None:
+    """P4, P5: the same memory, dtype and shape, and still not the same tensor."""
+    square = torch.arange(9.0).reshape(3, 3)
+    assert_same([square, square.T], trip([square, square.T]))
+
+
+def test_an_expanded_slice_takes_the_memory_of_the_slice() -> None:
+    """P5: gaps are closed and expanded dimensions stay expanded."""
+    value = torch.randn(4, 6)[:, ::2].unsqueeze(0).expand(5, 4, 3)
+    back = trip([value])[0]
+    assert same_bits(back, value)
+    assert back.stride() == (0, 3, 1)
+    assert back.untyped_storage().nbytes() == 4 * 3 * 4
+
+
 def test_requires_grad_comes_back() -> None:
-    """P7: a leaf that requires a gradient does so again; a result with a history is refused, since that is not stored."""
+    """P7: a leaf that requires a gradient does so again; a result with a history is refused."""
     back = trip([torch.ones(2, requires_grad=True), torch.ones(2), nn.Parameter(torch.ones(1))])
     assert [t.requires_grad for t in back] == [True, False, True]
     with pytest.raises(UnsupportedStateError, match="autograd history") as caught:
@@ -181,7 +197,9 @@ class Colour(Enum):
     RED = 1
 
 
-Pair = namedtuple("Pair", "a b")
+class Pair(NamedTuple):
+    a: int
+    b: int
 
 
 class Words(dict[str, int]):

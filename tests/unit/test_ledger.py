@@ -19,45 +19,16 @@ from ckpt_tasks.format.ledger import (
     Entry,
     Evaluation,
     Lease,
-    Owner,
     State,
     lineage,
     read_live_list,
     write_live_list,
 )
 from ckpt_tasks.format.manifest import FORMAT_VERSION
+from tests.unit.ledgers import made, owner_of
 
-OWNER = Owner(
-    epoch=1,
-    id="a" * 32,
-    flow_run_id="flow",
-    host="host",
-    machine_id="m",
-    boot_id="b",
-    pid_namespace="pid:[1]",
-    pid=7,
-    process_start="99",
-    taken_at="2024-01-01T00:00:00+00:00",
-)
+OWNER = owner_of(1)
 NONE: frozenset[str] = frozenset()
-
-
-def made(step: int, n: int, parent: str | None = None, **more: Any) -> Checkpoint:
-    """Make a checkpoint whose identity is "step@n"."""
-    return Checkpoint(
-        step=step,
-        attempt=f"e000001-{n:016x}",
-        manifest=f"checkpoint_{step:012d}/e000001-{n:016x}/manifest.json",
-        manifest_digest=f"{step}@{n}",
-        parent=parent,
-        n=n,
-        metrics=more.pop("metrics", {}),
-        size_bytes=1,
-        objects=3,
-        saved_at="2024-01-01",
-        cost_s=0.5,
-        **more,
-    )
 
 
 def run_of(*commits: tuple[int, str | None]) -> State:

@@ -64,7 +64,7 @@ class Drawing:
 
 def test_a_capture_draws_nothing() -> None:
     """P11: after a capture and a comparison every stream is where it was, even when an object of the user's drew."""
-    state = {"model": nn.Linear(2, 2), "drawing": Drawing()}
+    state: dict[str, Any] = {"model": nn.Linear(2, 2), "drawing": Drawing()}
     state["model"](torch.ones(1, 2)).sum().backward()
     before, grads = save({}), [p.grad.clone() for p in state["model"].parameters()]
     saved = save(state)
@@ -77,7 +77,7 @@ def test_a_capture_draws_nothing() -> None:
 
 
 def test_a_partial_restore_leaves_the_streams_alone() -> None:
-    """P11, P74: an evaluator that restores a part draws nothing and sets nothing, whatever the object it restores does."""
+    """P11, P74: a partial restore draws nothing and sets nothing, whatever the object that it restores does."""
     saved = save({"drawing": Drawing(), "other": 1})
     draw()
     before = save({})
@@ -96,9 +96,14 @@ def test_streams_are_restored_last() -> None:
 def test_a_body_that_raises_is_undisturbed_too() -> None:
     """P11: the streams are put back also when the code that drew has failed."""
     before = save({})
-    with pytest.raises(RuntimeError, match="drew"), undisturbed():
-        draw()
-        raise RuntimeError("drew")
+
+    def fail() -> None:
+        with undisturbed():
+            draw()
+            raise RuntimeError("drew")
+
+    with pytest.raises(RuntimeError, match="drew"):
+        fail()
     assert_same(save({}).tensors, before.tensors)
 
 
@@ -112,7 +117,7 @@ def test_without_streams_in_the_checkpoint_a_full_restore_is_refused() -> None:
 
 
 def test_a_stream_of_an_absent_device_is_refused_by_name() -> None:
-    """P74: the stream of a CUDA device that this process does not have is an error that names it, before anything is set."""
+    """P74: the stream of a CUDA device that is not here is an error that names it, before anything is set."""
     saved = save({"n": 1})
     tree = {**saved.groups["rng"].tree, "cuda:7": saved.groups["rng"].tree["torch"]}
     draw()

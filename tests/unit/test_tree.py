@@ -10,8 +10,9 @@ import sys
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
@@ -29,8 +30,9 @@ scalars = st.one_of(
     st.sampled_from(["~", "~dict", "~tensor", "0", "\ud800", ""]),
     st.binary(max_size=8),
     st.complex_numbers(),
-    st.datetimes(),
-    st.datetimes(timezones=st.just(UTC)),
+    st.datetimes(timezones=st.none() | st.just(UTC) | st.just(timezone(timedelta(hours=-3, seconds=7)))).map(
+        lambda value: value.replace(fold=0)
+    ),
     st.dates(),
     st.timedeltas(),
 )
@@ -137,6 +139,8 @@ class Number(int):
         range(3),
         iter([]),
         ...,
+        datetime(2024, 1, 1, tzinfo=ZoneInfo("Europe/Berlin")),
+        datetime(2024, 10, 27, 2, 30, fold=1),
         1 << 100_000,
     ],
     ids=lambda bad: type(bad).__name__,

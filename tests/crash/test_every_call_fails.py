@@ -1,0 +1,152 @@
+"""Fail the n-th call that changes the disk, for n = 1, 2, 3 … until a save ends without reaching n.
+
+The form is SQLite's I/O-error loop. What is swept is a whole life of a process: take the directory, restore, save,
+commit, retire and delete the oldest checkpoint, let the directory go.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import CkptError, CommitUncertainError
+from tests.crash.runs import (
+    EXPECTED,
+    UNTOUCHED,
+    faults_of,
+    fingerprint,
+    head_of,
+    on_disk,
+    opened,
+    restored,
+    state_of,
+    train,
+    unnamed,
+)
+from tests.storage.calls import FailingCalls, Mode
+
+ROOT = Path(__file__).resolve().parents[2]
+FEWEST_CALLS = 90  # a sweep that ends before has not swept a whole save
+
+
+@pytest.fixture(scope="module")
+def base(fast_dir: Path) -> Path:
+    """Make a run with steps 1, 2, 3, two of which are to be kept: the next save retires and deletes one."""
+    train(fast_dir / "base", 1, 2, 3)
+    return fast_dir / "base"
+
+
+def check_run(root: Path, newest: int) -> None:
+    """A fresh process finds the newest checkpoint whole, goes on from it, and sweeps what the failed attempt left."""
+    assert faults_of(root) == {}
+    step, ckpt = restored(root)
+    assert step == newest
+    assert ckpt.last_restore is not None
+    assert ckpt.last_restore.skipped == ()
+    ckpt.save(5, state_of(5))
+    ckpt.close()
+    assert faults_of(root) == {}
+    assert restored(root)[0] == 5
+    assert unnamed(root) == set()
+    assert len([name for name in on_disk(root) if ".tmp-" in name]) <= 1
+
+
+def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
+    """Restore, save and close; return the step that was reported as committed, and the error that ended it."""
+    committed = None
+    try:
+        target = state_of(UNTOUCHED)
+        committed = ckpt.restore(target)
+        assert fingerprint(target) == EXPECTED[committed]
+        committed = ckpt.save(4, state_of(4)).step
+        ckpt.close()
+    except CkptError as error:
+        return committed, error
+    return committed, None
+
+
+@pytest.mark.parametrize("mode", ["refused", "landed"])
+def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
+    base: Path, fast_dir: Path, mode: Mode
+) -> None:
+    """P28, P30, P31, P46: at every failed call, refused or landed with the answer lost, a fresh process restores exactly."""
+    for n in count(1):
+        root = fast_dir / f"{mode}-{n}"
+        shutil.copytree(base, root)
+        calls = FailingCalls(n, mode)
+        ckpt = opened(root, calls=calls)
+        reported, error = live_through(ckpt)
+        newest = max(head_of(root).live, key=lambda c: c.n).step
+        assert newest in (3, 4)
+        assert newest == 4 or reported != 4, calls.where
+        # An error of the save says that the old one is still the newest, or that nobody can know.
+        assert error is None or newest == 3 or isinstance(error, CommitUncertainError), (calls.where, error)
+        check_run(root, newest)
+        shutil.rmtree(root)
+        if not calls.reached:
+            break
+    assert n > FEWEST_CALLS
+
+
+@pytest.mark.parametrize("mode", ["refused", "landed"])
+def test_the_same_process_can_try_again_after_any_failed_call(base: Path, fast_dir: Path, mode: Mode) -> None:
+    """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
+    for n in count(1):
+        root = fast_dir / f"again-{mode}-{n}"
+        shutil.copytree(base, root)
+        calls = FailingCalls(n, mode)
+        ckpt = opened(root, calls=calls)
+        reported, error = live_through(ckpt)
+        if error is not None:
+            target = state_of(UNTOUCHED)
+            assert ckpt.restore(target) == max(head_of(root).live, key=lambda c: c.n).step
+            ckpt.save(4, state_of(4))
+            ckpt.close()
+        else:
+            assert reported == 4
+        check_run(root, 4)
+        shutil.rmtree(root)
+        if not calls.reached:
+            break
+    assert n > FEWEST_CALLS
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.crash.victim"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
+def test_killed_at_any_call_the_run_goes_on(
+    base: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode
+) -> None:
+    """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly and sweeps the rest."""
+    assert victim.stdin is not None
+    assert victim.stdout is not None
+    for n in count(1):
+        root = fast_dir / f"{mode.replace(' ', '-')}-{n}"
+        shutil.copytree(base, root)
+        victim.stdin.write(f"{root}\t{n}\t{mode}\n")
+        victim.stdin.flush()
+        ended = victim.stdout.readline().strip()
+        assert ended in ("killed", "lived", "done")
+        newest = max(head_of(root).live, key=lambda c: c.n).step
+        assert newest in (3, 4)
+        assert newest == 4 or ended == "killed"
+        check_run(root, newest)
+        shutil.rmtree(root)
+        if ended == "done":
+            break
+    assert n > FEWEST_CALLS

@@ -1,0 +1,42 @@
+"""A process that forks others to be killed: `python -m tests.crash.victim`, then lines "directory n mode" on stdin.
+
+Each line forks a process that restores step 3, saves step 4, and is killed at its n-th call. The answer is a line:
+"killed", "lived" where that call failed by itself (a name was taken), or "done" where it never came to it. Forked, because importing torch takes a hundred times as long as the save.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import cast
+
+from tests.crash.runs import UNTOUCHED, opened, state_of
+from tests.storage.calls import FailingCalls, Mode
+
+
+def save_and_die(root: Path, n: int, mode: Mode) -> bool:
+    calls = FailingCalls(n, mode)
+    ckpt = opened(root, calls=calls)
+    assert ckpt.restore(state_of(UNTOUCHED)) == 3
+    ckpt.save(4, state_of(4))
+    ckpt.close()
+    return calls.reached
+
+
+def main() -> None:
+    for line in sys.stdin:
+        root, n, mode = line.rstrip("\n").split("\t")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 2 if save_and_die(Path(root), int(n), cast("Mode", mode)) else 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        print({0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

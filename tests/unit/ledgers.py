@@ -1,0 +1,42 @@
+"""Checkpoints and owners for tests of the ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_tasks.format.ledger import Checkpoint, Owner
+
+
+def made(step: int, n: int, parent: str | None = None, **more: Any) -> Checkpoint:
+    """Make a checkpoint whose identity is "step@n"."""
+    return Checkpoint(
+        step=step,
+        attempt=f"e000001-{n:016x}",
+        manifest=f"checkpoint_{step:012d}/e000001-{n:016x}/manifest.json",
+        manifest_digest=f"{step}@{n}",
+        parent=parent,
+        n=n,
+        metrics=more.pop("metrics", {}),
+        size_bytes=1,
+        objects=3,
+        saved_at="2024-01-01",
+        cost_s=0.5,
+        **more,
+    )
+
+
+def owner_of(epoch: int, **more: Any) -> Owner:
+    """Make an owner of another host, unless `more` says otherwise."""
+    fields: dict[str, Any] = {
+        "epoch": epoch,
+        "id": f"{epoch:032x}",
+        "flow_run_id": "flow",
+        "host": "host",
+        "machine_id": "m",
+        "boot_id": "b",
+        "pid_namespace": "pid:[1]",
+        "pid": 7,
+        "process_start": "99",
+        "taken_at": "2024-01-01T00:00:00+00:00",
+    }
+    return Owner(**{**fields, **more})

@@ -1,0 +1,360 @@
+"""The facade: when it saves, what it restores, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    RunMismatchError,
+    StateError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+
+
+def _state(value: float = 0.0) -> dict[str, Any]:
+    return {"weights": torch.full((4,), float(value)), "seen": [value]}
+
+
+def _open(directory: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), **options))
+
+
+def _steps(ckpt: Checkpointer) -> list[int]:
+    return [one.step for one in ckpt.checkpoints()]
+
+
+def test_step_saves_at_multiples(run_dir: Path) -> None:
+    """A save is due when a multiple of the interval is crossed, also by a resumed run that began in between."""
+    with _open(run_dir, step_interval=4, max_num_checkpoints=None) as ckpt:
+        assert [s for s in range(1, 11) if ckpt.step(s, _state(s))] == [4, 8]
+        ckpt.save(10, _state(10.0))
+    with _open(run_dir, step_interval=4, max_num_checkpoints=None) as ckpt:
+        assert ckpt.restore(_state()) == 10
+        assert [s for s in range(11, 18) if ckpt.step(s, _state(s))] == [12, 16]
+
+
+def test_epochs_survive_a_resume(run_dir: Path) -> None:
+    """`epoch_interval` counts completed epochs, and a resume within an epoch does not make a save due."""
+    with _open(run_dir, epoch_interval=2, max_num_checkpoints=None) as ckpt:
+        saved = [s for s in range(1, 13) if ckpt.step(s, _state(s), epoch=s // 3)]
+        assert saved == [6, 12]
+    with _open(run_dir, epoch_interval=2, max_num_checkpoints=None) as ckpt:
+        ckpt.restore(_state())
+        assert ckpt.step(13, _state(13.0), epoch=4) is None
+
+
+def test_step_zero_is_a_step(run_dir: Path) -> None:
+    """P27: a checkpoint of step 0 is found and restored as any other."""
+    with _open(run_dir) as ckpt:
+        assert ckpt.restore(_state()) == 0
+        assert ckpt.last_restore is None
+        ckpt.save(0, _state(7.0))
+    target = _state()
+    with _open(run_dir) as ckpt:
+        assert ckpt.restore(target) == 0
+        assert ckpt.last_restore is not None
+    assert target["weights"].tolist() == [7.0] * 4
+    assert open_run(str(run_dir)).find(0).step == 0
+
+
+def test_every_save_has_the_values_of_its_own_step(run_dir: Path) -> None:
+    """P2, P3: three saves of one structure hold three states, and a changed structure is planned anew."""
+    weights = torch.zeros(4)
+    with _open(run_dir, max_num_checkpoints=None) as ckpt:
+        for step in (1, 2, 3):
+            weights += 1
+            ckpt.save(step, {"weights": weights})
+        weights += 10  # aliased memory would change what was saved
+        ckpt.save(4, {"weights": torch.arange(6.0), "more": torch.ones(2, dtype=torch.int8)})
+    run = open_run(str(run_dir))
+    for step in (1, 2, 3):
+        target = {"weights": torch.zeros(4)}
+        run.restore(run.find(step), target)
+        assert target["weights"].tolist() == [float(step)] * 4
+    target = {"weights": torch.zeros(6), "more": torch.zeros(2, dtype=torch.int8)}
+    run.restore(run.find(4), target)
+    assert target["weights"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_the_same_step_saved_twice(run_dir: Path) -> None:
+    """P31, P32: a second save of a step stands beside the first, and the newer one is what a restore takes."""
+    with _open(run_dir) as ckpt:
+        ckpt.save(5, _state(1.0))
+        ckpt.save(5, _state(2.0))
+        assert _steps(ckpt) == [5, 5]
+    target = _state()
+    with _open(run_dir) as ckpt:
+        ckpt.restore(target)
+    assert target["seen"] == [2.0]
+
+
+def test_going_back_leaves_the_other_line(run_dir: Path) -> None:
+    """P71: after a restore of an older step the run saves the same steps once more, and those count from then on."""
+    with _open(run_dir, max_num_checkpoints=None) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, _state(step))
+        assert ckpt.restore(_state(), step=1) == 1
+        ckpt.save(2, _state(20.0))
+        assert [(c.step, c.abandoned) for c in ckpt.checkpoints()] == [(2, False), (1, False), (3, True), (2, True)]
+    target = _state()
+    with _open(run_dir) as ckpt:
+        assert ckpt.restore(target) == 2
+    assert target["seen"] == [20.0]
+
+
+def test_saving_over_a_run_without_restoring(run_dir: Path) -> None:
+    """A process that has not restored may not save over what is there; nor one that others have overtaken."""
+    first = _open(run_dir)
+    first.save(1, _state(1.0))
+    first.close()
+    second = _open(run_dir)
+    with pytest.raises(ConfigError, match=r"restore\(\) first"):
+        second.save(2, _state(2.0))
+    second.restore(_state())
+    second.save(2, _state(2.0))
+    second.close()
+    with pytest.raises(ConfigError, match=r"restore\(\) first"):
+        first.save(2, _state(9.0))
+    assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [2, 1]
+
+
+def test_a_bad_state_writes_nothing(run_dir: Path) -> None:
+    """What cannot be stored is refused by its path before anything is written, as is a step that is none."""
+    ckpt = _open(run_dir)
+    with pytest.raises(UnsupportedStateError) as caught:
+        ckpt.save(1, {"model": nn.Linear(2, 2), "extra": {"lock": threading.Lock()}})
+    assert caught.value.key == "extra/lock"
+    for step in (-1, 1.5, True, "3", 10**12):
+        with pytest.raises(StateError, match="whole number"):
+            ckpt.save(step, _state())  # type: ignore[arg-type]
+    assert not run_dir.exists()
+
+
+def test_a_state_that_does_not_fit(run_dir: Path) -> None:
+    """P50: wrong shapes, missing and unexpected keys are all named, and the target is untouched."""
+    with _open(run_dir) as ckpt:
+        ckpt.save(3, {"model": nn.Linear(3, 2), "old": 1})
+        target = nn.Linear(4, 2)
+        before = target.weight.detach().clone()
+        with pytest.raises(StateMismatchError) as caught:
+            ckpt.restore({"model": target, "new": 2})
+    assert caught.value.step == 3
+    assert caught.value.missing == ("new",)
+    assert caught.value.unexpected == ("old",)
+    assert any("model/weight" in line for line in caught.value.different)
+    assert torch.equal(target.weight, before)
+
+
+def test_a_directory_of_another_run(run_dir: Path) -> None:
+    """A directory of another run is refused, and stays as it is."""
+    with _open(run_dir, run_key="one") as ckpt:
+        ckpt.save(1, _state(1.0))
+    before = sorted(path.name for path in run_dir.rglob("*"))
+    with pytest.raises(RunMismatchError, match="'one'"):
+        _open(run_dir, run_key="two").restore(_state())
+    assert sorted(path.name for path in run_dir.rglob("*")) == before
+
+
+def test_a_run_copied_elsewhere(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a copy of the directory under another name, without times, is the same run."""
+    with _open(run_dir, run_key="one", max_num_checkpoints=None) as ckpt:
+        for step in (9, 10):
+            ckpt.save(step, _state(step))
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(run_dir, copy, copy_function=shutil.copyfile)
+    target = _state()
+    with _open(copy, run_key="one") as ckpt:
+        assert ckpt.restore(target) == 10
+        ckpt.save(11, target)
+    assert target["seen"] == [10]
+
+
+def test_foreign_files_in_the_directory(run_dir: Path) -> None:
+    """P51: what others put into the directory is neither read nor deleted, and step 10 is newer than step 9."""
+    with _open(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.save(9, _state(9.0))
+        foreign = [
+            run_dir / name
+            for name in (
+                "checkpoint-final",
+                ".DS_Store",
+                "1e3",
+                "checkpoint_7/e000001-x/manifest.json",
+                "ledger/0.json",
+            )
+        ]
+        for path in foreign:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("foreign")
+        ckpt.save(10, _state(10.0))
+        assert _steps(ckpt) == [10]
+    with _open(run_dir, max_num_checkpoints=1) as ckpt:
+        assert ckpt.restore(_state()) == 10
+        ckpt.save(11, _state(11.0))
+    assert all(path.read_text() == "foreign" for path in foreign)
+
+
+def test_nothing_is_wiped_at_the_end(run_dir: Path) -> None:
+    """P68: a run that ends leaves its checkpoints, and lets the directory go for the next one."""
+    with _open(run_dir) as ckpt:
+        ckpt.save(1, _state(1.0))
+    owner = open_run(str(run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released
+    assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [1]
+
+
+def test_retention_keeps_what_it_must(run_dir: Path) -> None:
+    """P60, P61, P66: the newest, the best, pinned ones and the one that training went on from stay; the rest goes."""
+    options: dict[str, Any] = {"max_num_checkpoints": 1, "keep_best": 1, "best_metric": "loss"}
+    with _open(run_dir, **options) as ckpt:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan")), (4, 0.9)):
+            ckpt.save(step, _state(step), metrics={"loss": loss})
+            if step == 1:
+                ckpt.pin(1, "the paper's")
+        assert _steps(ckpt) == [4, 2, 1]
+        assert open_run(str(run_dir)).find("best").step == 2
+        ckpt.unpin(1)
+        verdicts = {v.step: (v.keep, v.reasons) for v in ckpt.prune()}
+        assert not verdicts[1][0]
+        assert _steps(ckpt) == [4, 2]
+    on_disk = {path.name for path in run_dir.glob("checkpoint_*")}
+    assert on_disk == {"checkpoint_000000000002", "checkpoint_000000000004"}
+
+
+def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path) -> None:
+    """P60: with one checkpoint to keep and a new one that is damaged on disk, the old one stays."""
+    with _open(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.save(1, _state(1.0))
+        put = ckpt._history.store.put
+
+        def lying(name: str, body: Any) -> None:
+            put(name, body)
+            if name.endswith(".safetensors"):
+                path = run_dir / name
+                path.write_bytes(bytes(path.stat().st_size))  # what a power loss leaves where fsync lied
+
+        ckpt._history.store.put = lying  # type: ignore[method-assign]
+        ckpt.save(2, _state(2.0))
+        assert _steps(ckpt) == [2, 1]
+    target = _state()
+    with _open(run_dir) as ckpt:
+        assert ckpt.restore(target) == 1
+        assert ckpt.last_restore is not None
+        assert [step for step, _ in ckpt.last_restore.skipped] == [2]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_what_is_verified_moves_on(keep: int, run_dir: Path) -> None:
+    """P60: old checkpoints do not stay for ever as the last ones that were read back: new ones are read back in turn."""
+    with _open(run_dir, max_num_checkpoints=keep) as ckpt:
+        for step in range(1, 12):
+            ckpt.save(step, _state(step))
+        assert _steps(ckpt) == list(range(11, 11 - keep, -1))
+
+
+def test_saving_changes_nothing_in_the_process(run_dir: Path) -> None:
+    """P11: a save draws no random number and leaves values, gradients and modes as they are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    model(torch.randn(2, 4)).sum().backward()
+    before = torch.get_rng_state()
+    gradient = model[0].weight.grad
+    with _open(run_dir) as ckpt:
+        ckpt.save(1, {"model": model})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model[0].weight.grad is gradient
+    assert model.training
+
+
+def test_a_step_that_is_not_there(run_dir: Path) -> None:
+    """Asking for a step that the run does not have names those that it has."""
+    with _open(run_dir) as ckpt:
+        ckpt.save(4, _state())
+        with pytest.raises(CheckpointNotFoundError, match="has steps 4"):
+            ckpt.restore(_state(), step=5)
+
+
+_CHILD = """
+    import os, signal, sys, time
+    import torch
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+    state = {"x": torch.zeros(2)}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1])) as ckpt:
+        step = ckpt.restore(state)
+        while step < 1000:
+            state["x"] += 1
+            step += 1
+            if step == 5:
+                for _ in range(int(sys.argv[3])):
+                    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+                time.sleep(0.05)
+                state["x"] += 0  # still in the step
+            ckpt.step(step, state)
+"""
+
+
+@pytest.mark.parametrize(("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGINT", 1)])
+def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
+    """P69: SIGTERM (also twice) and Ctrl-C within a step end the process after it, with its checkpoint and no owner."""
+    command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(run_dir), name, str(times)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == -getattr(signal, name), found.stderr
+    head = open_run(str(run_dir)).head()
+    assert [c.step for c in head.state.live] == [5]
+    assert head.state.owner is not None
+    assert head.state.owner.released
+
+
+def test_signals_are_chained_and_given_back(run_dir: Path) -> None:
+    """P69: the handler that was there before is called after the commit, and is back in place at the end."""
+    called: list[list[int]] = []
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: called.append([c.step for c in open_run(str(run_dir)).checkpoints()])
+    )
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with _open(run_dir) as ckpt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert called == []
+            ckpt.step(1, _state(1.0))
+            assert called == [[1]]
+            ckpt.step(2, _state(2.0))  # its handler returned: training goes on
+            ckpt.save(3, _state(3.0))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_off_the_main_thread_signals_are_left_alone(run_dir: Path) -> None:
+    """P70: in a thread that cannot set handlers the context manager works and touches none."""
+    before, errors = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        try:
+            with _open(run_dir) as ckpt:
+                ckpt.save(1, _state(1.0))
+                assert signal.getsignal(signal.SIGTERM) is before
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [1]
