@@ -26,7 +26,7 @@ from ckpt_tasks.errors import (
     StateError,
     StoreError,
 )
-from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.keys import MAX_STEP, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.retention import Verdict
@@ -284,7 +284,12 @@ class Checkpointer:
 
         A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
         """
-        head = self._history.head()
+        head, store = self._history.head(), self._history.store
+        if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
+            raise NoGoodCheckpointError(
+                f"{store.url} holds checkpoints and no ledger",
+                hint="The target is untouched. Bring the ledger back, or use another directory.",
+            )
         if head.damaged and not head.state.live:
             raise NoGoodCheckpointError(
                 f"no ledger entry of {self._history.store.url} that names a checkpoint can be read",
@@ -298,7 +303,7 @@ class Checkpointer:
         captured = capture(state)
         groups = saving.encode_groups(captured)  # what cannot be stored is refused here, before anything is written
         owner = self._own()
-        self._check_line()
+        self._check_line(owner)
         task = saving.Saving(
             attempt=saving.new_attempt(step, owner),
             run_key=self._run_key,
@@ -343,9 +348,11 @@ class Checkpointer:
             self._plan.free(self._pool)
             self._plan = None
 
-    def _check_line(self) -> None:
+    def _check_line(self, owner: Owner) -> None:
         # A process that does not know what others have committed must not put a line of its own over it.
-        live = self._history.head().state.live
+        state = self._history.head().state
+        check_owner(state.owner, owner)
+        live = state.live
         if any(c.n > self._known_n for c in live):
             raise ConfigError(
                 f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in live)}",

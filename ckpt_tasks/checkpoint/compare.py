@@ -158,7 +158,7 @@ class _Walk:
             self._values(f"{place}/{index}", one, other)
         if len(a) != len(b):
             self._differ(place, "length", str(len(a)), str(len(b)))
-        elif False:
+        elif type(a) is deque and a.maxlen != b.maxlen:
             self._differ(place, "value", f"maxlen {a.maxlen}", f"maxlen {b.maxlen}")
 
     def _tensors(self, pair: _Pair) -> None:

@@ -56,7 +56,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
     except (IntegrityError, StoreError) as error:
         return [str(error)]
     faults: list[str] = []
-    buffer = memoryview(mmap.mmap(-1, READ_BYTES + 4096))  # one for all: fresh memory costs more than the reads
+    buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # one for all: fresh memory costs more than the reads
     by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
     for row in opened.rows:
         by_object[row.object].append(row)
@@ -65,8 +65,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
             check_header(store, record)
             faults += _header_faults(store, record, by_object[record.name])
             for run in merge_runs(by_object[record.name]):
-                start = run[0].begin % 4096  # aligned as in the file, for direct reads
-                data = buffer[start : start + run[-1].end - run[0].begin]
+                data = buffer[: run[-1].end - run[0].begin]
                 store.read(record.name, run[0].begin, data)
                 faults += verify_run(run, data)
         except (IntegrityError, StoreError) as error:

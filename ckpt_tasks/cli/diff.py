@@ -14,6 +14,8 @@ from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.cli.words import count, number
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ckpt_tasks.checkpoint.compare import Comparison, Difference
     from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint
@@ -70,7 +72,7 @@ def _print(
         out.print(Text.assemble((f"{name}  ", "dim"), title(run, f" step {checkpoint.step}")))
     out.print(_summary(found))
     if not found.equal:
-        out.print(_listing(found.differences if every else found.differences[:_SHOWN]))
+        out.print(*_listing(found.differences if every else found.differences[:_SHOWN]))
         if len(found.differences) > _SHOWN and not every:
             out.print(Text(f"… and {len(found.differences) - _SHOWN} more (--all)\n", style="dim"))
     tensors = count(sum(group.tensors for group in found.groups.values()), "tensor")
@@ -91,15 +93,16 @@ def _summary(found: Comparison) -> Any:
     return made
 
 
-def _listing(differences: tuple[Difference, ...]) -> Any:
-    sides = ("A", "B") if any(one.elements is None for one in differences) else ()
-    made = table("place", "differs in", "by at most", *sides, right=("by at most",))
+def _listing(differences: tuple[Difference, ...]) -> list[Table]:
+    """Return the tensors that differ in values, and then everything else: their columns have little in common."""
+    tensors = table("tensor", "elements that differ", "by at most", right=("elements that differ", "by at most"))
+    others = table("place", "differs in", "A", "B", "by", right=("by",))
     for one in differences:
-        if one.elements is None:
-            made.add_row(printable(one.place), one.what, _apart(one), printable(one.a), printable(one.b))
+        if one.elements is not None:
+            tensors.add_row(printable(one.place), f"{one.differing:,} of {one.elements:,}", _apart(one))
         else:
-            made.add_row(printable(one.place), f"{one.differing:,} of {one.elements:,} elements", _apart(one))
-    return made
+            others.add_row(printable(one.place), one.what, printable(one.a), printable(one.b), _apart(one))
+    return [made for made in (tensors, others) if made.row_count]
 
 
 def _apart(one: Difference) -> str:

@@ -47,12 +47,13 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
 
 
 def _row(checkpoint: Checkpoint, state: State, best: str | None) -> dict[str, Any]:
+    from ckpt_tasks.format.ledger import lineage
+
     digest, now = checkpoint.manifest_digest, time.time()
     leases = [lease for lease in state.leases if lease.manifest_digest == digest and lease.expires_at > now]
     pinned = state.pins.get(digest)
-    newest = max(c.n for c in state.live if not c.abandoned) if not checkpoint.abandoned else -1
     kept = [
-        *(["newest"] if checkpoint.n == newest else []),
+        *(["newest"] if checkpoint is lineage(state.live)[0] else []),
         *([f"best {state.best_metric}"] if digest == best else []),
         *([f"pinned: {pinned}"] if pinned is not None else []),
         *(f"leased by {lease.holder}, {span(lease.expires_at - now)}" for lease in leases),

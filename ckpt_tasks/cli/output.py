@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["JsonOption", "Output", "console", "output", "printable", "table"]
+
+_FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
@@ -49,7 +52,10 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console that prints texts as they are: a name with brackets in it is no markup."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _FILE_COLUMNS
+    return made
 
 
 @contextmanager

@@ -106,17 +106,21 @@ class Attempts:
 
     def _before(self, attempt: Attempt) -> Attempt:
         ckpt = self.session.ckpt
-        if not self.session.clean:
+        if not self.session.clean:  # a clean session has just committed: it made progress
             self.session.restore()
-        if ckpt.stalled_attempts >= self._max_stalled:
-            raise NoProgressError(
-                f"{ckpt.stalled_attempts} starts and failures in a row, and no new step was committed",
-                step=ckpt.position,
-                hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
-            )
+            self._check_progress()
         attempt = replace(attempt, position=ckpt.position)
         _call(ckpt, "before_attempt", attempt)
         return attempt
+
+    def _check_progress(self) -> None:
+        stalled = self.session.ckpt.stalled_attempts
+        if stalled >= self._max_stalled:
+            raise NoProgressError(
+                f"{stalled} starts and failures in a row, and no new step was committed",
+                step=self.session.ckpt.position,
+                hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
+            )
 
     def _after(self, attempt: Attempt) -> None:
         ckpt = self.session.ckpt

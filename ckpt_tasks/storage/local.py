@@ -123,8 +123,6 @@ class LocalStore:
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         with self._opened(name) as (fd, _):
-            if into.nbytes >= _DIRECT_BYTES and _address(into) % _ALIGNMENT == begin % _ALIGNMENT:
-                begin, into = self._read_direct(name, fd, begin, into)
             _fill(fd, begin, into, name)
 
     def size(self, name: str) -> int:
@@ -319,46 +317,6 @@ class LocalStore:
                         f"{error.strerror} ({path})", key=name, hint=_HINTS.get(error.errno)
                     ) from error
                 raise
-
-    def _read_direct(self, name: str, fd: int, begin: int, into: memoryview) -> tuple[int, memoryview]:
-        """Read what is not in the page cache around it, where buffer and file are aligned alike; return what is left to read.
-
-        Saves go around the cache, so that the first restore after one would otherwise pay for filling it: ten times
-        the time of the disk, measured in a virtual machine.
-        """
-        begin, into = _fill_cached(fd, begin, into)
-        lead = -begin % _ALIGNMENT
-        whole = (into.nbytes - lead) // _ALIGNMENT * _ALIGNMENT
-        if not _O_DIRECT or whole < _DIRECT_BYTES:
-            return begin, into
-        try:
-            direct = os.open(self._path(name), os.O_RDONLY | _O_DIRECT | _O_NOFOLLOW)
-        except OSError:
-            return begin, into  # tmpfs and some overlays refuse: the ordinary way reads all of it
-        try:
-            _fill(fd, begin, into[:lead], name)
-            _fill(direct, begin + lead, into[lead : lead + whole], name)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return begin, into  # … and others at the first read
-        finally:
-            os.close(direct)
-        return begin + lead + whole, into[lead + whole :]
-
-
-def _fill_cached(fd: int, begin: int, into: memoryview) -> tuple[int, memoryview]:
-    """Read as much as the page cache holds from `begin` on, without waiting for the disk; return what is left to read."""
-    flag = getattr(os, "RWF_NOWAIT", None)
-    while flag is not None and into.nbytes:
-        try:
-            count = os.preadv(fd, [into[:_PIECE_BYTES]], begin, flag)
-        except OSError:
-            break  # EAGAIN: not in the cache; EOPNOTSUPP: a file system that cannot tell
-        if count == 0:
-            break
-        begin, into = begin + count, into[count:]
-    return begin, into
 
 
 def _fill(fd: int, begin: int, into: memoryview, name: str) -> None:

@@ -46,14 +46,11 @@ def test_the_parameters_fit_the_flow(deployment: dict[str, Any], monkeypatch: py
 @pytest.mark.slow
 def test_the_readme_works(tmp_path: Path, server: dict[str, str]) -> None:
     """Deployed with a process worker, `deployment run` trains, goes on with more steps, and evaluates once."""
-    environment = {**server, "PYTHONPATH": str(ROOT)}
     runs = str(tmp_path / "{run_key}")
     tiny = ["-p", "program=tests.flows.tiny:Tiny", "-p", "run_key=lm-7"]
 
     def prefect(*arguments: str) -> str:
-        done = subprocess.run(
-            [PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([PREFECT, *arguments], cwd=ROOT, env=server, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -64,9 +61,7 @@ def test_the_readme_works(tmp_path: Path, server: dict[str, str]) -> None:
     prefect("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
     with (tmp_path / "worker.log").open("wb") as log:
         command = [PREFECT, "worker", "start", "--pool", "ckpt-tasks"]
-        worker = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        worker = subprocess.Popen(command, cwd=tmp_path, env=server, stdout=log, stderr=log, start_new_session=True)
     try:
         checkpoint = f"checkpoint={json.dumps({'checkpoint_dir': runs, 'step_interval': 5})}"
         for total in (10, 20):

@@ -298,6 +298,23 @@ def test_when_one_raises_nothing_has_changed(failing: str) -> None:
     assert target["step"] == 1
 
 
+def test_an_object_that_restores_in_place_is_put_back_too() -> None:
+    """P50: the copy of the old state does not share memory with the object that is writing over it."""
+
+    class InPlace(Meter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values["t"].copy_(state["t"])
+            if self.fails:
+                self.fails -= 1
+                raise ValueError("too late")
+
+    target = InPlace(t=torch.zeros(2))
+    target.fails = 1
+    with pytest.raises(StateError, match="too late"):
+        restore(save({"it": Meter(t=torch.ones(2))}), {"it": target})
+    assert target.values["t"].tolist() == [0.0, 0.0]
+
+
 def test_an_interrupt_puts_everything_back_too() -> None:
     """P69: Ctrl-C inside of a load_state_dict leaves the old state and goes on as Ctrl-C."""
 

@@ -47,7 +47,7 @@ def test_different_states_exit_with_1_and_a_table(tmp_path: Path) -> None:
     answer = ckpt("diff", a, b)
     assert answer.status == 1
     row = next(line for line in answer.out.splitlines() if "model/w" in line)
-    assert "3 of 12 elements" in row
+    assert "3 of 12" in row
     assert "0.25" in row
     assert "note/[red]x" in answer.out
     data = ckpt("diff", a, b, "--json")

@@ -183,6 +183,15 @@ def test_moments_that_are_there_are_copied_into() -> None:
     assert moments(state) == {"a": 0.1, "b": 0.2, "c": 0.3}
 
 
+def test_moments_of_another_dtype_are_replaced() -> None:
+    """P17: a state that is float64 here and float32 in the checkpoint is float32 afterwards."""
+    saved, state = save(stepped(three())), stepped(three())
+    entry = state["optimizer"].state[state["model"]["a"]]
+    entry["exp_avg"] = entry["exp_avg"].double()
+    restore(saved, state)
+    same_state(stepped(three()), state)
+
+
 def test_two_entries_in_one_tensor_here_do_not_overwrite_each_other() -> None:
     """P4: where the target keeps two entries in one tensor and the checkpoint in two, each gets its own."""
     saved, state = save(stepped(three())), stepped(three())

@@ -1,0 +1,126 @@
+"""A ledger that is damaged or lost: never a silent start from nothing, and nothing is deleted for it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
+from tests.crash.runs import UNTOUCHED, fingerprint, on_disk, opened, restored, state_of, train
+
+
+@pytest.fixture
+def root(fast_dir: Path) -> Path:
+    """Make a run of one process that saved steps 1, 2, 3: entries owner, three commits, release."""
+    made = fast_dir / "run"
+    shutil.rmtree(made, ignore_errors=True)
+    train(made, 1, 2, 3, max_num_checkpoints=None)
+    return made
+
+
+def entries(root: Path) -> list[Path]:
+    """List the ledger's files, oldest entry first."""
+    return sorted((root / "ledger").iterdir(), reverse=True)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def delete_all(root: Path) -> None:
+    shutil.rmtree(root / "ledger")
+
+
+def zero_all(root: Path) -> None:
+    for path in entries(root):
+        zero(path)
+
+
+def zero_commits(root: Path) -> None:
+    for path in entries(root)[1:]:
+        zero(path)
+
+
+@pytest.mark.parametrize("harm", [delete_all, zero_all, zero_commits])
+def test_a_lost_ledger_is_never_taken_for_a_new_run(root: Path, harm: Callable[[Path], None]) -> None:
+    """P35, P49, P60: restore and save say what is lost, again and again, as a retry would ask; no object is touched."""
+    harm(root)
+    before = on_disk(root)
+    for _ in range(3):
+        ckpt = opened(root)
+        target = state_of(UNTOUCHED)
+        with pytest.raises(NoGoodCheckpointError):
+            ckpt.restore(target)
+        with pytest.raises(NoGoodCheckpointError):
+            ckpt.save(4, state_of(4))
+        ckpt.close()
+        assert fingerprint(target) == fingerprint(state_of(UNTOUCHED))
+    assert on_disk(root) == before
+
+
+def test_entries_lost_at_the_end_are_named_and_the_older_state_is_used(root: Path) -> None:
+    """P35, P49: after a power loss that zeroed the last entries, the restore says which, and goes on from the one before."""
+    lost = entries(root)[-2:]
+    for path in lost:
+        zero(path)
+    step, ckpt = restored(root)
+    assert step == 2
+    assert ckpt.last_restore is not None
+    assert set(ckpt.last_restore.damaged) == {f"ledger/{path.name}" for path in lost}
+    [note] = open_run(str(root)).notes()
+    assert note["note"] == "fallback"
+    assert set(note["damaged"]) == set(ckpt.last_restore.damaged)
+    ckpt.save(5, state_of(5))
+    ckpt.close()
+    step, ckpt = restored(root)
+    assert step == 5
+    assert ckpt.last_restore is not None
+    assert ckpt.last_restore.damaged == ()
+    ckpt.close()
+
+
+def test_a_checkpoint_whose_commit_was_lost_is_not_swept(root: Path) -> None:
+    """P65: the data of a checkpoint whose ledger entry was damaged stays on the disk, for people to look at."""
+    data = {name for name in on_disk(root) if name.startswith("checkpoint_000000000003")}
+    for path in entries(root)[-2:]:
+        zero(path)
+    for step in (5, 6, 7):
+        _, ckpt = restored(root)
+        ckpt.save(step, state_of(step))
+        ckpt.prune()
+        ckpt.close()
+    assert data <= on_disk(root)
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_one_damaged_entry_never_loses_more_than_itself(root: Path, which: int) -> None:
+    """P49: whichever single entry is damaged, the newest checkpoint that a good entry names is restored exactly."""
+    zero(entries(root)[which])
+    step, ckpt = restored(root)
+    assert step == 3  # the last entry is a release: each other one stands below a good one
+    ckpt.close()
+
+
+def test_an_empty_directory_is_a_new_run(fast_dir: Path) -> None:
+    """A directory that exists and is empty, or holds only other things, begins at step 0."""
+    made = fast_dir / "empty"
+    made.mkdir()
+    (made / "notes.txt").write_text("mine")
+    (made / "ledger").mkdir()
+    ckpt = opened(made)
+    assert ckpt.restore(state_of(1)) == 0
+    ckpt.close()
+
+
+def test_an_error_while_taking_the_directory_takes_nothing(root: Path) -> None:
+    """P60: a refused start leaves no entry behind that would hide the damage from the next one."""
+    zero_all(root)
+    before = [path.name for path in entries(root)]
+    ckpt = opened(root)
+    with pytest.raises(CkptError):
+        ckpt.restore(state_of(UNTOUCHED))
+    assert [path.name for path in entries(root)] == before

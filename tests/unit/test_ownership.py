@@ -1,0 +1,357 @@
+"""Who holds a run directory: told from real processes, and what the one that lost it may still do (nothing)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import Checkpointer, CheckpointConfig
+from ckpt_tasks.checkpoint import ownership
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.ownership import identify, why_free
+from ckpt_tasks.errors import FencedError, OwnedError
+from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.storage.local import LocalStore
+
+# A child takes the directory, says so, and does what it is told line by line.
+CHILD = """
+import sys, time
+from ckpt_tasks import Checkpointer, CheckpointConfig
+from ckpt_tasks.errors import CkptError
+
+root, flow_run_id, timeout_s, take_over = sys.argv[1:]
+config = CheckpointConfig(checkpoint_dir=root, owner_timeout_s=float(timeout_s))
+ckpt = Checkpointer(config, flow_run_id=flow_run_id or None, take_over=take_over == "True")
+state = {"x": 1}
+for line in sys.stdin:
+    verb, _, rest = line.strip().partition(" ")
+    try:
+        if verb == "restore":
+            print("ok", ckpt.restore(state), state["x"], flush=True)
+        if verb == "save":
+            state["x"] = int(rest)
+            print("ok", ckpt.save(int(rest), state).step, flush=True)
+        if verb == "step":
+            ckpt.step(int(rest), state)
+            print("ok", flush=True)
+        if verb == "sleep":
+            time.sleep(float(rest))
+        if verb == "close":
+            ckpt.close()
+            print("ok", flush=True)
+    except CkptError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+class Child:
+    """Another process with a Checkpointer on the same directory."""
+
+    def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(root), flow_run_id, str(timeout_s), str(take_over)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, line: str) -> str:
+        self.tell(line)
+        return self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.communicate()
+
+
+@pytest.fixture
+def child(run_dir: Path) -> Iterator[Callable[..., Child]]:
+    made: list[Child] = []
+
+    def start(**more: Any) -> Child:
+        made.append(Child(run_dir, **more))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+def mine(root: Path, **more: Any) -> Checkpointer:
+    flow_run_id, take_over = more.pop("flow_run_id", None), more.pop("take_over", False)
+    config = CheckpointConfig(checkpoint_dir=str(root), **more)
+    return Checkpointer(config, flow_run_id=flow_run_id, take_over=take_over)
+
+
+def everything(root: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def owner_in(root: Path) -> Owner:
+    owner = History(LocalStore(root)).head().state.owner
+    assert owner is not None
+    return owner
+
+
+# ── the decision ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def held_by(pid: int) -> Owner:
+    """Describe another process of this host as an owner."""
+    return replace(identify(None), pid=pid, process_start=ownership._process_start(pid), epoch=1)
+
+
+def test_a_directory_without_owner_or_released_is_free() -> None:
+    """A new directory, and one that its owner let go, may be taken; even while that process lives."""
+    assert why_free(None, identify(None), None, 120.0) == "it has had no owner"
+    assert why_free(replace(identify(None), released=True), identify(None), 0.0, 120.0) == "its owner released it"
+
+
+def test_a_living_process_of_this_host_holds_it(sleeper: subprocess.Popen[bytes]) -> None:
+    """P33: a process that lives and shows life keeps its directory; one that lives and is silent for too long does not."""
+    owner = held_by(sleeper.pid)
+    assert why_free(owner, identify(None), 5.0, 120.0) is None
+    assert why_free(owner, identify(None), None, 120.0) is None
+    assert "no life for 121 s" in (why_free(owner, identify(None), 121.0, 120.0) or "")
+
+
+def test_a_killed_process_is_gone_at_once(sleeper: subprocess.Popen[bytes]) -> None:
+    """P33: a process that is gone frees its directory at once, also while it is a zombie that nobody waited for."""
+    owner = held_by(sleeper.pid)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
+    sleeper.wait()
+    assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
+
+
+def test_another_process_with_the_same_number_is_not_the_owner(sleeper: subprocess.Popen[bytes]) -> None:
+    """P33: a process number that was given away again is told apart by when the process started."""
+    owner = replace(held_by(sleeper.pid), process_start="12345")
+    assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
+
+
+def test_this_process_may_take_its_own_directory_again() -> None:
+    """P32: a retry within one process does not wait for itself."""
+    assert why_free(identify(None), identify(None), 0.0, 120.0) == "this process holds it already"
+
+
+def test_a_host_that_was_started_anew_frees_it(sleeper: subprocess.Popen[bytes]) -> None:
+    """P33: after a reboot no process of before lives, whatever runs under its number now."""
+    me = replace(identify(None), machine_id="machine")
+    owner = replace(held_by(sleeper.pid), machine_id="machine", boot_id="before")
+    assert why_free(owner, me, 0.0, 120.0) == "the host of its owner has been started anew"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"host": "elsewhere"},
+        {"machine_id": "another machine"},
+        {"pid_namespace": "pid:[1]"},  # a container on this host: its process numbers say nothing here
+        {"boot_id": "", "pid_namespace": "x"},
+    ],
+)
+def test_of_another_host_or_container_only_silence_tells(other: dict[str, str]) -> None:
+    """P33: a process that cannot be looked at holds its directory until its heartbeat is older than the timeout."""
+    owner = replace(identify(None), process_start="12345", **other)
+    assert why_free(owner, identify(None), 119.0, 120.0) is None
+    assert why_free(owner, identify(None), None, 120.0) is None
+    assert "no life" in (why_free(owner, identify(None), 121.0, 120.0) or "")
+
+
+# ── with real processes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: while another process holds the directory, restore and save say who, and write nothing at all."""
+    other = child()
+    assert other.ask("save 1") == "ok 1"
+    before = everything(run_dir)
+    ckpt = mine(run_dir)
+    for attempt in (lambda: ckpt.restore({"x": 0}), lambda: ckpt.save(9, {"x": 9}), lambda: ckpt.prune()):
+        with pytest.raises(OwnedError, match=f"process {other.process.pid} on ") as caught:
+            attempt()
+        assert "take_over" in str(caught.value)
+    assert everything(run_dir) == before
+    assert other.ask("save 2") == "ok 2"
+
+
+def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33, P69: after SIGKILL the next process goes on from the last commit, without waiting and without being told to."""
+    other = child()
+    assert other.ask("save 1") == "ok 1"
+    other.kill()
+    state = {"x": 0}
+    ckpt = mine(run_dir)
+    assert ckpt.restore(state) == 1
+    assert state == {"x": 1}
+    assert owner_in(run_dir).epoch == 2
+    assert ckpt.save(2, {"x": 2}).step == 2
+    ckpt.close()
+
+
+def test_the_one_that_was_taken_over_is_fenced_and_touches_nothing(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: a zombie's next save, note and close change no byte of what is live; it is told to stop each time."""
+    other = child()
+    assert other.ask("save 1") == "ok 1"
+    ckpt = mine(run_dir, take_over=True)
+    assert ckpt.restore({"x": 0}) == 1
+    ckpt.save(2, {"x": 2})
+    before = everything(run_dir)
+    for _ in range(2):
+        assert other.ask("save 3") == "FencedError"
+    assert everything(run_dir) == before
+    assert other.ask("close") == "ok"
+    assert owner_in(run_dir).epoch == 2
+    assert not owner_in(run_dir).released
+    assert ckpt.save(4, {"x": 4}).step == 4
+    ckpt.close()
+
+
+def test_the_other_way_round_this_process_is_fenced(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: the order does not matter: whoever took the directory last holds it, whoever held it before must stop."""
+    first = mine(run_dir)
+    first.save(1, {"x": 1})
+    second = child(take_over=True)
+    assert second.ask("restore") == "ok 1 1"
+    with pytest.raises(FencedError, match=f"process {second.process.pid} on "):
+        first.save(2, {"x": 2})
+    with pytest.raises(FencedError):
+        first.prune()
+    assert second.ask("save 3") == "ok 3"
+    first.close()
+    assert second.ask("save 4") == "ok 4"
+    assert [c.step for c in first.checkpoints()][:2] == [4, 3]
+
+
+def test_taking_over_is_asked_for_once(run_dir: Path) -> None:
+    """P33: a process that was told to take over does not take the directory back from whoever takes it later."""
+    first = mine(run_dir, take_over=True)
+    first.save(1, {"x": 1})
+    second = mine(run_dir)
+    second.restore({"x": 0})
+    with pytest.raises(FencedError):
+        first.save(2, {"x": 2})
+    second.save(3, {"x": 3})
+    second.close()
+
+
+def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: training stops within a heartbeat, long before its next save is due."""
+    other = child(timeout_s=0.4)
+    assert other.ask("restore") == "ok 0 1"
+    ckpt = mine(run_dir, take_over=True)
+    ckpt.restore({"x": 0})
+    for n in range(1, 400):
+        answer = other.ask(f"step {n}")
+        if answer != "ok":
+            break
+        time.sleep(0.05)
+    assert answer == "FencedError"
+    ckpt.close()
+
+
+def test_a_silent_owner_of_another_host_is_followed_after_its_timeout(run_dir: Path) -> None:
+    """P33: of a host that cannot be looked at only the heartbeat counts: fresh, old, damaged and missing ones."""
+    first = mine(run_dir)
+    first.save(1, {"x": 1})
+    history = History(LocalStore(run_dir))
+    far = replace(owner_in(run_dir), host="elsewhere", machine_id="elsewhere", id="c" * 32)
+    history.append({"kind": "owner"}, lambda state, n: replace(state, owner=far), owner=None)
+    beat = run_dir / heartbeat_name(far.epoch)
+    for body in (json.dumps({"at_s": time.time() - 60}), "torn", "[" * 4000, "x" * 5000, '{"at_s": null}', None):
+        if body is None:
+            beat.unlink()
+        else:
+            beat.write_text(body)
+        with pytest.raises(OwnedError, match="elsewhere"):
+            mine(run_dir).restore({"x": 0})
+    beat.write_text(json.dumps({"at_s": time.time() - 121}))
+    ckpt = mine(run_dir)
+    assert ckpt.restore({"x": 0}) == 1
+    assert "no life" in str(history.read_entry(history.head().next_n - 1)[0].event["because"])
+    ckpt.close()
+    assert not beat.exists()
+
+
+def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P69, P75: another attempt of one flow run waits while its preempted predecessor commits, and goes on from that."""
+    other = child(flow_run_id="flow-1")
+    assert other.ask("save 1") == "ok 1"
+    with pytest.raises(OwnedError):
+        mine(run_dir, flow_run_id="flow-2").restore({"x": 0})
+    for line in ("sleep 1", "save 2", "close"):
+        other.tell(line)
+    ckpt = mine(run_dir, flow_run_id="flow-1")
+    state = {"x": 0}
+    assert ckpt.restore(state) == 2
+    assert state == {"x": 2}
+    assert ckpt.stalled_attempts == 1
+    ckpt.close()
+
+
+def test_the_same_flow_run_waits_no_longer_than_the_grace(
+    run_dir: Path, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P69: a predecessor that never lets go is fenced after its grace, since Prefect says that its run is ours now."""
+    other = child(flow_run_id="flow-1")
+    assert other.ask("restore") == "ok 0 1"
+    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.3)
+    ckpt = mine(run_dir, flow_run_id="flow-1")
+    assert ckpt.restore({"x": 0}) == 0
+    assert other.ask("save 1") == "FencedError"
+    ckpt.close()
+
+
+def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P68: a normal end releases and removes nothing; the same object can go on if nobody else went on meanwhile."""
+    ckpt = mine(run_dir)
+    ckpt.save(1, {"x": 1})
+    ckpt.close()
+    assert owner_in(run_dir).released
+    assert ckpt.save(2, {"x": 2}).step == 2
+    ckpt.close()
+    other = child()
+    assert other.ask("restore") == "ok 2 2"
+    assert other.ask("close") == "ok"
+    assert [c.step for c in ckpt.checkpoints()] == [2, 1]
+
+
+def test_of_several_that_take_it_at_once_one_gets_it(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: five processes start on a directory whose owner died; exactly one holds it, the others are told."""
+    dead, *others = [child() for _ in range(6)]
+    assert dead.ask("restore") == "ok 0 1"
+    dead.kill()
+    for other in others:
+        other.tell("restore")
+    assert sorted(other.answer().split()[0] for other in others) == ["OwnedError"] * 4 + ["ok"]
