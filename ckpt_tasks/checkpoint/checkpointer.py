@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ckpt_tasks.checkpoint import save as saving
 from ckpt_tasks.checkpoint.config import CheckpointConfig
@@ -79,7 +79,7 @@ class Checkpointer:
         self._position = 0
         self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         self._interrupt.install()
         return self
 
@@ -102,7 +102,7 @@ class Checkpointer:
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
-        """Restore the newest good checkpoint (or the one of `step`) into the state; return its step, 0 if there is none.
+        """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
 
         Modules, optimizers and other statefuls are restored in place, plain values of `state` are replaced. Strict
         and all or nothing. A damaged checkpoint is passed over and the next older one is taken; `last_restore` says
@@ -228,8 +228,8 @@ class Checkpointer:
         if dry_run:
             return self._plan_prune()
         owner = self._own()
-        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does not
-        # count, or nothing newer would ever be read.
+        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
+        # not count, or nothing newer would ever be read.
         wanted = self._plan_prune(verified=frozenset())
         if not all(v.keep for v in wanted) and not self._knows_good(wanted):
             self._verify_newest()
@@ -252,7 +252,7 @@ class Checkpointer:
         after_attempt: Callable[..., None] | None = None,
         after_failure: Callable[..., None] | None = None,
     ) -> None:
-        """Add functions of your own around every attempt of a resumable task, at the points of restore, save and discard."""
+        """Add functions of your own around every attempt of a resumable task: beside restore, save and discard."""
         self.attempt_hooks = AttemptHooks(
             before_attempt=before_attempt, after_attempt=after_attempt, after_failure=after_failure
         )
@@ -260,8 +260,8 @@ class Checkpointer:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _own(self) -> Owner:
+        config = self.config
         if self._owner is None:
-            config = self.config
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
             self._history.create(key)
             self._run_key = self._history.check(config.run_key) or key

@@ -17,12 +17,12 @@ __all__ = ["CheckpointConfig"]
 class CheckpointConfig:
     """Say where a run's checkpoints live, when to save and what to keep.
 
-    `checkpoint_dir` is a directory. `run_key` names the run; a directory of another run is refused (default: the
-    directory's name). Save when `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have
-    passed, whichever comes first; with none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None:
-    all), every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
-    also say what the name "best" means). An owner that
-    has shown no life for `owner_timeout_s` seconds may be taken over from another host.
+    `checkpoint_dir` is a directory. `run_key` names the run (default: the directory's name); a directory of another run
+    is refused. Save when `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have passed,
+    whichever comes first; with none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None: all),
+    every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
+    also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
+    over from another host.
 
     Raises ConfigError, a ValueError. The first five names are those of Paddle Fluid's CheckpointConfig and
     TensorFlow's CheckpointManager.

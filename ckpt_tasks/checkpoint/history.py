@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -42,6 +43,7 @@ from ckpt_tasks.storage.port import Store
 __all__ = ["Head", "History", "now_iso"]
 
 _SAME_NUMBER_TRIES = 3
+_NEWEST = 16  # names that are looked at before all of them are
 _NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
 
 
@@ -107,12 +109,10 @@ class History:
 
     def head(self) -> Head:
         """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported."""
-        names = self.store.names(LEDGER_PREFIX, limit=16)
-        numbered = [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
+        numbered = self._numbered(limit=_NEWEST)
         found = self._newest(numbered)
-        if found is None and len(names) == 16:
-            every = self.store.names(LEDGER_PREFIX)
-            numbered = [(n, name) for name in every if (n := parse_ledger_name(name)) is not None]
+        if found is None and len(numbered) == _NEWEST:
+            numbered = self._numbered(limit=None)
             found = self._newest(numbered)
         next_n = max((n for n, _ in numbered), default=-1) + 1
         if found is None:
@@ -149,19 +149,18 @@ class History:
             head = self.head()
             if owner is not None:
                 check_owner(head.state.owner, owner)
-            n = head.next_n
             entry = Entry(
-                n=n,
+                n=head.next_n,
                 epoch=owner.epoch if owner else (head.state.owner.epoch if head.state.owner else 0),
                 nonce=nonce,
                 previous=head.digest,
                 at=now_iso(),
                 event=event,
-                state=change(head.state, n),
+                state=change(head.state, head.next_n),
             )
             if self._settle(entry):
                 return entry
-        raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=ledger_name(n))
+        raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
 
     def _settle(self, entry: Entry) -> bool:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
@@ -199,11 +198,13 @@ class History:
             return entry
         data = write_live_list(live)
         name = live_list_name(digest_hex(data))
-        try:
+        with suppress(ObjectExistsError):  # named by its digest: whoever wrote it wrote the same bytes
             self.store.put_if_absent(name, data)
-        except ObjectExistsError:
-            pass  # named by its digest: whoever wrote it wrote the same bytes
         return replace(entry, live_list=(name, digest_hex(data)))
+
+    def _numbered(self, limit: int | None) -> list[tuple[int, str]]:
+        names = self.store.names(LEDGER_PREFIX, limit=limit)
+        return [(number, name) for name in names if (number := parse_ledger_name(name)) is not None]
 
     def _newest(self, numbered: list[tuple[int, str]]) -> tuple[Entry, str, tuple[str, ...]] | None:
         damaged: list[str] = []

@@ -94,17 +94,18 @@ def acquire(
             free = "the same flow run has not released it within its grace"
             break
         time.sleep(_POLL_S)
-    return _take(history, me, free or "take_over was asked for", owner, best, head.damaged)
+    return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
 
 
 def _take(
     history: History,
     me: Owner,
+    *,
     why: str,
-    seen: Owner | None,
+    head: Head,
     best: tuple[str | None, str],
-    damaged: tuple[str, ...],
 ) -> Owner:
+    seen, damaged = head.state.owner, head.damaged
     taken: list[Owner] = []
 
     def change(state: State, n: int) -> State:

@@ -1,4 +1,4 @@
-"""A run directory as a reader sees it: what there is, restore of parts, leases and evaluations. It takes no ownership."""
+"""A run directory as a reader sees it: what there is, restore of parts, leases, evaluations. It takes no ownership."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
         return lineage(self.head().state.live)
 
     def find(self, which: int | str, *, metric: str | None = None, mode: str | None = None) -> Checkpoint:
-        """Return a checkpoint: a step, "latest", or "best" by `metric`, of saves and evaluations (default: the run's own).
+        """Return a checkpoint: a step, "latest", or "best" by `metric` of saves and evaluations (else the run's own).
 
         Raises CheckpointNotFoundError with what there is, and ConfigError for any other name.
         """
@@ -167,7 +167,7 @@ class Run:
         return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)
 
     def notes(self) -> list[Mapping[str, Any]]:
-        """List the notes of the newest 64 ledger entries, newest first: failures, fall-backs and what else was noted."""
+        """List the notes of the newest 64 ledger entries, newest first: failures, fall-backs and whatever was noted."""
         head = self.head()
         found: list[Mapping[str, Any]] = []
         for n in range(head.next_n - 1, max(-1, head.next_n - 65), -1):

@@ -43,7 +43,7 @@ _READERS = max(2, min(8, os.cpu_count() or 2))
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did: the step, where from, how many tensors and bytes, and which checkpoints it passed over and why.
+    """What a restore did: the step, where from, how many tensors and bytes, and what it passed over and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
     """

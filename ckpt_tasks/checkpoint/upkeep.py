@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RunFaults:
-    """What is wrong in a run directory: faults by checkpoint, damaged ledger entries, and objects that nothing names."""
+    """What is wrong in a run directory: faults by checkpoint, other damaged objects, and objects that nothing names."""
 
     checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
     damaged: tuple[str, ...]

@@ -148,7 +148,7 @@ def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
 
 
 def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Cut a group into files of at most `max_shard_bytes` and half of the largest header; a larger tensor stands alone."""
+    """Cut a group into files of at most `max_shard_bytes` and half the largest header; a larger tensor stands alone."""
     parts: list[list[TensorSpec]] = []
     size_bytes = header_bytes = 0
     for spec in specs:

@@ -100,7 +100,7 @@ def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
 
 
 def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
-    """List every tensor whose regions do not tile it exactly or disagree on its shape or dtype; empty when all is well."""
+    """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
     tensors: dict[str, list[IndexRow]] = {}
     for row in rows:
         tensors.setdefault(row.full_key, []).append(row)

@@ -14,6 +14,7 @@ The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -69,9 +70,9 @@ class Checkpoint:
 
     `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
     checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
-    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts completed epochs, where
-    the loop reported them. `abandoned`: training went back to an older
-    checkpoint and on from there, so that this one lies on a line that was left.
+    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
+    completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
+    there, so that this one lies on a line that was left.
     """
 
     step: int
@@ -119,8 +120,8 @@ class State:
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names
     objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run `stalled_flow_run`
     has taken the directory or failed an attempt since the last commit of a new step; `best_metric` and
-    `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not be
-    read; what attempts up to it have left may be what that entry named, and is never swept.
+    `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not
+    be read; what attempts up to it have left may be what that entry named, and is never swept.
     """
 
     owner: Owner | None = None
@@ -335,7 +336,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 def _out(value: Any) -> Any:
     """Replace NaN and infinity, which JSON lacks, by what float() reads back."""
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else repr(value)
+        return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
         return {key: _out(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -7,6 +7,7 @@ digests: ledger entry → manifest → index and headers → regions.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ def check_version(version: Any, name: str) -> None:
         raise IntegrityError(f"{version!r} is no format version", key=name)
     if version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this version of ckpt-tasks reads",
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this code reads",
             key=name,
             hint="Upgrade ckpt-tasks.",
         )
@@ -132,4 +133,4 @@ def _group(name: str) -> str:
 
 def _metric_out(value: float) -> float | str:
     # JSON has no NaN: float("nan") reads back what repr wrote.
-    return value if value == value and abs(value) != float("inf") else repr(value)
+    return value if math.isfinite(value) else repr(value)

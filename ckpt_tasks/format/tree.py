@@ -77,7 +77,7 @@ def encode(value: Any, path: str = "") -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Turn what `encode` gave back into the value; raise IntegrityError on anything that `encode` cannot have written."""
+    """Turn what `encode` gave into the value; raise IntegrityError on anything that `encode` cannot have written."""
     try:
         return _decode(node, 0)
     except _MALFORMED as error:

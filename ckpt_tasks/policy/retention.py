@@ -30,7 +30,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best k by a metric ("min" or "max")."""
+    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max")."""
 
     max_num_checkpoints: int | None = None
     keep_every_n_steps: int | None = None
@@ -91,7 +91,7 @@ def plan_retention(
 def rank_best(
     newest_first: Sequence[Candidate], policy: RetentionPolicy, metrics: Mapping[str, Mapping[str, float]]
 ) -> list[Candidate]:
-    """Return the best `keep_best` checkpoints, best first; NaN and missing values are never best, ties go to the newer."""
+    """Return the best `keep_best` checkpoints, best first; NaN and no value are never best, ties go to the newer."""
     if not policy.keep_best or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0

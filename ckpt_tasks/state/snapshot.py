@@ -23,13 +23,13 @@ MAX_SHARD_BYTES = 2 << 30
 
 
 class BufferPool:
-    """Keep page-aligned buffers between saves and restores, since first touch of fresh memory costs more than a copy."""
+    """Keep page-aligned buffers between saves and restores: first touch of fresh memory costs more than a copy."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
     def take(self, size_bytes: int) -> mmap.mmap:
-        """Return a buffer of at least `size_bytes`: the smallest free one that is not wastefully large, else a new one."""
+        """Return a buffer of at least `size_bytes`: the smallest free one that is not far too large, else a new one."""
         fitting = [b for b in self._free if size_bytes <= len(b) <= 2 * size_bytes + (1 << 20)]
         if fitting:
             best = min(fitting, key=len)
@@ -132,7 +132,7 @@ _AS_BYTES = frozenset(
 
 
 def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
-    name, dtype, shape = slot.spec
+    _, dtype, shape = slot.spec
     if dtype in _AS_BYTES:
         return tensor_at(buffer, "uint8", shape, slot.begin)
     if STORED_DTYPES[dtype].suffix:

@@ -50,14 +50,22 @@ _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 class Calls(Protocol):
     """The system calls that change the disk: the module `os`, or what a test puts between it and the store."""
 
-    open: Any
-    close: Any
-    pwrite: Any
-    fsync: Any
-    link: Any
-    replace: Any
-    unlink: Any
-    mkdir: Any
+    @property
+    def open(self) -> Any: ...
+    @property
+    def close(self) -> Any: ...
+    @property
+    def pwrite(self) -> Any: ...
+    @property
+    def fsync(self) -> Any: ...
+    @property
+    def link(self) -> Any: ...
+    @property
+    def replace(self) -> Any: ...
+    @property
+    def unlink(self) -> Any: ...
+    @property
+    def mkdir(self) -> Any: ...
 
 
 class LocalStore:
@@ -267,7 +275,7 @@ class LocalStore:
 
     def _share(self, path: Path, mode: int) -> None:
         if self._group_access:
-            os.chmod(path, mode)  # noqa: PTH101 (what the umask took from the group; the file is new and ours)
+            os.chmod(path, mode)  # (what the umask took from the group; the file is new and ours)
 
     def _confirm(self, path: Path, name: str) -> None:
         """Make a new link durable; where that fails, the name is there and nobody can know whether it will stay."""

@@ -1,11 +1,10 @@
-"""A plain training loop with three lines of ckpt-tasks (marked), to be killed: `python -m tests.crash.plain_loop DIR LOG …`."""
+"""A plain training loop with three lines of ckpt-tasks (numbered), to be killed by tests."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import sys
-import time
 
 import numpy as np
 import torch
@@ -43,8 +42,8 @@ def main() -> None:
         step = ckpt.restore(state)  # 2
         report = ckpt.last_restore
         for done, why in report.skipped if report else ():
-            print(f"passed over step {done}: {why}", file=sys.stderr)
-        print(f"restored {step}", flush=True)
+            sys.stderr.write(f"passed over step {done}: {why}\n")
+        sys.stdout.write(f"restored {step}\n")
         while step < options.steps:
             metrics = program.train_step()
             if options.ballast_mib:
@@ -52,7 +51,7 @@ def main() -> None:
                     torch._foreach_add_(list(state["ballast"]), 1.0)
             step += 1
             ckpt.step(step, state, metrics=metrics)  # 3
-            print(f"step {step} {time.time()}", flush=True)
+            sys.stdout.write(f"step {step}\n")
 
 
 if __name__ == "__main__":

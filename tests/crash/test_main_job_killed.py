@@ -49,8 +49,8 @@ def _attempts(directory: Path) -> set[str]:
 
 
 def _run_until_done(command: list[str], environment: dict[str, str], directory: Path, *, kills: int, seed: int) -> int:
-    chance, killed = random.Random(seed), 0
-    for _ in range(kills + 3):
+    chance = random.Random(seed)
+    for killed in range(kills + 3):
         output = directory.parent / "output.log"
         with output.open("wb") as file:
             process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -60,15 +60,16 @@ def _run_until_done(command: list[str], environment: dict[str, str], directory: 
         if status == 0:
             return killed
         assert status == -signal.SIGKILL, output.read_text()[-4000:]
-        killed += 1
     raise AssertionError("the job did not end")
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1500)
 def test_killed_runs_end_as_if_nothing_had_happened(kills: int, server: dict[str, str], tmp_path: Path) -> None:
-    """Killed with SIGKILL at random moments and within saves: the final state is the uninterrupted run's, bit for bit,
-    and the samples that committed steps saw have no gap and no repeat (P22, P30, P32, P67, P73, P75)."""
+    """Killed at random moments and within saves, the final state is the uninterrupted run's, and so are all samples.
+
+    Bit for bit, by `ckpt diff`; the ids that committed steps saw have no gap and no repeat (P22, P30, P32, P67, P73, P75).
+    """
     environment = {**server, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     plain, torn = tmp_path / "plain" / "run", tmp_path / "torn" / "run"
     for directory in (plain, torn):
@@ -79,9 +80,9 @@ def test_killed_runs_end_as_if_nothing_had_happened(kills: int, server: dict[str
     )
     assert killed > 0
     ckpt = str(Path(sys.executable).with_name("ckpt"))
-    diff = subprocess.run([ckpt, "diff", str(plain), str(torn)], capture_output=True, text=True)
+    diff = subprocess.run([ckpt, "diff", str(plain), str(torn)], capture_output=True, text=True, check=False)
     assert diff.returncode == 0, diff.stdout + diff.stderr
-    verify = subprocess.run([ckpt, "verify", str(torn), "--json"], capture_output=True, text=True)
+    verify = subprocess.run([ckpt, "verify", str(torn), "--json"], capture_output=True, text=True, check=False)
     assert verify.returncode == 0, verify.stdout
     assert committed(torn.parent / "ids") == committed(plain.parent / "ids")
     assert len(committed(torn.parent / "ids")) == _STEPS

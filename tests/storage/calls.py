@@ -70,19 +70,22 @@ class ShortWrites(WatchedCalls):
 class FailingCalls(WatchedCalls):
     """Let the n-th call fail: refused, or done and then reported as failed, or with the process killed at it.
 
-    `only` counts calls of one name. `reached` says whether it came to the n-th.
+    `only` counts calls of one name, `below` those with this text in their path. `reached` says whether it came to the
+    n-th, `where` which call that was.
     """
 
-    def __init__(self, n: int, mode: Mode, *, error: int = errno.EIO, only: str | None = None):
+    def __init__(
+        self, n: int, mode: Mode, *, error: int = errno.EIO, only: str | None = None, below: str = ""
+    ):
         super().__init__()
         self.reached = False
         self.where = ""
-        self._left, self._mode, self._error, self._only = n, mode, error, only
+        self._left, self._mode, self._error, self._only, self._below = n, mode, error, only, below
         self._lock = threading.Lock()
 
     def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
         with self._lock:  # the store is used by several threads
-            if self._only in (None, name):
+            if self._only in (None, name) and self._below in path:
                 self._left -= 1
             now = self._left == 0 and not self.reached
             self.reached = self.reached or now
