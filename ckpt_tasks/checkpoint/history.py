@@ -109,10 +109,11 @@ class History:
 
     def head(self) -> Head:
         """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported."""
-        numbered = self._numbered(limit=_NEWEST)
+        names = self.store.names(LEDGER_PREFIX, limit=_NEWEST)
+        numbered = _numbered(names)
         found = self._newest(numbered)
-        if found is None and len(numbered) == _NEWEST:
-            numbered = self._numbered(limit=None)
+        if found is None and len(names) == _NEWEST:  # all damaged or foreign: look at the older ones as well
+            numbered = _numbered(self.store.names(LEDGER_PREFIX))
             found = self._newest(numbered)
         next_n = max((n for n, _ in numbered), default=-1) + 1
         if found is None:
@@ -202,10 +203,6 @@ class History:
             self.store.put_if_absent(name, data)
         return replace(entry, live_list=(name, digest_hex(data)))
 
-    def _numbered(self, limit: int | None) -> list[tuple[int, str]]:
-        names = self.store.names(LEDGER_PREFIX, limit=limit)
-        return [(number, name) for name in names if (number := parse_ledger_name(name)) is not None]
-
     def _newest(self, numbered: list[tuple[int, str]]) -> tuple[Entry, str, tuple[str, ...]] | None:
         damaged: list[str] = []
         for n, name in sorted(numbered, reverse=True):
@@ -216,6 +213,10 @@ class History:
                 continue
             return entry, digest, tuple(damaged)
         return None
+
+
+def _numbered(names: list[str]) -> list[tuple[int, str]]:
+    return [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
 
 
 def check_owner(found: Owner | None, mine: Owner) -> None:
