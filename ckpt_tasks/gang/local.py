@@ -15,6 +15,7 @@ import torch
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, ProgramError
 from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.state.rng import seed_streams
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_program"]
 
@@ -114,6 +115,9 @@ class LocalSession(StateSession):
     def program(self) -> Program:
         """The live program."""
         if self._program is None:
+            # A program that seeds fewer streams than it draws from begins the same way in every process all the same.
+            seed = self._params.get("seed")
+            seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
             self._program = build_program(self._name, self._params)
         return self._program
 

@@ -12,6 +12,7 @@ from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.local import build_program
+from ckpt_tasks.state.rng import undisturbed
 
 __all__ = ["EvaluationResult", "evaluate_checkpoint", "recorded_evaluation"]
 
@@ -36,7 +37,7 @@ def evaluate_checkpoint(
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
         return recorded
-    with run.lease(checkpoint, holder):
+    with run.lease(checkpoint, holder), undisturbed():
         fresh = build_program(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
             raise ProgramError(f"{program} has no evaluate(suite)", key=program)

@@ -39,6 +39,8 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.gang.local import StateSession
 from ckpt_tasks.gang.session import Session
+from ckpt_tasks.orchestration.forks import keep_prefect_out_of_forks
+from ckpt_tasks.state.rng import OwnStreams
 
 __all__ = ["PERMANENT", "Attempt", "Attempts", "attempted_task", "resumable_task"]
 
@@ -84,9 +86,14 @@ class Attempts:
         self._counted = counted
         self._max_stalled = max_stalled
         self._failure: str | None = None
+        self._streams = OwnStreams()
 
     def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Make one attempt; raises what the body or a hook raised."""
+        """Make one attempt on the random streams of training; raises what the body or a hook raised."""
+        with self._streams.inside():
+            return self._run(body, *args, **kwargs)
+
+    def _run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         number = _attempt_number()
         attempt = Attempt(number, self.session.ckpt.position, self._failure if number > 1 else None)
         try:
@@ -201,6 +208,7 @@ def attempted_task(
         raise ConfigError(f"{', '.join(unfit)}: not for a resumable task", hint="A cached result would skip its body.")
     if not 0 <= retries <= _MOST_RETRIES or retry_delay_s < 0:
         raise ConfigError(f"{retries} retries after {retry_delay_s} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
+    keep_prefect_out_of_forks()
     # Prefect's exponential_backoff has no ceiling: the tenth delay would be half an hour.
     delays = [min(retry_delay_s * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
     decorate = task(

@@ -19,7 +19,17 @@ from ckpt_tasks.state.groups import Differences, Guard, Maker
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["GENERATORS", "RNG", "GeneratorPart", "StreamsPart", "capture_generator", "capture_streams", "undisturbed"]
+__all__ = [
+    "GENERATORS",
+    "RNG",
+    "GeneratorPart",
+    "OwnStreams",
+    "StreamsPart",
+    "capture_generator",
+    "capture_streams",
+    "seed_streams",
+    "undisturbed",
+]
 
 RNG = "rng"  # the group of the process's streams
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -28,13 +38,49 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Put every stream of the process back to where it was, for code of others that may draw from one."""
-    before = [(stream, _state(stream)) for stream in _streams().values()]
+    before = _taken()
     try:
         yield
     finally:
         for stream, state in before:
             if not _equal(_state(stream), state):
                 _set_state(stream, state)
+
+
+class OwnStreams:
+    """Keep the random streams of training apart from those of the process around it.
+
+    Whatever else lives in the process (Prefect draws names and delays from Python's stream) would otherwise decide
+    which numbers training gets, and training would not be the same twice. Threads that draw while a block runs are not
+    kept apart: they share the process's streams.
+    """
+
+    def __init__(self) -> None:
+        self._inside: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Put training's streams in place for a block; the first block takes over those of the process."""
+        outside = _taken()
+        for stream, state in self._inside:
+            _set_state(stream, state)
+        try:
+            yield
+        finally:
+            self._inside = _taken()
+            for stream, state in outside:
+                _set_state(stream, state)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed every stream of the process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (this is the stream that programs draw from)
+    torch.manual_seed(seed)
+
+
+def _taken() -> list[tuple[Any, Any]]:
+    return [(stream, _state(stream)) for stream in _streams().values()]
 
 
 def capture_streams(tensors: TensorSet) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_a_lost_ledger_is_never_taken_for_a_new_run(root: Path, harm: Callable[[
 
 
 def test_entries_lost_at_the_end_are_named_and_the_older_state_is_used(root: Path) -> None:
-    """P35, P49: after a power loss that zeroed the last entries, the restore says which, and goes on from the one before."""
+    """P35, P49: when a power loss zeroed the last entries, the restore names them and goes on from the one before."""
     lost = entries(root)[-2:]
     for path in lost:
         zero(path)

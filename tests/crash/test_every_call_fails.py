@@ -76,7 +76,7 @@ def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
 def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
     base: Path, fast_dir: Path, mode: Mode
 ) -> None:
-    """P28, P30, P31, P46: at every failed call, refused or landed with the answer lost, a fresh process restores exactly."""
+    """P28, P30, P31, P46: at every failed call, refused or landed and its answer lost, the next process restores exactly."""
     for n in count(1):
         root = fast_dir / f"{mode}-{n}"
         shutil.copytree(base, root)
@@ -132,7 +132,7 @@ def victim() -> Iterator[subprocess.Popen[str]]:
 def test_killed_at_any_call_the_run_goes_on(
     base: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode
 ) -> None:
-    """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly and sweeps the rest."""
+    """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly, sweeps the rest."""
     assert victim.stdin is not None
     assert victim.stdout is not None
     for n in count(1):

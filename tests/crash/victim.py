@@ -1,7 +1,8 @@
 """A process that forks others to be killed: `python -m tests.crash.victim`, then lines "directory n mode" on stdin.
 
 Each line forks a process that restores step 3, saves step 4, and is killed at its n-th call. The answer is a line:
-"killed", "lived" where that call failed by itself (a name was taken), or "done" where it never came to it. Forked, because importing torch takes a hundred times as long as the save.
+"killed", "lived" where that call failed by itself (a name was taken), or "done" where it never came to it. Forked,
+because importing torch takes a hundred times as long as the save.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def main() -> None:
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
-        print({0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True)
+        print(  # noqa: T201 (the answer)
+            {0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 
@@ -271,13 +272,15 @@ def test_what_cannot_be_resumed_is_refused(run_dir: Path) -> None:
 def test_the_task_is_built_for_long_runs(run_dir: Path) -> None:
     """No cache key is computed, no result is kept, delays grow up to a minute, and they have jitter."""
     with checkpointer(run_dir) as ckpt:
-        task = resumable_task(ckpt, {"n": 1}, retries=8, name="mine")(lambda: None)
+        task_state = {"n": 1}
+        task = resumable_task(ckpt, task_state, retries=8, name="mine")(lambda: None)
+        kept = resumable_task(ckpt, task_state, persist_result=True)(lambda: None)
     assert task.name == "mine"
     assert task.retry_delay_seconds == [2, 4, 8, 16, 32, 60, 60, 60]
     assert task.retry_jitter_factor == 1.0
     assert task.persist_result is False
-    assert task.cache_policy is not None
-    assert task.cache_policy.compute_key(None, {"model": object()}, {}) is None  # type: ignore[arg-type]
+    assert (task.cache_policy, kept.cache_policy) == (NO_CACHE, NO_CACHE)
+    assert kept.persist_result is True
     assert task.tags == set()
 
 
@@ -294,7 +297,8 @@ def test_memory_of_a_failed_attempt_is_free_before_the_retry(run_dir: Path) -> N
             try:
                 failing()
             except RuntimeError as error:
-                raise ValueError("from within") from error
+                kept = ValueError("from within")  # a frame that holds its own error holds itself
+                raise kept from error
 
         @resumable_task(ckpt, {"n": 1}, retries=2, retry_delay_s=0)
         def work() -> None:

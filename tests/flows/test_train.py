@@ -16,8 +16,9 @@ from prefect.utilities.callables import parameter_schema
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import FencedError, NoProgressError, ProgramError, RunMismatchError, StateMismatchError
-from ckpt_tasks.gang.local import build_program
+from ckpt_tasks.gang.local import LocalSession, build_program
 from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.orchestration.step_batch import step_batch
 from flows.train import TrainResult, train
 from tests.flows.tiny import Tiny
 
@@ -153,6 +154,15 @@ def test_a_complete_run_that_is_damaged_is_completed_again(run_dir: Path, tmp_pa
     damage(run_dir)
     assert run(run_dir, 10).trained == 5
     assert_equal(run_dir, tmp_path / "whole")
+
+
+def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path) -> None:
+    """P75: a batch whose restore lands at its end already, as another process trained it, adds no step of its own."""
+    run(run_dir, 10)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
+        done = step_batch(LocalSession(ckpt, TINY), retries=0, retry_delay_s=0)(5, 10)
+    assert done.end == 10
+    assert steps(run_dir)[0] == 10
 
 
 def test_automatic_batches_cover_the_run(run_dir: Path) -> None:

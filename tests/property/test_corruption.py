@@ -70,7 +70,7 @@ class Run:
 
     def twin(self, name: str) -> str | None:
         """Return the file of the same name in another checkpoint."""
-        for step, checkpoint in self.checkpoints.items():
+        for step in self.checkpoints:
             if name in self.named[step]:
                 other = self.checkpoints[step % 3 + 1]
                 return prefix_of(other) + name.rpartition("/")[2]
@@ -84,7 +84,8 @@ class Run:
         whole = [name for name in self.ledger if _says(root / name) == json.loads(self.files[name])]
         live = json.loads(self.files[whole[-1]])["state"]["live"] if whole else []
         return sorted(
-            (c["step"] for c in live if all(_bytes(root / n) == self.files[n] for n in self.named[c["step"]])), reverse=True
+            (c["step"] for c in live if all(_bytes(root / n) == self.files[n] for n in self.named[c["step"]])),
+            reverse=True,
         )
 
 
@@ -120,7 +121,7 @@ def damage(run: Run, root: Path, harm: Harm) -> None:
         path.write_bytes(data)
     else:
         changed = {"cut": data[:at], "zero tail": data[:at] + bytes(len(data) - at), "grow": data + b"\0", "empty": b""}
-        path.write_bytes(changed.get(kind, data))
+        path.write_bytes(bytes(changed.get(kind, data)))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def check_restore(run: Run, root: Path) -> None:
 @settings(max_examples=150)
 @given(harms)
 def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, damages: list[Harm]) -> None:
-    """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or the target stays as it was."""
+    """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes."""
     with run.copied() as root:
         for harm in damages:
             damage(run, root, harm)
@@ -184,7 +185,7 @@ def test_verify_finds_what_restore_would(run: Run, damages: list[Harm]) -> None:
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "delete", "zero tail"])
 def test_every_file_of_a_checkpoint_counts(run: Run, kind: str) -> None:
-    """P47, P48: each file of the newest checkpoint damaged in turn: it is passed over, with a reason that names a file or tensor."""
+    """P47, P48: each file damaged in turn: the checkpoint is passed over, and the reason names a file or tensor."""
     for name in sorted(run.named[3]):
         if kind == "zero tail" and not run.files[name].strip(b"\0"):
             continue

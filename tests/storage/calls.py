@@ -74,9 +74,7 @@ class FailingCalls(WatchedCalls):
     n-th, `where` which call that was.
     """
 
-    def __init__(
-        self, n: int, mode: Mode, *, error: int = errno.EIO, only: str | None = None, below: str = ""
-    ):
+    def __init__(self, n: int, mode: Mode, *, error: int = errno.EIO, only: str | None = None, below: str = ""):
         super().__init__()
         self.reached = False
         self.where = ""

@@ -74,10 +74,10 @@ def test_a_buffer_at_any_address_is_written_whole(tmp_path: Path, offset: int, s
     memory[start : start + size_bytes] = np.frombuffer(pattern(size_bytes), np.uint8)
     calls = WatchedCalls()
     store = LocalStore(tmp_path / "run", calls=calls)
-    store.put("a/b", [memoryview(memory[start : start + size_bytes]), b"tail"])
+    store.put("a/b", [memory[start : start + size_bytes].data, b"tail"])
     assert (tmp_path / "run/a/b").read_bytes() == pattern(size_bytes) + b"tail"
     into = np.zeros(size_bytes + 4096, np.uint8)
-    view = memoryview(into)[-into.ctypes.data % 4096 :][:size_bytes]
+    view = into.data[-into.ctypes.data % 4096 :][:size_bytes]
     store.read("a/b", 0, view)
     assert view == pattern(size_bytes)
 
@@ -98,7 +98,7 @@ def test_a_large_range_is_read_whole_around_the_cache(tmp_path: Path, begin: int
                 else:
                     file.read(1 << 20)
             memory[:] = 0
-            store.read("a/b", begin, memoryview(memory)[at : at + end - begin])
+            store.read("a/b", begin, memory.data[at : at + end - begin])
             assert memory[at : at + end - begin].tobytes() == data[begin:end]
             assert not memory[:at].any()
             assert not memory[at + end - begin :].any()
@@ -109,7 +109,7 @@ def test_a_file_cut_short_is_an_error_also_around_the_cache(tmp_path: Path) -> N
     store = LocalStore(tmp_path / "run")
     store.put("a/b", [pattern(4 << 20)])
     memory = np.zeros((4 << 20) + 4096, np.uint8)
-    view = memoryview(memory)[-memory.ctypes.data % 4096 :][: 4 << 20]
+    view = memory.data[-memory.ctypes.data % 4096 :][: 4 << 20]
     for size_bytes in ((4 << 20) - 1, 3 << 20, (2 << 20) + 100, 1, 0):
         os.truncate(tmp_path / "run/a/b", size_bytes)
         with pytest.raises(IntegrityError, match="ends at byte"):
@@ -121,7 +121,7 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, most: int) -> None:
     """P28: a write that takes only a part, aligned or not, is gone on with until all is written."""
     memory = np.frombuffer(pattern(3 << 20) + bytes(4096), np.uint8).copy()
     start = -memory.ctypes.data % 4096
-    body = memoryview(memory[start : start + (3 << 20)])
+    body = memory[start : start + (3 << 20)].data
     calls = ShortWrites(most)
     LocalStore(tmp_path / "run", calls=calls).put("a/b", [body])
     assert (tmp_path / "run/a/b").read_bytes() == bytes(body)
@@ -143,7 +143,7 @@ def test_a_file_system_that_refuses_direct_writes_late_gets_ordinary_ones(tmp_pa
     """P41: EINVAL at a write, not at open, loses and repeats no byte."""
     memory = np.frombuffer(pattern(5 << 20), np.uint8).copy()
     start = -memory.ctypes.data % 4096
-    body = memoryview(memory[start : start + (4 << 20)])
+    body = memory[start : start + (4 << 20)].data
     LocalStore(tmp_path / "run", calls=NoDirect()).put("a/b", [body])
     assert (tmp_path / "run/a/b").read_bytes() == bytes(body)
 
@@ -152,7 +152,7 @@ def test_a_file_system_that_refuses_direct_writes_late_gets_ordinary_ones(tmp_pa
 
 
 def test_a_put_is_durable_names_included(tmp_path: Path) -> None:
-    """P35: the file's fsync comes after its last write, and each new directory's name is fsynced before the put returns."""
+    """P35: a file's fsync comes after its last write, and each new directory's name is fsynced on the way."""
     calls = WatchedCalls()
     LocalStore(tmp_path / "run", calls=calls).put("a/b/c", [b"x", b"y"])
     root = str(tmp_path / "run")
@@ -376,7 +376,7 @@ def test_a_symbolic_link_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed_when_deleting(tmp_path: Path) -> None:
-    """P42: where a directory was replaced by a link to another place, nothing there is deleted, from whatever directory."""
+    """P42: where a directory was replaced by a link to another place, nothing there is deleted, whatever the cwd."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "b").mkdir(parents=True)
     (elsewhere / "b/c").write_text("precious")
@@ -488,7 +488,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small_disk: Path) -> None:
-    """P37: ENOSPC half-way through an object is a StoreError with what to do; the object is gone and its space is free."""
+    """P37: ENOSPC half-way is a StoreError with what to do; the object is gone and its space is free."""
     store = LocalStore(small_disk / "run")
     store.put("a/old", [pattern(1 << 20)])
     for _ in range(3):

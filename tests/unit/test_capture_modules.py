@@ -173,9 +173,11 @@ def test_a_module_with_its_own_way_to_restore_is_asked() -> None:
     seen: list[str] = []
 
     class Own(nn.Linear):
-        def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-            seen.append("method")
-            super()._load_from_state_dict(state_dict, prefix, *rest)
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, how: Any, *rest: Any) -> None:
+            seen.append(f"method {how['version']}")
+            super()._load_from_state_dict(state_dict, prefix, how, *rest)
 
     module, fresh = nn.Sequential(Own(2, 2)), nn.Sequential(Own(2, 2))
     restore(save({"model": module}), {"model": fresh})
@@ -185,7 +187,7 @@ def test_a_module_with_its_own_way_to_restore_is_asked() -> None:
     plain = nn.Linear(2, 2)
     restore(save({"model": plain}), {"model": hooked})
     same_module(plain, hooked)
-    assert seen == ["method", "hook"]
+    assert seen == ["method 3", "hook"]
 
 
 def test_weight_norm_and_spectral_norm_come_back() -> None:

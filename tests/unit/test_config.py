@@ -72,7 +72,9 @@ def test_pydantic_refuses_what_we_refuse(bad: dict[str, Any]) -> None:
 
 def test_pydantic_builds_the_same_options() -> None:
     """Options that come as JSON, as a deployment's parameters do, are the same as those made by hand."""
-    made = TypeAdapter(CheckpointConfig).validate_json('{"checkpoint_dir": "runs/x", "step_interval": 5, "keep_best": 0}')
+    made = TypeAdapter(CheckpointConfig).validate_json(
+        '{"checkpoint_dir": "runs/x", "step_interval": 5, "keep_best": 0}'
+    )
     assert made == CheckpointConfig(checkpoint_dir="runs/x", step_interval=5)
     assert TypeAdapter(CheckpointConfig).dump_python(made)["max_num_checkpoints"] == 3
 

@@ -73,7 +73,7 @@ def test_number_ten_comes_after_nine(history: History) -> None:
 
 
 class AnswerLost(LocalStore):
-    """Store the entry, and report what a client reports whose answer was lost: that it is there already, or an error."""
+    """Store the entry and report what a client does whose answer was lost: that it exists, or an error."""
 
     error: Exception = ObjectExistsError("the object exists already")
 
@@ -106,7 +106,7 @@ class Refused(LocalStore):
 
 
 def test_a_refused_put_is_sent_again_and_then_given_up(history: History) -> None:
-    """P28: the same bytes go to the same number a few times; after that the error is raised and nothing is committed."""
+    """P28: the same bytes go to the same number a few times; then the error is raised, and nothing is committed."""
     store = Refused(history.store.url)
     store.times = 2
     assert commit(History(store), 5) == 1
@@ -154,13 +154,17 @@ class Raced(LocalStore):
 def test_an_entry_between_look_and_put_is_built_upon(history: History) -> None:
     """P33, P64: an evaluator's entry that came first stays, and the commit is made again upon the state after it."""
     store = Raced(history.store.url)
-    store.happening = lambda name: commit(history, 1, owner=None) and None  # type: ignore[func-returns-value]
+
+    def lease(name: str) -> None:
+        commit(history, 1, owner=None)
+
+    store.happening = lease
     assert commit(History(store), 2) == 2
     assert steps(history.head()) == [1, 2]
 
 
 def test_a_take_over_between_look_and_put_fences(history: History) -> None:
-    """P33: the directory changed hands at the last moment: the commit is refused, and nothing of it is in the ledger."""
+    """P33: the directory changed hands at the last moment: the commit is refused and leaves no entry."""
 
     def take(name: str) -> None:
         history.append({"kind": "owner"}, lambda state, n: state.with_owner(OTHER, None, "min"), owner=None)
@@ -175,9 +179,13 @@ def test_a_take_over_between_look_and_put_fences(history: History) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"torn", b"\0" * 700, b"{}"])
 def test_something_foreign_in_the_number_is_passed_over(history: History, body: bytes) -> None:
-    """P33, P35: torn or foreign bytes in a number count as "nothing happened"; the next number is used, and it is reported."""
+    """P33, P35: torn or foreign bytes in a number count as "nothing happened"; the next number is used."""
     store = Raced(history.store.url)
-    store.happening = lambda name: Path(history.store.url, name).write_bytes(body) and None
+
+    def intrude(name: str) -> None:
+        Path(history.store.url, name).write_bytes(body)
+
+    store.happening = intrude
     assert commit(History(store), 2) == 2
     assert steps(history.head()) == [2]
     assert history.head().damaged == ()  # … it lies below a good one
@@ -340,7 +348,9 @@ def sealed(body: dict[str, Any]) -> bytes:
     return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
 
 
-@pytest.mark.parametrize("body", [{}, {"version": None}, {"version": 1}, {"run_key": "mine"}, {"version": 0, "run_key": "m"}])
+@pytest.mark.parametrize(
+    "body", [{}, {"version": None}, {"version": 1}, {"run_key": "mine"}, {"version": 0, "run_key": "m"}]
+)
 def test_a_format_file_that_nobody_wrote_is_damage(history: History, body: dict[str, Any]) -> None:
     """P49: missing fields are damage, even where the digest fits."""
     history.create("mine")

@@ -110,7 +110,7 @@ def test_a_header_that_is_too_long_is_refused() -> None:
     ids=["many", "long names", "names that JSON escapes"],
 )
 def test_a_hundred_thousand_tensors_are_cut_into_files_that_can_be_read(count: int, name: str) -> None:
-    """P42: 10⁵ tensors, and fewer with long names or such that JSON escapes, give several files with headers in the limit."""
+    """P42: 10⁵ tensors, or fewer with long or escaped names, give several files with headers in the limit."""
     wanted = [TensorSpec(name.format(number), "float32", (2, 2)) for number in range(count)]
     parts = plan_parts(wanted, 1 << 40)
     assert [spec for part in parts for spec in part] == wanted
@@ -185,14 +185,16 @@ def entry(*offsets: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any
     ids=str,
 )
 def test_a_hostile_header_is_an_integrity_error(entries: Any, data_bytes: int) -> None:
-    """P49: a header that no writer made (gaps, overlaps, infinite or negative numbers, no JSON) is refused as damaged."""
+    """P49: a header that no writer made (gaps, overlaps, infinite or negative numbers) is refused as damaged."""
     with pytest.raises(IntegrityError):
         parse_header(*header_of(entries, data_bytes))
 
 
-@pytest.mark.parametrize("prefix", [b"", b"\0" * 7, struct.pack("<Q", 1 << 63), struct.pack("<Q", MAX_HEADER_BYTES + 1)])
+@pytest.mark.parametrize(
+    "prefix", [b"", b"\0" * 7, struct.pack("<Q", 1 << 63), struct.pack("<Q", MAX_HEADER_BYTES + 1)]
+)
 def test_a_claimed_length_takes_no_memory(prefix: bytes) -> None:
-    """P42, P49: a length that is cut off, or larger than any that is written, is refused before memory is taken for it."""
+    """P42, P49: a length that is cut off, or larger than any that is written, is refused before memory is taken."""
     with pytest.raises(IntegrityError):
         parse_header(prefix, 1 << 62)
 

@@ -88,7 +88,8 @@ def test_a_save_without_a_parent_leaves_marks_alone() -> None:
 @given(st.lists(st.integers(0, 5), max_size=12))
 def test_the_line_of_the_last_commit_is_never_abandoned(parents: list[int]) -> None:
     """P71: whatever the run goes back to, its present line is first, newest to oldest, and all else comes after it."""
-    state, line = State(), {}
+    state = State()
+    line: dict[str, list[str]] = {}
     known: list[Checkpoint] = []
     for n, choice in enumerate(parents, start=1):
         parent = known[-1 - choice % len(known)] if known else None
@@ -105,7 +106,7 @@ def test_the_line_of_the_last_commit_is_never_abandoned(parents: list[int]) -> N
 
 
 def test_what_is_retired_takes_its_facts_with_it() -> None:
-    """P64, P65: pins, leases and evaluations of a retired checkpoint go; its objects are named until they are deleted."""
+    """P64, P65: pins, leases and evaluations of a retired checkpoint go; its objects stay named until deleted."""
     state = run_of((10, None), (20, "10@1")).with_pin("10@1", "mine").with_pin("20@2", "mine")
     for digest in ("10@1", "20@2"):
         state = state.with_lease(lease(digest), 0.0).with_evaluation(evaluation(digest))
@@ -179,7 +180,14 @@ def test_releasing_keeps_who_it_was() -> None:
 
 
 def entry(state: State, **more: Any) -> Entry:
-    fields: dict[str, Any] = {"n": 3, "epoch": 1, "nonce": "c" * 32, "previous": None, "at": "2024", "event": {"kind": "note"}}
+    fields: dict[str, Any] = {
+        "n": 3,
+        "epoch": 1,
+        "nonce": "c" * 32,
+        "previous": None,
+        "at": "2024",
+        "event": {"kind": "note"},
+    }
     return Entry(**{**fields, **more}, state=state)
 
 

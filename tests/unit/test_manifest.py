@@ -81,7 +81,20 @@ def test_what_is_no_version_is_damage(version: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/../../x", "/etc/passwd", "simplecache::http://host/x", "file:///x", "", ".", "a\0b", "a\n", 3, None, []],
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "simplecache::http://host/x",
+        "file:///x",
+        "",
+        ".",
+        "a\0b",
+        "a\n",
+        3,
+        None,
+        [],
+    ],
 )
 @pytest.mark.parametrize("place", ["index", "objects"])
 def test_a_hostile_name_never_becomes_a_path(name: Any, place: str) -> None:

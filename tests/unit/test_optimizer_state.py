@@ -183,11 +183,11 @@ def test_moments_that_are_there_are_copied_into() -> None:
     assert moments(state) == {"a": 0.1, "b": 0.2, "c": 0.3}
 
 
-def test_moments_of_another_dtype_are_replaced() -> None:
-    """P17: a state that is float64 here and float32 in the checkpoint is float32 afterwards."""
+@pytest.mark.parametrize("other", [torch.zeros(2, dtype=torch.float64), torch.zeros(3, 2), None, 0.5])
+def test_moments_of_another_form_are_replaced(other: Any) -> None:
+    """P17, P50: a state of another dtype, shape or type here is replaced; nothing is cast or broadcast into it."""
     saved, state = save(stepped(three())), stepped(three())
-    entry = state["optimizer"].state[state["model"]["a"]]
-    entry["exp_avg"] = entry["exp_avg"].double()
+    state["optimizer"].state[state["model"]["a"]]["exp_avg"] = other
     restore(saved, state)
     same_state(stepped(three()), state)
 

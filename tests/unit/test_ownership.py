@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks import Checkpointer, CheckpointConfig
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint import ownership
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.ownership import identify, why_free
@@ -137,7 +137,7 @@ def test_a_directory_without_owner_or_released_is_free() -> None:
 
 
 def test_a_living_process_of_this_host_holds_it(sleeper: subprocess.Popen[bytes]) -> None:
-    """P33: a process that lives and shows life keeps its directory; one that lives and is silent for too long does not."""
+    """P33: a process that lives and shows life keeps its directory; one that is silent for too long does not."""
     owner = held_by(sleeper.pid)
     assert why_free(owner, identify(None), 5.0, 120.0) is None
     assert why_free(owner, identify(None), None, 120.0) is None
@@ -181,7 +181,7 @@ def test_a_host_that_was_started_anew_frees_it(sleeper: subprocess.Popen[bytes])
         {"boot_id": "", "pid_namespace": "x"},
     ],
 )
-def test_of_another_host_or_container_only_silence_tells(other: dict[str, str]) -> None:
+def test_of_another_host_or_container_only_silence_tells(other: dict[str, Any]) -> None:
     """P33: a process that cannot be looked at holds its directory until its heartbeat is older than the timeout."""
     owner = replace(identify(None), process_start="12345", **other)
     assert why_free(owner, identify(None), 119.0, 120.0) is None
@@ -198,7 +198,7 @@ def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Chi
     assert other.ask("save 1") == "ok 1"
     before = everything(run_dir)
     ckpt = mine(run_dir)
-    for attempt in (lambda: ckpt.restore({"x": 0}), lambda: ckpt.save(9, {"x": 9}), lambda: ckpt.prune()):
+    for attempt in (lambda: ckpt.restore({"x": 0}), lambda: ckpt.save(9, {"x": 9}), ckpt.prune):
         with pytest.raises(OwnedError, match=f"process {other.process.pid} on ") as caught:
             attempt()
         assert "take_over" in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Chi
 
 
 def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., Child]) -> None:
-    """P33, P69: after SIGKILL the next process goes on from the last commit, without waiting and without being told to."""
+    """P33, P69: after SIGKILL the next process goes on from the last commit at once, without being told to."""
     other = child()
     assert other.ask("save 1") == "ok 1"
     other.kill()
@@ -272,6 +272,7 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
     assert other.ask("restore") == "ok 0 1"
     ckpt = mine(run_dir, take_over=True)
     ckpt.restore({"x": 0})
+    answer = ""
     for n in range(1, 400):
         answer = other.ask(f"step {n}")
         if answer != "ok":
@@ -305,7 +306,7 @@ def test_a_silent_owner_of_another_host_is_followed_after_its_timeout(run_dir: P
 
 
 def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Callable[..., Child]) -> None:
-    """P69, P75: another attempt of one flow run waits while its preempted predecessor commits, and goes on from that."""
+    """P69, P75: another attempt of one flow run waits while its predecessor commits, and goes on from that."""
     other = child(flow_run_id="flow-1")
     assert other.ask("save 1") == "ok 1"
     with pytest.raises(OwnedError):
@@ -333,7 +334,9 @@ def test_the_same_flow_run_waits_no_longer_than_the_grace(
     ckpt.close()
 
 
-def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(
+    run_dir: Path, child: Callable[..., Child]
+) -> None:
     """P68: a normal end releases and removes nothing; the same object can go on if nobody else went on meanwhile."""
     ckpt = mine(run_dir)
     ckpt.save(1, {"x": 1})

@@ -71,7 +71,7 @@ digests = st.sets(st.sampled_from([f"d{place}" for place in range(8)]))
 
 
 @given(facts_of_runs, policies, digests, digests, digests, st.none() | st.sampled_from([f"d{n}" for n in range(8)]))
-def test_some_are_never_removed_whatever_the_policy(
+def test_some_are_never_removed_whatever_the_policy(  # noqa: PLR0917 (Hypothesis gives them)
     facts: list[Fact],
     policy: RetentionPolicy,
     pinned: set[str],
@@ -99,7 +99,7 @@ def test_some_are_never_removed_whatever_the_policy(
 
 @given(facts_of_runs, policies)
 def test_what_no_rule_wants_goes(facts: list[Fact], policy: RetentionPolicy) -> None:
-    """P60: with nothing held, a checkpoint stays exactly when it is among the newest, on the grid, or among the best."""
+    """P60: with nothing held, what stays is among the newest, on the grid, or among the best, and nothing else."""
     best = {fact.manifest_digest for fact in rank_best(facts, policy, {})}
     limit, every = policy.max_num_checkpoints, policy.keep_every_n_steps
     wanted = [

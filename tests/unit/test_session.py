@@ -83,13 +83,14 @@ def test_save_commits_a_step_once(run_dir: Path) -> None:
 
 
 def test_discard_frees_the_program(run_dir: Path) -> None:
-    """A discarded program is freed at once, and the next restore builds a new one."""
+    """A discarded program is freed at once, also when it refers to itself, and the next restore builds a new one."""
     with Checkpointer(config(run_dir)) as ckpt:
         session = LocalSession(ckpt, TINY)
         session.restore()
         session.run(1)
         gc.disable()
         try:
+            session.program.state["model"].owner = session.program
             old = weakref.ref(session.program.state["model"])
             session.discard()
             assert old() is None
