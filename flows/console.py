@@ -94,7 +94,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 def _train_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser("flows.train", "Train a program; started again, the same command goes on where it ended.")
-    parser.add_argument("--steps", type=int, default=700, help="train until this step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="train until this step (default: %(default)s)")
     parser.add_argument("--step-interval", type=int, default=100, help="save every so many (default: %(default)s)")
     parser.add_argument("--batch-steps", type=int, help="steps of one Prefect task (default: as many as take 30 s)")
     return _finish(parser, arguments)

@@ -1,8 +1,8 @@
 """Let processes that are forked from a flow end well: a DataLoader's workers, above all.
 
-Prefect clears its background services in a forked child but leaves their exit hooks, which then fail on what was cleared:
-every worker ends with exit code 1, and the DataLoader raises "worker exited unexpectedly" in the parent [measured with
-3.8.8: five of five loaders with `num_workers=2` within a task].
+Prefect clears its background services in a forked child but leaves their exit hooks, which then fail on what was
+cleared: every worker ends with exit code 1, and the DataLoader raises "worker exited unexpectedly" in the parent
+[measured with 3.8.8: five of five loaders with `num_workers=2` within a task].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["keep_prefect_out_of_forks"]
 
 @cache
 def keep_prefect_out_of_forks() -> None:
-    """Forget, in every child that is forked from now on, the exit hooks of Prefect's services; they run in the parent."""
+    """Forget, in every child that is forked from now on, the exit hooks of Prefect's services; the parent runs them."""
     os.register_at_fork(after_in_child=_forget_exit_hooks)
 
 

@@ -275,7 +275,7 @@ class LocalStore:
 
     def _share(self, path: Path, mode: int) -> None:
         if self._group_access:
-            os.chmod(path, mode)  # (what the umask took from the group; the file is new and ours)
+            os.chmod(path, mode)  # what the umask took from the group; the file is new and ours
 
     def _confirm(self, path: Path, name: str) -> None:
         """Make a new link durable; where that fails, the name is there and nobody can know whether it will stay."""

@@ -12,7 +12,7 @@ from flows.programs.byte_lm import ByteLM
 
 
 class Recording(ByteLM):
-    """Append "index id id …" to `log` for every step; pause `pause_s` a step; die by SIGKILL in step `kill_at`, once."""
+    """Append "index id id …" to `log` at every step; pause `pause_s` a step; die by SIGKILL in step `kill_at`, once."""
 
     def __init__(self, *, log: str, pause_s: float = 0.0, kill_at: int | None = None, **params: Any):
         super().__init__(**params)

@@ -76,7 +76,7 @@ def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
 def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
     base: Path, fast_dir: Path, mode: Mode
 ) -> None:
-    """P28, P30, P31, P46: at every failed call, refused or landed and its answer lost, the next process restores exactly."""
+    """P28, P30, P31, P46: at every failed call, refused or with its answer lost, the next process restores exactly."""
     for n in count(1):
         root = fast_dir / f"{mode}-{n}"
         shutil.copytree(base, root)

@@ -6,7 +6,6 @@ The medium is always checked by a second, independent reader (`stored`), never b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any

@@ -262,7 +262,7 @@ def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_what_is_verified_moves_on(keep: int, run_dir: Path) -> None:
-    """P60: old checkpoints do not stay for ever as the last ones that were read back: new ones are read back in turn."""
+    """P60: old checkpoints do not stay for ever as the last ones that were read back: newer ones are read in turn."""
     with _open(run_dir, max_num_checkpoints=keep) as ckpt:
         for step in range(1, 12):
             ckpt.save(step, _state(step))
@@ -313,7 +313,7 @@ _CHILD = """
 def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
     """P69: SIGTERM (also twice) and Ctrl-C within a step end the process after it, with its checkpoint and no owner."""
     command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(run_dir), name, str(times)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == -getattr(signal, name), found.stderr
     head = open_run(str(run_dir)).head()
     assert [c.step for c in head.state.live] == [5]
@@ -350,7 +350,7 @@ def test_off_the_main_thread_signals_are_left_alone(run_dir: Path) -> None:
             with _open(run_dir) as ckpt:
                 ckpt.save(1, _state(1.0))
                 assert signal.getsignal(signal.SIGTERM) is before
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (the test's thread hands every failure to the test)
             errors.append(error)
 
     thread = threading.Thread(target=work)

@@ -85,7 +85,7 @@ def test_options_cannot_be_changed_or_given_by_position() -> None:
     with pytest.raises(FrozenInstanceError):
         config.step_interval = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
-        CheckpointConfig("runs/x")  # type: ignore[misc]
+        CheckpointConfig("runs/x")  # type: ignore[call-arg]
 
 
 def test_the_list_of_options_is_pinned() -> None:

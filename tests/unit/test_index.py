@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -69,14 +70,12 @@ def test_other_bytes_are_refused_before_they_are_parsed() -> None:
 @given(st.integers(0, 3000), st.integers(0, 255))
 def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -> None:
     """P49: even where the digest fits, an index that makes no sense raises our error and nothing else."""
-    data = bytearray(write_index(rows_of([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "bool", (3,))])))
-    data[at % len(data)] = value
-    try:
-        rows = read_index(bytes(data), digest=digest_hex(data), name="index.arrow")
+    changed = bytearray(write_index(rows_of([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "bool", (3,))])))
+    changed[at % len(changed)] = value
+    data = bytes(changed)
+    with suppress(CkptError):
+        rows = read_index(data, digest=digest_hex(data), name="index.arrow")
         coverage_faults(rows)
-    except CkptError:
-        pass
-    else:
         assert all(isinstance(found, IndexRow) for found in rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -54,9 +54,10 @@ def almost_tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """Draw a tensor cut at random places, then perhaps damaged: a box dropped, doubled, moved or resized."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    spans = [list(zip(c[:-1], c[1:], strict=True)) or [(0, 0)] for c in cuts]
-    found = [Box(tuple(a for a, _ in spot), tuple(b - a for a, b in spot)) for spot in product(*spans)]
-    if found and draw(st.booleans()):
+    spans = [list(pairwise(c)) or [(0, 0)] for c in cuts]
+    found: list[Box] = [Box(tuple(a for a, _ in spot), tuple(b - a for a, b in spot)) for spot in product(*spans)]
+    damaged: bool = draw(st.booleans())
+    if found and damaged:
         at = draw(st.integers(0, len(found) - 1))
         box = found[at]
         match draw(st.sampled_from(["drop", "double", "move", "resize", "swap", "empty", "rank"])):
@@ -69,12 +70,12 @@ def almost_tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
             case "resize":
                 found[at] = Box(box.offset, tuple(n + draw(st.integers(-1, 1)) for n in box.shape))
             case "swap":
-                found[at] = Box(draw(st.permutations(box.offset).map(tuple)), box.shape)
+                found[at] = Box(tuple(draw(st.permutations(box.offset))), box.shape)
             case "empty":
                 found.append(Box(box.offset, (0,) * len(box.shape)))
             case "rank":
                 found[at] = Box((*box.offset, 0), (*box.shape, 1))
-    return shape, draw(st.permutations(found))
+    return shape, list(draw(st.permutations(found)))
 
 
 @given(almost_tilings())

@@ -126,7 +126,9 @@ def test_nan_is_never_best_and_ties_go_to_the_newer(facts: list[Fact], policy: R
         for place, fact in enumerate(facts)
         if "loss" in fact.metrics and not math.isnan(fact.metrics["loss"])
     ]
-    assert [facts.index(fact) for fact in ranked] == [place for _, place in sorted(numbers)[: policy.keep_best]]
+    assert [[fact.manifest_digest for fact in facts].index(fact.manifest_digest) for fact in ranked] == [
+        place for _, place in sorted(numbers)[: policy.keep_best]
+    ]
 
 
 def test_the_best_does_not_push_the_newest_out() -> None:

@@ -215,27 +215,20 @@ def test_a_set_has_one_form_whatever_the_hash_seed() -> None:
     assert len(texts) == 1
 
 
+TAGS = [
+    f"~{name}"
+    for name in (
+        *("tensor", "dict", "odict", "counter", "tuple", "set", "frozenset", "deque", "bytes", "complex", "float"),
+        *("datetime", "date", "timedelta", "torch", "numpy", "os.system"),
+    )
+]
 jsons = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.floats(allow_nan=False) | st.text(max_size=6),
     lambda inside: (
         st.lists(inside, max_size=4)
         | st.dictionaries(st.text(max_size=3), inside, max_size=2)
         | st.tuples(
-            st.sampled_from(
-                [
-                    "~tensor",
-                    "~dict",
-                    "~odict",
-                    "~counter",
-                    "~tuple",
-                    "~set",
-                    "~frozenset",
-                    "~deque",
-                    "~bytes",
-                    "~complex",
-                ]
-                + ["~float", "~datetime", "~date", "~timedelta", "~torch", "~numpy", "~os.system"]
-            ),
+            st.sampled_from(TAGS),
             inside,
         ).map(lambda pair: dict([pair]))
     ),

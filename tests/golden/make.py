@@ -1,0 +1,182 @@
+"""Write the golden run of this version of the format: `python -m tests.golden.make`, from the root of a checkout.
+
+A run directory that was checked in is never written again: every later version must read it as it is. Until the first
+release the format may still change, and then so may the run: delete `tests/golden/v1/run`, call this again, and look at
+the difference. From the first release on a new version of the format gets a directory of its own (`v2/run`, beside a
+test that reads both).
+
+Whatever would differ from one machine or moment to the next (host, process, time, random names, seconds waited) is
+fixed here, so that two calls with the same versions of Python and torch write the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import shutil
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, date, datetime, timedelta, timezone
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
+from ckpt_tasks.checkpoint import checkpointer, history
+from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.manifest import FORMAT_VERSION
+
+HERE = Path(__file__).parent
+RUN_KEY = "golden"
+
+
+def state_at(k: int) -> dict[str, Any]:
+    """Return the state of the k-th checkpoint; the test says once more, in its own words, what is in it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        for n, value in enumerate(model.state_dict().values()):
+            value.copy_((torch.arange(value.numel()).reshape(value.shape) + n) * k)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for n, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {
+            "step": torch.tensor(3.0 * k),
+            "exp_avg": torch.full_like(parameter, n + k / 4),
+            "exp_avg_sq": torch.full_like(parameter, n + k / 2),
+        }
+    for _ in range(2 * k):
+        optimizer.step()  # no parameter has a gradient: nothing moves
+        scheduler.step()
+    sampler = ResumableSampler(100, 8, seed=3)
+    for _ in range(5 * k):
+        sampler.advance()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": sampler,
+        "noise": torch.Generator().manual_seed(10 * k),
+        "tensors": tensors_at(k),
+        "values": values_at(k),
+    }
+
+
+def tensors_at(k: int) -> dict[str, Any]:
+    """Return tensors of the kinds that a writer gets wrong first."""
+    bf16 = torch.tensor([0.5, -0.0, 1.0, 3.0]).mul(k).to(torch.bfloat16)
+    return {
+        "bf16": bf16,
+        "tied": bf16,
+        "complex128": torch.tensor([1 + 2j, -3.5j], dtype=torch.complex128) * k,
+        "bool": torch.tensor([[True, False, k == 1]]),
+        "rank 0": torch.tensor(-7 * k),
+        "empty": torch.empty(0, 3, dtype=torch.float64),
+        "fp8": torch.tensor([0.5, 2.0]).mul(k).to(torch.float8_e4m3fn),
+        "uint16": torch.tensor([0, 65535 - k]).to(torch.uint16),
+        "transposed": torch.arange(6, dtype=torch.int32).reshape(2, 3).mul(k).t(),
+        "leaf": torch.tensor([float("nan"), 1.0 * k], requires_grad=True),
+        "array": np.array([[1, 2], [3, 4]], dtype=np.int8) * np.int8(k),
+    }
+
+
+def values_at(k: int) -> dict[str, Any]:
+    """Return a value for every entry of the tree's vocabulary."""
+    return {
+        "plain": [None, True, False, 0, -(10**30) * k, 0.1, "ü\n", ""],
+        "floats": [float("nan"), float("inf"), float("-inf"), -0.0],
+        "keys": {"0": "text", 0: "number", None: k, (1, "a"): []},
+        "~tilde": {"~tensor": "no tensor"},
+        "tuple": (1, (2, ())),
+        "sets": [{3, 1, 2}, frozenset({"a", ("b", k)})],
+        "deque": deque([1, 2, 3], maxlen=3 + k),
+        "ordered": OrderedDict([("b", 1), ("a", k)]),
+        "counter": Counter({"x": 2, "y": k}),
+        "complex": complex(1, float("inf")),
+        "bytes": b"\0\xff" * k,
+        "times": [
+            datetime(2024, 2, 29, 12, 30, 1, 5),
+            datetime(2024, 2, 29, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+            date(1970, 1, k),
+            timedelta(days=-1, microseconds=k),
+        ],
+        "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 0, k])],
+        "numpy": [np.float32(0.1), np.int64(-k), np.bool_(True)],
+    }
+
+
+def make(directory: Path) -> None:
+    """Write the run: step 9, step 10, a pin, a note, an evaluation, and a release."""
+    config = CheckpointConfig(
+        checkpoint_dir=str(directory), run_key=RUN_KEY, max_num_checkpoints=None, best_metric="loss"
+    )
+    with fixed(), Checkpointer(config) as ckpt:
+        for k, loss in ((1, float("nan")), (2, 0.25)):
+            random.seed(k)
+            np.random.seed(k)  # noqa: NPY002 (NumPy's global generator is part of the state)
+            state = state_at(k)
+            torch.manual_seed(k)  # after building the model, which draws
+            ckpt.save(8 + k, state, metrics={"loss": loss}, epoch=k)
+        ckpt.pin(9, "golden")
+        ckpt.note("made", by="tests/golden/make.py")
+        run = open_run(str(directory), RUN_KEY)
+        run.record_evaluation(run.find(10), "quick", {"accuracy": 0.75, "loss": float("inf")})
+    (directory / heartbeat_name(1)).unlink()  # a sign of life is no part of what a run is
+    (directory / heartbeat_name(1)).parent.rmdir()
+
+
+@contextmanager
+def fixed() -> Iterator[None]:
+    """Fix who writes, when, how long it takes, and the random names."""
+    numbers = count(1)
+    owner = Owner(
+        epoch=0,
+        id=f"{0:032x}",
+        flow_run_id=None,
+        host="golden",
+        machine_id="",
+        boot_id="",
+        pid_namespace="",
+        pid=1,
+        process_start="1",
+        taken_at="",
+    )
+
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (checkpointer, "identify", lambda flow_run_id: owner),
+        (checkpointer, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: 0.0)),
+        (history, "datetime", Noon),
+        (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
+    ]
+    before = [(place, name, getattr(place, name)) for place, name, _ in replaced]
+    torch.set_num_threads(1)
+    try:
+        for place, name, value in replaced:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+if __name__ == "__main__":
+    target = HERE / f"v{FORMAT_VERSION}" / "run"
+    if target.exists():
+        raise SystemExit(f"{target} exists: see this module's first lines")
+    try:
+        make(target)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
