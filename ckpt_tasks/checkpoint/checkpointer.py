@@ -341,6 +341,7 @@ class Checkpointer:
         if self._plan is None or self._plan.signature != signature_of(tensors):
             self._drop_plan()
             self._plan = plan_snapshot(tensors, self._pool)
+            self._pool.trim()
         return self._plan
 
     def _drop_plan(self) -> None:

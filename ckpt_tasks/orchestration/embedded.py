@@ -21,6 +21,8 @@ from prefect.settings import get_current_settings
 
 __all__ = ["start_embedded_server"]
 
+_PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for the first start with its new database
+
 # Waits until either process has ended, then ends the second one: by descriptors, as a process id may be used again.
 _WATCH = """
 import os, select, signal, sys
@@ -48,7 +50,7 @@ def start_embedded_server() -> bool:
     server = SubprocessASGIServer()
     settings.home.mkdir(parents=True, exist_ok=True)
     with _ctrl_c_blocked(), _output_to(settings.home / "embedded-server.log"):
-        server.start()
+        server.start(timeout=_PATIENCE_S)
     if server.server_process is not None and hasattr(os, "pidfd_open"):
         command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(server.server_process.pid)]
         nothing = subprocess.DEVNULL

@@ -44,6 +44,10 @@ class BufferPool:
         """Take a buffer back; whoever gives it must not look at it again."""
         self._free.append(buffer)
 
+    def trim(self) -> None:
+        """Let the free buffers go: those of a structure that is no more would add up while a state grows."""
+        self._free.clear()
+
 
 class Image:
     """One file of a snapshot in memory: its group, its name, its layout and its bytes."""

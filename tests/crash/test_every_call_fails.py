@@ -88,6 +88,11 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
         assert newest == 4 or reported != 4, calls.where
         # An error of the save says that the old one is still the newest, or that nobody can know.
         assert error is None or newest == 3 or isinstance(error, CommitUncertainError), (calls.where, error)
+        # A write, fsync or name of the data that failed is never committed, also where the bytes are there.
+        data = "/checkpoint_" in calls.where and not calls.where.startswith("unlink")
+        assert not data or (error is not None and newest == 3), calls.where
+        # What fails after the commit is upkeep: the next save does it.
+        assert error is None or ckpt.last_commit is None, (calls.where, error)
         check_run(root, newest)
         shutil.rmtree(root)
         if not calls.reached:

@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
-import httpx
 import pytest
 from prefect.settings import PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
@@ -55,8 +55,8 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
         if process.poll() is not None:
             break
         try:
-            if httpx.get(f"{url}/health").status_code == 200:
+            with urlopen(f"{url}/health", timeout=10):
                 return
-        except httpx.TransportError:
+        except OSError:
             time.sleep(0.2)
     raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")

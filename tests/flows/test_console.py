@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,14 @@ class Runs:
         return process.returncode, said
 
     def wait_for_step(self, step: int) -> None:
-        """Return when a checkpoint of this step or a later one is committed."""
-        until(lambda: bool(self.steps()) and self.steps()[0] >= step)
+        """Return when a checkpoint of this step or a later one is committed; fail where no process is left to do it."""
+
+        def committed() -> bool:
+            ended = [process for process in self._started if process.poll() is not None]
+            assert len(ended) < len(self._started), ended[-1].communicate()[0]
+            return bool(self.steps()) and self.steps()[0] >= step
+
+        until(committed)
 
     def steps(self) -> list[int]:
         try:
@@ -79,9 +86,11 @@ class Runs:
         for process in self._started:
             if process.poll() is None:
                 process.kill()
+        for server in self.servers():  # before communicate: an orphan may hold the pipe
+            with suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)
+        for process in self._started:
             process.communicate()
-        for server in self.servers():
-            os.kill(server, signal.SIGKILL)
 
 
 def until(done: Callable[[], bool]) -> None:

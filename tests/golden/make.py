@@ -102,7 +102,7 @@ def values_at(k: int) -> dict[str, Any]:
         "complex": complex(1, float("inf")),
         "bytes": b"\0\xff" * k,
         "times": [
-            datetime(2024, 2, 29, 12, 30, 1, 5),
+            datetime(2024, 2, 29, 12, 30, 1, 5),  # noqa: DTZ001 (a time without a zone has to come back without one)
             datetime(2024, 2, 29, tzinfo=timezone(timedelta(hours=5, minutes=30))),
             date(1970, 1, k),
             timedelta(days=-1, microseconds=k),

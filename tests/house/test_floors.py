@@ -104,7 +104,7 @@ def test_every_folder_is_a_floor() -> None:
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_only_its_own_modules_import(package: str) -> None:
-    """A foreign package is imported where the architecture says, and nowhere else; pickle nowhere."""
+    """P21: a foreign package is imported where the architecture says, and nowhere else; pickle nowhere."""
     wrong = [
         where(path, line)
         for path in SHIPPED

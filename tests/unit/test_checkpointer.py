@@ -119,7 +119,7 @@ def test_going_back_leaves_the_other_line(run_dir: Path) -> None:
 
 
 def test_saving_over_a_run_without_restoring(run_dir: Path) -> None:
-    """A process that has not restored may not save over what is there; nor one that others have overtaken."""
+    """P33: a process that has not restored may not save over what is there; nor one that others have overtaken."""
     first = _open(run_dir)
     first.save(1, _state(1.0))
     first.close()
@@ -135,7 +135,7 @@ def test_saving_over_a_run_without_restoring(run_dir: Path) -> None:
 
 
 def test_a_bad_state_writes_nothing(run_dir: Path) -> None:
-    """What cannot be stored is refused by its path before anything is written, as is a step that is none."""
+    """P7: what cannot be stored is refused by its path before anything is written, as is a step that is none."""
     ckpt = _open(run_dir)
     with pytest.raises(UnsupportedStateError) as caught:
         ckpt.save(1, {"model": nn.Linear(2, 2), "extra": {"lock": threading.Lock()}})
@@ -162,7 +162,7 @@ def test_a_state_that_does_not_fit(run_dir: Path) -> None:
 
 
 def test_a_directory_of_another_run(run_dir: Path) -> None:
-    """A directory of another run is refused, and stays as it is."""
+    """P52: a directory of another run is refused, and stays as it is."""
     with _open(run_dir, run_key="one") as ckpt:
         ckpt.save(1, _state(1.0))
     before = sorted(path.name for path in run_dir.rglob("*"))

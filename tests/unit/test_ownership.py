@@ -19,7 +19,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint import ownership
 from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.ownership import identify, why_free
+from ckpt_tasks.checkpoint.ownership import acquire, identify, why_free
 from ckpt_tasks.errors import FencedError, OwnedError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.format.ledger import Owner
@@ -254,16 +254,39 @@ def test_the_other_way_round_this_process_is_fenced(run_dir: Path, child: Callab
     assert [c.step for c in first.checkpoints()][:2] == [4, 3]
 
 
-def test_taking_over_is_asked_for_once(run_dir: Path) -> None:
-    """P33: a process that was told to take over does not take the directory back from whoever takes it later."""
-    first = mine(run_dir, take_over=True)
-    first.save(1, {"x": 1})
-    second = mine(run_dir)
-    second.restore({"x": 0})
-    with pytest.raises(FencedError):
-        first.save(2, {"x": 2})
-    second.save(3, {"x": 3})
-    second.close()
+def test_taking_over_is_asked_for_once(run_dir: Path, child: Callable[..., Child]) -> None:
+    """P33: a process that was told to take over does not take the directory back from whoever holds it later."""
+    ckpt = mine(run_dir, take_over=True)
+    ckpt.save(1, {"x": 1})
+    ckpt.close()
+    other = child()
+    assert other.ask("restore") == "ok 1 1"
+    with pytest.raises(OwnedError):
+        ckpt.save(2, {"x": 2})
+    assert other.ask("save 2") == "ok 2"
+
+
+class Overtaken(LocalStore):
+    """Let another process take the directory between the look at the ledger and the put."""
+
+    overtaken = False
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        if not self.overtaken and name.startswith("ledger/"):
+            self.overtaken = True
+            acquire(History(LocalStore(self.root)), identify(None), take_over=True, timeout_s=120.0)
+        super().put_if_absent(name, body)
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+def test_who_is_overtaken_while_taking_the_directory_does_not_get_it(run_dir: Path, take_over: bool) -> None:
+    """P33: of two that both saw a free directory the second is told that it came too late, and writes no entry."""
+    store = Overtaken(run_dir)
+    with pytest.raises(OwnedError, match="first"):
+        acquire(History(store), identify(None), take_over=take_over, timeout_s=120.0)
+    assert store.overtaken
+    assert History(LocalStore(run_dir)).head().next_n == 1
+    assert owner_in(run_dir).epoch == 1
 
 
 def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Callable[..., Child]) -> None:
