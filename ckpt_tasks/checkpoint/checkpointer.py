@@ -14,9 +14,9 @@ from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, identify
+from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run, open_store
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
-from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
 from ckpt_tasks.errors import (
     CkptError,
     CommitUncertainError,
@@ -68,24 +68,25 @@ class Checkpointer:
         self._heartbeat: Heartbeat | None = None
         self._run_key = ""
         self._interrupt = Interrupt()
+        self._entered = False
         self._pool = BufferPool()
         self._plan: SnapshotPlan | None = None
         self._parent: Checkpoint | None = None
-        self._verified: set[str] = set()
-        self._deleted: frozenset[str] = frozenset()
+        self._pruner = Pruner(self._history, config.retention_policy)
         self._damaged: tuple[str, ...] = ()
-        self._swept = False
         self._known_n = -1  # the ledger entry up to which this process knows what has been committed
         self._position = 0
         self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
 
     def __enter__(self) -> Self:
+        self._entered = True
         self._interrupt.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered = False
         self.close()
         self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
 
@@ -125,7 +126,7 @@ class Checkpointer:
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
         self.last_restore, self._parent = report, found
         self._known_n = max(c.n for c in known)
-        self._verified.add(found.manifest_digest)
+        self._pruner.verified.add(found.manifest_digest)
         self._position = found.step
         self._last = SavePoint(step=found.step, epoch=found.epochs, clock_s=time.monotonic())
         return found.step
@@ -225,25 +226,22 @@ class Checkpointer:
         The newest checkpoint that is kept is read back first unless one that is kept has been verified before: the
         last good one is never removed for the sake of one that nobody has read.
         """
-        if dry_run:
-            return self._plan_prune()
-        owner = self._own()
-        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
-        # not count, or nothing newer would ever be read.
-        wanted = self._plan_prune(verified=frozenset())
-        if not all(v.keep for v in wanted) and not self._knows_good(wanted):
-            self._verify_newest()
-        verdicts = self._plan_prune()
-        if not all(v.keep for v in verdicts) and self._knows_good(verdicts):
-            retire(self._history, owner, verdicts, self._deleted)
-        state = self._history.head().state
-        check_owner(state.owner, owner)  # a process that was fenced meanwhile deletes nothing
-        doomed = list(state.retired)
-        if not self._swept:  # what dead owners left can only shrink while we hold the directory: one look is enough
-            doomed += orphans(self._history.store, state)
-            self._swept = True
-        self._deleted = delete_retired(self._history.store, doomed)
-        return verdicts
+        parent = self._parent.manifest_digest if self._parent else None
+        return self._pruner.plan(parent) if dry_run else self._pruner.run(self._own(), parent)
+
+    def hold_signals(self, hold: bool) -> None:
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, the one that waits included.
+
+        For whoever waits within the `with` block where nothing trains (the delay before a retry); outside of it this
+        does nothing.
+        """
+        if not self._entered:
+            return
+        if hold:
+            self._interrupt.install()
+        else:
+            self._interrupt.uninstall()
+            self._interrupt.deliver()
 
     def hooks(
         self,
@@ -273,7 +271,7 @@ class Checkpointer:
                 timeout_s=config.owner_timeout_s,
                 best=(config.best_metric, config.best_mode),
             )
-            self._swept = False
+            self._pruner.new_owner()
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
@@ -322,8 +320,8 @@ class Checkpointer:
             saving.discard(self._history.store, task.attempt)
             raise
         cost_s = time.perf_counter() - started
-        saved = saving.commit(self._history, task, sealed, cost_s, self._deleted)
-        self._deleted = frozenset()
+        saved = saving.commit(self._history, task, sealed, cost_s, self._pruner.deleted)
+        self._pruner.deleted = frozenset()
         self.last_commit = self._parent = saved
         self._known_n = saved.n
         self._position = step
@@ -359,25 +357,6 @@ class Checkpointer:
                 f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in live)}",
                 hint="Call restore() first, or use another directory.",
             )
-
-    def _plan_prune(self, verified: frozenset[str] | None = None) -> list[Verdict]:
-        return plan_prune(
-            self._history.head(),
-            self.config.retention_policy,
-            verified=frozenset(self._verified) if verified is None else verified,
-            restored_from=self._parent.manifest_digest if self._parent else None,
-        )
-
-    def _knows_good(self, verdicts: list[Verdict]) -> bool:
-        return any(v.keep and v.manifest_digest in self._verified for v in verdicts)
-
-    def _verify_newest(self) -> None:
-        newest = self.checkpoints()[0]
-        faults = verify_checkpoint(self._history.store, newest)
-        if faults:
-            self.note("damaged", step=newest.step, faults=faults[:5])
-        else:
-            self._verified.add(newest.manifest_digest)
 
     def _pin(self, step: int, reason: str | None) -> None:
         owner = self._own()

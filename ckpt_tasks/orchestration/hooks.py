@@ -113,6 +113,7 @@ class Attempts:
 
     def _before(self, attempt: Attempt) -> Attempt:
         ckpt = self.session.ckpt
+        ckpt.hold_signals(True)
         if not self.session.clean:  # a clean session has just committed: it made progress
             self.session.restore()
             self._check_progress()
@@ -149,6 +150,7 @@ class Attempts:
         if not isinstance(error, OwnerError):  # a fenced process writes nothing, not even evidence
             self._note(attempt, why, error)
         _call(ckpt, "after_failure", replace(attempt, position=ckpt.position, failure=why))
+        ckpt.hold_signals(False)  # nothing trains until the next attempt, and that may be a minute away
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:

@@ -61,7 +61,7 @@ def options(root: Path, **more: Any) -> CheckpointConfig:
 def opened(root: Path, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
     """Return a Checkpointer on a directory whose store makes its calls through `calls`."""
     ckpt = Checkpointer(options(root, **more), take_over=take_over)
-    ckpt._history = History(LocalStore(root, calls=calls))
+    ckpt._history.store = LocalStore(root, calls=calls)
     return ckpt
 
 

@@ -100,7 +100,7 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
     assert n > FEWEST_CALLS
 
 
-@pytest.mark.parametrize("mode", ["refused", "landed"])
+@pytest.mark.parametrize("mode", ["refused", pytest.param("landed", marks=pytest.mark.slow)])
 def test_the_same_process_can_try_again_after_any_failed_call(base: Path, fast_dir: Path, mode: Mode) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
     for n in count(1):

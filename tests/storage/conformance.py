@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ def pattern(size_bytes: int, seed: int = 1) -> bytes:
     """Return bytes in which no two aligned blocks are the same."""
     block = bytes((seed * 31 + n * n + n // 251) % 256 for n in range(4093))
     return (block * (size_bytes // 4093 + 1))[:size_bytes]
+
+
+def files(root: Path) -> list[str]:
+    """List everything below a directory, hidden and temporary names too."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
 class StoreConformance:

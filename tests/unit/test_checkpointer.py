@@ -358,3 +358,24 @@ def test_off_the_main_thread_signals_are_left_alone(run_dir: Path) -> None:
     thread.join()
     assert errors == []
     assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [1]
+
+
+def test_signals_can_be_let_through_between_attempts(run_dir: Path) -> None:
+    """P69: where nothing trains a signal acts at once, also one that came before; then they are held back again."""
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with _open(run_dir) as ckpt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert called == []
+            ckpt.hold_signals(False)
+            assert len(called) == 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(called) == 2
+            ckpt.hold_signals(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(called) == 2
+            ckpt.step(1, _state(1.0))
+            assert len(called) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -374,10 +374,10 @@ def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(
 
 
 def test_of_several_that_take_it_at_once_one_gets_it(run_dir: Path, child: Callable[..., Child]) -> None:
-    """P33: five processes start on a directory whose owner died; exactly one holds it, the others are told."""
-    dead, *others = [child() for _ in range(6)]
+    """P33: three processes start on a directory whose owner died; exactly one holds it, the others are told."""
+    dead, *others = [child() for _ in range(4)]
     assert dead.ask("restore") == "ok 0 1"
     dead.kill()
     for other in others:
         other.tell("restore")
-    assert sorted(other.answer().split()[0] for other in others) == ["OwnedError"] * 4 + ["ok"]
+    assert sorted(other.answer().split()[0] for other in others) == ["OwnedError"] * 2 + ["ok"]

@@ -1,0 +1,68 @@
+"""Prune as an owner does it: decide, read back what must be known to be good, retire, delete, sweep."""
+
+from __future__ import annotations
+
+from ckpt_tasks.checkpoint.history import History, check_owner
+from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
+from ckpt_tasks.format.ledger import Owner, lineage
+from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
+
+__all__ = ["Pruner"]
+
+
+class Pruner:
+    """Remember, for one owner, which checkpoints are known to be good and which retired objects are gone.
+
+    `verified` holds the identities of checkpoints that this process restored or read back; `deleted` names what the
+    next commit can strike off the ledger's list of retired objects.
+    """
+
+    def __init__(self, history: History, policy: RetentionPolicy):
+        self.verified: set[str] = set()
+        self.deleted: frozenset[str] = frozenset()
+        self._history = history
+        self._policy = policy
+        self._swept = False
+
+    def plan(self, going_on_from: str | None, verified: frozenset[str] | None = None) -> list[Verdict]:
+        """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
+        known = frozenset(self.verified) if verified is None else verified
+        return plan_prune(self._history.head(), self._policy, verified=known, restored_from=going_on_from)
+
+    def new_owner(self) -> None:
+        """Look for what dead owners left once more: the directory was another's in between."""
+        self._swept = False
+
+    def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
+        """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
+
+        Raises FencedError where the directory is another's by now; nothing is deleted then.
+        """
+        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
+        # not count, or nothing newer would ever be read.
+        wanted = self.plan(going_on_from, verified=frozenset())
+        if not all(v.keep for v in wanted) and not self._knows_good(wanted):
+            self._verify_newest(owner)
+        verdicts = self.plan(going_on_from)
+        if not all(v.keep for v in verdicts) and self._knows_good(verdicts):
+            retire(self._history, owner, verdicts, self.deleted)
+        state = self._history.head().state
+        check_owner(state.owner, owner)
+        doomed = list(state.retired)
+        if not self._swept:  # what dead owners left can only shrink while we hold the directory: one look is enough
+            doomed += orphans(self._history.store, state)
+            self._swept = True
+        self.deleted = delete_retired(self._history.store, doomed)
+        return verdicts
+
+    def _knows_good(self, verdicts: list[Verdict]) -> bool:
+        return any(v.keep and v.manifest_digest in self.verified for v in verdicts)
+
+    def _verify_newest(self, owner: Owner) -> None:
+        newest = lineage(self._history.head().state.live)[0]
+        faults = verify_checkpoint(self._history.store, newest)
+        if not faults:
+            self.verified.add(newest.manifest_digest)
+            return
+        event = {"kind": "note", "note": "damaged", "step": newest.step, "faults": faults[:5]}
+        self._history.append(event, lambda state, n: state, owner=owner)

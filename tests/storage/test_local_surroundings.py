@@ -1,0 +1,203 @@
+"""The local directory as a store: what else lies there, who may read it, and what happens when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage.local import LocalStore
+from tests.storage.conformance import files, pattern
+
+
+@pytest.mark.parametrize(("group", "directory", "file"), [(False, 0o700, 0o600), (True, 0o770, 0o660)])
+def test_what_is_written_is_the_users_own(tmp_path: Path, group: bool, directory: int, file: int) -> None:
+    """Directories are 0700 and files 0600, or 0770 and 0660 with group_access, whatever the umask says."""
+    before = os.umask(0o027)
+    try:
+        store = LocalStore(tmp_path / "run", group_access=group)
+        store.put("a/b/c", [b"x"])
+        store.put_if_absent("a/d", b"x")
+        store.replace("a/e", b"x")
+    finally:
+        os.umask(before)
+    modes = {
+        path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run", *(tmp_path / "run").rglob("*"))
+    }
+    assert modes == {True: directory, False: file}
+    assert files(tmp_path / "run") == ["a", "a/b", "a/b/c", "a/d", "a/e"]
+
+
+def test_a_symbolic_link_is_not_read(tmp_path: Path) -> None:
+    """P42: a link in place of a file is an error, and does not show what it points to."""
+    (tmp_path / "secret").write_text("secret")
+    store = LocalStore(tmp_path / "run")
+    store.put("a/b", [b"x"])
+    (tmp_path / "run/a/link").symlink_to(tmp_path / "secret")
+    for read in (lambda: store.get("a/link", 100), lambda: store.size("a/link")):
+        with pytest.raises(IntegrityError, match="link"):
+            read()
+    assert store.names("") == ["a/b"]
+
+
+def test_a_symbolic_link_is_not_followed_when_deleting(tmp_path: Path) -> None:
+    """P42: where a directory was replaced by a link to another place, nothing there is deleted, whatever the cwd."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "b").mkdir(parents=True)
+    (elsewhere / "b/c").write_text("precious")
+    store = LocalStore(tmp_path / "run")
+    store.put("x", [b""])
+    (tmp_path / "run/a").symlink_to(elsewhere)
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.delete("a/b/c")
+    assert (elsewhere / "b/c").read_text() == "precious"
+    assert store.names("") == ["x"]
+
+
+def test_deleting_a_link_removes_the_link_alone(tmp_path: Path) -> None:
+    """P42: an object that was replaced by a link loses the link, and what it points to stays."""
+    (tmp_path / "precious").write_text("precious")
+    store = LocalStore(tmp_path / "run")
+    store.put("a/b", [b"x"])
+    (tmp_path / "run/a/link").symlink_to(tmp_path / "precious")
+    store.delete("a/link")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert files(tmp_path / "run") == ["a", "a/b"]
+
+
+def test_a_run_directory_behind_a_link_works(tmp_path: Path) -> None:
+    """The run directory itself may be reached through a link, as homes and scratch disks often are."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    store = LocalStore(tmp_path / "home/run")
+    store.put("a/b", [b"x"])
+    store.delete("a/b")
+    assert files(tmp_path / "disk") == ["run"]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_does_not_hang_its_reader(tmp_path: Path) -> None:
+    """P42, P43: a FIFO, a directory or a socket in place of a file is an error at once."""
+    store = LocalStore(tmp_path / "run")
+    store.put("a/b/c", [b"x"])
+    os.mkfifo(tmp_path / "run/a/pipe")
+    for name in ("a/pipe", "a/b"):
+        for read in (lambda name=name: store.get(name, 1), lambda name=name: store.size(name)):
+            with pytest.raises(IntegrityError, match="not a regular file"):
+                read()
+    assert store.names("") == ["a/b/c"]
+
+
+def test_foreign_names_are_neither_listed_nor_deleted(tmp_path: Path) -> None:
+    """P51: what other programs leave in the directory is ignored, and keeps its directory alive."""
+    store = LocalStore(tmp_path / "run")
+    store.put("a/b", [b"x"])
+    foreign = [".DS_Store", "a/.nfs0001", "a/.tmp-0011", "notes (1).txt", "a/ü", "a/x y"]
+    for name in foreign:
+        (tmp_path / "run" / name).write_text("foreign")
+    (tmp_path / "run/1/2/3/4/5").mkdir(parents=True)
+    (tmp_path / "run/1/2/3/4/5/deep").write_text("foreign")
+    assert store.names("") == ["a/b"]
+    store.delete("a/b")
+    assert {*foreign, "1/2/3/4/5/deep"} <= {*files(tmp_path / "run")}
+
+
+@pytest.mark.parametrize("root", ["", "s3://bucket/run", "a\0b", "memory://x"])
+def test_what_is_no_local_directory_is_refused(root: str) -> None:
+    """A URL or an empty name is a ConfigError, not a directory of that name."""
+    with pytest.raises(ConfigError):
+        LocalStore(root)
+
+
+def test_a_file_in_the_way_is_said_to_be_one(tmp_path: Path) -> None:
+    """A file where the run directory, or one in it, should be is an error that says so."""
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(StoreError, match=r"directory|exists"):
+            LocalStore(root).put("a/b", [b"x"])
+    assert LocalStore(tmp_path / "file/run").names("") == []
+
+
+def test_making_a_store_touches_nothing(tmp_path: Path) -> None:
+    """Looking at a run directory that does not exist does not make it."""
+    store = LocalStore(tmp_path / "run")
+    assert store.names("") == []
+    with pytest.raises(ObjectNotFoundError):
+        store.get("format.json", 10)
+    store.delete("a/b")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_says_so(tmp_path: Path) -> None:
+    """An unwritable directory is a StoreError with what to do."""
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(StoreError, match="not writable"):
+        LocalStore(tmp_path / "run").put("a/b", [b"x"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a tmpfs of 4 MiB and 40 files."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    at = tmp_path / "small"
+    at.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=40", "tmpfs", at], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield at
+    subprocess.run(["umount", "-l", at], check=True)
+
+
+def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small_disk: Path) -> None:
+    """P37: ENOSPC half-way is a StoreError with what to do; the object is gone and its space is free."""
+    store = LocalStore(small_disk / "run")
+    store.put("a/old", [pattern(1 << 20)])
+    for _ in range(3):
+        with pytest.raises(StoreError, match="disk is full") as caught:
+            store.put("a/new", [pattern(3 << 20), pattern(1 << 20)])
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(StoreError):
+            store.put_if_absent("a/commit", pattern(4 << 20))
+        assert files(small_disk / "run") == ["a", "a/old"]
+    store.put("a/fits", [pattern(2 << 20)])
+    assert (small_disk / "run/a/old").read_bytes() == pattern(1 << 20)
+
+
+def test_a_disk_without_inodes_is_an_error_that_leaves_nothing(small_disk: Path) -> None:
+    """P37: when no more files can be made the store says so, names nothing new, and goes on when there is room."""
+    store = LocalStore(small_disk / "run")
+
+    def fill() -> None:
+        for n in range(100):
+            store.put(f"a/{n:03d}", [b"x"])
+
+    with pytest.raises(StoreError, match="disk is full"):
+        fill()
+    made = store.names("a/")
+    assert made == [f"a/{n:03d}" for n in range(len(made))]
+    assert files(small_disk / "run/a") == [name.removeprefix("a/") for name in made]
+    with pytest.raises(StoreError):
+        store.put_if_absent("b/commit", b"x")
+    for name in made[:5]:
+        store.delete(name)
+    store.put_if_absent("b/commit", b"x")
+    assert not [name for name in files(small_disk / "run") if ".tmp" in name]
+
+
+def test_two_objects_of_one_name_are_told_apart_by_error(tmp_path: Path) -> None:
+    """P31: writing a taken name is ObjectExistsError, and the first object's file is not removed on the way out."""
+    store = LocalStore(tmp_path / "run")
+    store.put("a/b", [b"first"])
+    with pytest.raises(ObjectExistsError):
+        store.put("a/b", [pattern(3 << 20)])
+    assert (tmp_path / "run/a/b").read_bytes() == b"first"

@@ -1,0 +1,49 @@
+"""What a reader would refuse for its size is refused before it is committed, not when it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.checkpoint import history, opening, save
+from ckpt_tasks.errors import StateError, UnsupportedStateError
+
+
+@pytest.mark.parametrize(
+    ("limit", "readers"), [("MAX_MANIFEST_BYTES", (save, opening)), ("MAX_INDEX_BYTES", (save, opening))]
+)
+def test_a_checkpoint_that_could_not_be_read_is_not_committed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, limit: str, readers: tuple[object, ...]
+) -> None:
+    """P42: a manifest or index over the reader's limit fails the save, and nothing of it is left behind."""
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir)))
+    ckpt.save(1, {"x": "small"})
+    for module in readers:
+        monkeypatch.setattr(module, limit, 5000)
+    names = {f"tensor{n}": float(n) for n in range(2000)}
+    state = {"x": names} if limit == "MAX_MANIFEST_BYTES" else tensors(200)
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(UnsupportedStateError, match="more than the 5000"):
+        ckpt.save(2, state)
+    assert sorted(run_dir.rglob("*")) == before
+    ckpt.close()
+    assert [c.step for c in ckpt.checkpoints()] == [1]
+
+
+def tensors(count: int) -> dict[str, object]:
+    import torch
+
+    return {"x": {f"tensor{n}": torch.zeros(1) for n in range(count)}}
+
+
+def test_a_ledger_entry_that_could_not_be_read_is_not_put(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: a note that is larger than a reader takes is refused, and the ledger goes on."""
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir)))
+    ckpt.save(1, {"x": 1})
+    monkeypatch.setattr(history, "MAX_ENTRY_BYTES", 10_000)
+    with pytest.raises(StateError, match="more than a reader takes"):
+        ckpt.note("failure", text="x" * 20_000)
+    assert ckpt.save(2, {"x": 2}).step == 2
+    ckpt.close()

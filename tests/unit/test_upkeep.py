@@ -1,0 +1,116 @@
+"""Pruning: what counts as left over, what stays although the plan said otherwise, and in which order things go."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.upkeep import orphans, plan_prune, retire
+from ckpt_tasks.errors import FencedError
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
+from ckpt_tasks.format.ledger import Lease, State
+from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.storage.local import LocalStore
+from tests.crash.runs import on_disk, opened, prefix_of, state_of
+from tests.storage.calls import WatchedCalls
+from tests.unit.ledgers import made, owner_of
+
+KEEP_ONE = RetentionPolicy(max_num_checkpoints=1)
+
+
+def put_attempt(store: LocalStore, step: int, epoch: int) -> str:
+    name = attempt_prefix(Attempt(step, epoch, f"{epoch:016x}")) + "model-00000-of-00001-0.safetensors"
+    store.put(name, [b"x"])
+    return name
+
+
+def test_only_what_dead_owners_left_is_an_orphan(run_dir: Path) -> None:
+    """P67: the present owner's attempts may be under way, newer ones are not ours; foreign files stay."""
+    store = LocalStore(run_dir)
+    old, present, newer = (put_attempt(store, 5, epoch) for epoch in (1, 2, 3))
+    for foreign in ("notes.txt", "checkpoint_000000000005/notes.txt", "live/x.json", "evals/x.arrow"):
+        store.put(foreign, [b"mine"])
+    state = State(owner=owner_of(2))
+    assert orphans(store, state) == [old]
+    assert orphans(store, state.released()) == [old, present]
+    assert orphans(store, state.sparing(1)) == []
+    live = made(5, 7)
+    store.put(live.manifest, [b"x"])
+    assert orphans(store, State(owner=owner_of(2), live=(live,))) == [old]
+    assert newer not in orphans(store, state.released())
+
+
+@pytest.fixture
+def history(run_dir: Path) -> History:
+    """Make a run with steps 1, 2, 3, still held by its owner."""
+    ckpt = opened(run_dir, max_num_checkpoints=None)
+    for step in (1, 2, 3):
+        ckpt.save(step, state_of(step))
+    assert ckpt._heartbeat is not None
+    ckpt._heartbeat.stop()
+    return ckpt._history
+
+
+def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> None:
+    """P64, P66: a pin or a lease that came between plan and execution holds the checkpoint and its objects."""
+    head = history.head()
+    owner, (one, two, three) = head.state.owner, head.state.live
+    assert owner is not None
+    verdicts = plan_prune(head, KEEP_ONE)
+    assert [verdict.step for verdict in verdicts if not verdict.keep] == [2, 1]
+    history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, "late"), owner=owner)
+    retired = retire(history, owner, verdicts, frozenset())
+    assert [c.step for c in history.head().state.live] == [2, 3]
+    assert {name.startswith(prefix_of(one)) for name in retired} == {True}
+    assert set(history.head().state.retired) == set(retired)
+    with open_run(history.store.url).lease(two, "nightly"):
+        history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, None), owner=owner)
+        retire(history, owner, plan_prune(head, KEEP_ONE), frozenset())
+        assert [c.step for c in history.head().state.live] == [2, 3]
+    retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
+    assert [c.step for c in history.head().state.live] == [three.step]
+
+
+def test_an_expired_lease_holds_nothing(history: History) -> None:
+    """P64: an evaluation that died does not keep its checkpoint for ever."""
+    head = history.head()
+    owner, one = head.state.owner, head.state.live[0]
+    assert owner is not None
+    lease = Lease(id="x", manifest_digest=one.manifest_digest, holder="dead", expires_at=time.time() - 1)
+    history.append({"kind": "lease"}, lambda state, n: state.with_lease(lease, 0.0), owner=None)
+    retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
+    assert [c.step for c in history.head().state.live] == [3]
+
+
+def test_the_ledger_says_so_before_anything_is_deleted(run_dir: Path, history: History) -> None:
+    """P30, P64: the retire entry is durable before the first object goes, and manifests go before the rest."""
+    calls = WatchedCalls()
+    ckpt = opened(run_dir, calls=calls, max_num_checkpoints=1, take_over=True)
+    ckpt.restore(state_of(0))
+    n = history.head().next_n
+    ckpt.prune()
+    ckpt.close()
+    log = [(name, path.removeprefix(f"{run_dir}/")) for name, path in calls.log]
+    deletions = [path for name, path in log if name == "unlink" and path.startswith("checkpoint_")]
+    first = log.index(("unlink", deletions[0]))
+    committed = log.index(("link", ledger_name(n)))
+    assert ("fsync", f"{run_dir}/ledger".removeprefix(f"{run_dir}/")) in log[committed:first]
+    for step in ("000000000001", "000000000002"):
+        own = [path for path in deletions if step in path]
+        assert len(own) > 3
+        assert own[0].endswith("/manifest.json")
+
+
+def test_a_fenced_process_deletes_nothing(run_dir: Path, history: History) -> None:
+    """P33, P64: who lost the directory between plan and execution removes neither checkpoint nor object."""
+    head = history.head()
+    assert head.state.owner is not None
+    history.append({"kind": "owner"}, lambda state, n: state.with_owner(owner_of(2), None, "min"), owner=None)
+    before = on_disk(run_dir)
+    with pytest.raises(FencedError):
+        retire(history, head.state.owner, plan_prune(head, KEEP_ONE), frozenset())
+    assert on_disk(run_dir) == before
