@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tasks.checkpoint.opening import READ_BYTES, Opened, check_header, merge_runs, verify_run
 from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.image import ALIGNMENT
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.storage.port import Store
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Regions", "distances"]
 
 _READS_KEPT = 4  # where the two sides cut a tensor differently, a region meets several of the other side
-_ALIGNMENT = 4096
 
 
 class Regions:
@@ -54,7 +54,7 @@ class Regions:
         """Return a buffer that holds the region's verified bytes, and where in it they begin."""
         run = self._runs[row.object, row.begin]
         first = run[0]
-        start, known = first.begin % _ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads
+        start, known = first.begin % ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads
         if known in self._kept:
             self._kept.move_to_end(known)
         else:
@@ -72,7 +72,7 @@ class Regions:
         oldest = self._kept.popitem(last=False)[1] if len(self._kept) == _READS_KEPT else None
         if oldest is not None and len(oldest) >= size_bytes:
             return oldest  # fresh memory costs more than the read
-        return mmap.mmap(-1, max(size_bytes, READ_BYTES + _ALIGNMENT))
+        return mmap.mmap(-1, max(size_bytes, READ_BYTES + ALIGNMENT))
 
 
 def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:

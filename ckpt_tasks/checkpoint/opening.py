@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.image import MAX_HEADER_BYTES
+from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, read_index
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
@@ -21,7 +21,7 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["READ_BYTES", "Opened", "SavedGroup", "check_header", "merge_runs", "open_checkpoint", "verify_run"]
 
-READ_BYTES = 16 << 20  # one read; no region is larger
+READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
 
 
 class SavedGroup(NamedTuple):
