@@ -1,4 +1,4 @@
-"""Durable saves and verified restores beside torch.save, safetensors and DCP, and beside the limits of this machine."""
+"""Durable saves, verified restores and restarts beside torch.save, safetensors and DCP, and beside the limits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import state_dict_loader as dcp_state_dict_loader
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver as dcp_state_dict_saver
 
-from benchmarks.states import Trained, build, size_bytes
+from benchmarks import reborn
+from benchmarks.states import Trained, build, flat, size_bytes, states
 from ckpt_tasks import CheckpointConfig, Checkpointer
 
 __all__ = ["measure"]
@@ -34,32 +34,38 @@ _Contenders = dict[str, Callable[[], object]]
 def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
     """Time every contender `rounds` times in shuffled order; return seconds by row and contender, and the state's size.
 
-    Cold: every file is dropped from the page cache before each restore. Warm: it is read once before.
+    Saves are timed in this process, from the third on. Every restore is the first of a new process, as after a crash:
+    its memory has not been touched. Cold: every file is dropped from the page cache before; warm: it is read once.
     """
-    trained, target = build(tiny=tiny, device=device), build(tiny=tiny, seed=1, device=device)
+    trained = build(tiny=tiny, device=device)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    config = CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench", max_num_checkpoints=2)
+    found: dict[str, dict[str, list[float]]] = {}
+    config = CheckpointConfig(checkpoint_dir=str(directory / "saves"), run_key="bench", max_num_checkpoints=2)
     with Checkpointer(config) as ours:
         saves = _saves(directory, trained, ours, device)
-        restores = _restores(directory, trained, target, ours)
-        rows: list[tuple[str, _Contenders, Callable[[Path], None] | None]] = [
-            ("save, durable", saves, None),
-            ("restore, page cache warm", restores, _warm),
-            ("restore, page cache cold", restores, _drop),
-        ]
         for save in (*saves.values(), *saves.values()):
             save()  # the first ones allocate and plan; what is compared is the steady state
-        found: dict[str, dict[str, list[float]]] = {row: {} for row, _, _ in rows}
         for _ in range(rounds):
-            for row, contenders, prepare in rows:
-                for name in random.sample(sorted(contenders), len(contenders)):
-                    os.sync()
-                    if prepare:
-                        prepare(directory)
-                    found[row].setdefault(name, []).append(_seconds(contenders[name], device))
-        ours.restore(target.state)
-        _check_equal(trained, target)
+            for name in random.sample(sorted(saves), len(saves)):
+                os.sync()
+                found.setdefault("save, durable", {}).setdefault(name, []).append(_seconds(saves[name], device))
+    shutil.rmtree(directory)
+    directory.mkdir()
+    with _quiet():
+        reborn.save(directory, trained)
+    for _ in range(rounds):
+        for cache, prepare in (("warm", _warm), ("cold", _drop)):
+            for name in random.sample(sorted(reborn.CONTENDERS), len(reborn.CONTENDERS)):
+                os.sync()
+                prepare(directory)
+                born = time.time()
+                report = reborn.start(name, directory, tiny=tiny, device=device)
+                restores = found.setdefault(f"restore in a new process, page cache {cache}", {})
+                if name != reborn.BARE:
+                    restores.setdefault(name, []).append(report["restore_s"])
+                starts = found.setdefault(f"kill -9, then start to first new step, page cache {cache}", {})
+                starts.setdefault(name, []).append(report["stepped_at"] - born)
     shutil.rmtree(directory)
     cells = {row: {name: _summary(times) for name, times in by_name.items()} for row, by_name in found.items()}
     return {"size_bytes": size_bytes(trained), "rounds": rounds, "device": device, "rows": cells}
@@ -73,17 +79,17 @@ def _saves(directory: Path, trained: Trained, ours: Checkpointer, device: str) -
 
     def torch_save() -> None:
         with open(directory / "torch.pt", "wb") as file:
-            torch.save(_states(trained), file)
+            torch.save(states(trained), file)
             file.flush()
             os.fsync(file.fileno())
 
     def safetensors_save() -> None:
-        save_file(_flat(trained), directory / "all.safetensors")
+        save_file(flat(trained), directory / "all.safetensors")
         _fsync(directory / "all.safetensors")
 
     def dcp_save() -> None:
         with _quiet():
-            dcp_state_dict_saver.save(_states(trained), checkpoint_id=directory / "dcp", no_dist=True)
+            dcp_state_dict_saver.save(states(trained), checkpoint_id=directory / "dcp", no_dist=True)
 
     return {
         "ckpt-tasks": lambda: ours.save(next(steps), trained.state),
@@ -92,31 +98,6 @@ def _saves(directory: Path, trained: Trained, ours: Checkpointer, device: str) -
         "DCP save": dcp_save,
         "limit: copy to memory": lambda: into.copy_(source),
         "limit: O_DIRECT write": lambda: _direct_write(directory / "direct", memory),
-    }
-
-
-def _restores(directory: Path, trained: Trained, target: Trained, ours: Checkpointer) -> _Contenders:
-    def torch_load_into() -> None:
-        loaded = torch.load(directory / "torch.pt", weights_only=True)
-        target.model.load_state_dict(loaded["model"])
-        target.optimizer.load_state_dict(loaded["optimizer"])
-
-    def safetensors_load_into() -> None:
-        loaded = load_file(directory / "all.safetensors")
-        with torch.no_grad():
-            for name, tensor in _flat(target).items():
-                tensor.copy_(loaded[name])
-
-    def dcp_load() -> None:
-        with _quiet():
-            dcp_state_dict_loader.load(_states(target), checkpoint_id=directory / "dcp", no_dist=True)
-
-    return {
-        "ckpt-tasks (verified, into the objects)": lambda: ours.restore(target.state),
-        "torch.load": lambda: torch.load(directory / "torch.pt", weights_only=True),
-        "torch.load + load_state_dict": torch_load_into,
-        "safetensors load_file + copy (unverified)": safetensors_load_into,
-        "DCP load (unverified, into tensors)": dcp_load,
     }
 
 
@@ -149,23 +130,6 @@ def _drop(directory: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def _states(trained: Trained) -> dict[str, Any]:
-    return {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
-
-
-def _flat(trained: Trained) -> dict[str, torch.Tensor]:
-    flat = {f"model.{name}": tensor for name, tensor in trained.model.state_dict().items()}
-    for index, values in trained.optimizer.state_dict()["state"].items():
-        flat |= {f"optimizer.{index}.{name}": tensor for name, tensor in values.items()}
-    return flat
-
-
-def _check_equal(trained: Trained, target: Trained) -> None:
-    saved, restored = _flat(trained), _flat(target)
-    if any(not torch.equal(tensor, restored[name]) for name, tensor in saved.items()):
-        raise AssertionError("a restored tensor differs: these times are worth nothing")
 
 
 def _direct_write(path: Path, memory: mmap.mmap) -> None:

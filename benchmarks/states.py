@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Trained", "build", "size_bytes"]
+__all__ = ["Trained", "build", "flat", "size_bytes", "states"]
 
 
 @dataclass
 class Trained:
-    """A model and its optimizer after one step, so that the optimizer has its moments."""
+    """A model and its optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -22,9 +23,16 @@ class Trained:
         """What to save."""
         return {"model": self.model, "optimizer": self.optimizer}
 
+    def step(self) -> None:
+        """Take one optimizer step, on random gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
-def build(*, tiny: bool, seed: int = 0, device: str = "cpu") -> Trained:
-    """Build the state: 146 parameters, so 438 tensors with AdamW's two moments, and a step count for each."""
+
+def build(*, tiny: bool, seed: int = 0, device: str = "cpu", stepped: bool = True) -> Trained:
+    """Build the state: 146 parameters, and with AdamW's two moments after one step 438 tensors and 146 step counts."""
     torch.manual_seed(seed)
     width, layers = (32, 2) if tiny else (616, 12)
     model = nn.ModuleDict(
@@ -37,11 +45,23 @@ def build(*, tiny: bool, seed: int = 0, device: str = "cpu") -> Trained:
         }
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Trained(model, optimizer)
+    trained = Trained(model, optimizer)
+    if stepped:
+        trained.step()
+    return trained
+
+
+def states(trained: Trained) -> dict[str, Any]:
+    """Return the state_dicts, as torch's own tools save them."""
+    return {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
+
+
+def flat(trained: Trained) -> dict[str, torch.Tensor]:
+    """Return every tensor by a name of its own, as safetensors saves them."""
+    named = {f"model.{name}": tensor for name, tensor in trained.model.state_dict().items()}
+    for index, values in trained.optimizer.state_dict()["state"].items():
+        named |= {f"optimizer.{index}.{name}": tensor for name, tensor in values.items()}
+    return named
 
 
 def size_bytes(trained: Trained) -> int:

@@ -116,10 +116,9 @@ class Checkpointer:
             candidates = [Run(self._history, self._run_key).find(step)]
         if not candidates:
             return 0
-        self._drop_plan()
         damaged, self._damaged = self._damaged, ()
         found, report = restore_newest(
-            self._history.store, candidates, state, self._pool, run_key=self.config.run_key, damaged=damaged
+            self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged
         )
         if report.skipped or report.damaged:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]

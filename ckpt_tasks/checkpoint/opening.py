@@ -19,7 +19,16 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.format.tree import decode, tensor_refs
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["READ_BYTES", "Opened", "SavedGroup", "check_header", "merge_runs", "open_checkpoint", "verify_run"]
+__all__ = [
+    "READ_BYTES",
+    "Opened",
+    "SavedGroup",
+    "change",
+    "check_header",
+    "merge_runs",
+    "open_checkpoint",
+    "verify_run",
+]
 
 READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
 
@@ -78,12 +87,13 @@ def check_header(store: Store, record: ObjectRecord) -> None:
         raise IntegrityError("the header's bytes have changed", key=record.name)
 
 
-def merge_runs(rows: Iterable[IndexRow]) -> list[list[IndexRow]]:
-    """Group regions that follow each other in one object into reads of at most 16 MiB."""
+def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[list[IndexRow]]:
+    """Group regions that follow each other in one object into reads of at most `max_bytes`; a larger one is alone."""
     runs: list[list[IndexRow]] = []
-    for row in sorted(rows, key=lambda row: row.begin):
+    for row in sorted(rows, key=lambda row: (row.object, row.begin, row.end)):
         run = runs[-1] if runs else None
-        if run and run[-1].end == row.begin and row.end - run[0].begin <= READ_BYTES:
+        follows = run and (run[-1].object, run[-1].end) == (row.object, row.begin)
+        if run and follows and row.end - run[0].begin <= max_bytes:
             run.append(row)
         else:
             runs.append([row])
@@ -93,8 +103,9 @@ def merge_runs(rows: Iterable[IndexRow]) -> list[list[IndexRow]]:
 def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
     """Say which tensors of a run have changed bytes; `data` begins where the run does."""
     start = run[0].begin
-    return [
-        f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"
-        for row in run
-        if digest_bytes(data[row.begin - start : row.end - start]) != row.digest
-    ]
+    return [change(row) for row in run if digest_bytes(data[row.begin - start : row.end - start]) != row.digest]
+
+
+def change(row: IndexRow) -> str:
+    """Say that a region's bytes have changed."""
+    return f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"

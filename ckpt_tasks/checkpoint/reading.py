@@ -78,9 +78,8 @@ class Run:
         """Restore the groups that `state` names (all of them, and the random streams, where `partial` is False)."""
         # Only here: whoever looks at a run without restoring from it does not wait for torch.
         from ckpt_tasks.checkpoint.restore import restore_one
-        from ckpt_tasks.state.snapshot import BufferPool
 
-        return restore_one(self.history.store, checkpoint, state, BufferPool(), partial=partial)
+        return restore_one(self.history.store, checkpoint, state, partial=partial)
 
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:

@@ -1,4 +1,4 @@
-"""Restore: ledger → manifest → index → the regions wanted → verify → copy into the target, all or nothing.
+"""Restore: ledger → manifest → index → the regions wanted → verify → read into the target, all or nothing.
 
 Invariants
 
@@ -10,35 +10,25 @@ Invariants
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ckpt_tasks.checkpoint.opening import Opened, check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.checkpoint.fetch import StoredTensors
+from ckpt_tasks.checkpoint.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.errors import (
-    FormatVersionError,
     IntegrityError,
     NoGoodCheckpointError,
     ObjectNotFoundError,
     RunMismatchError,
     StateMismatchError,
 )
-from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.state.capture import GroupState, plan_restore
-from ckpt_tasks.state.snapshot import BufferPool, tensor_at
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
-
-_READERS = max(2, min(8, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,6 @@ def restore_newest(
     store: Store,
     candidates: Iterable[Checkpoint],
     state: dict[str, Any],
-    pool: BufferPool,
     *,
     partial: bool = False,
     run_key: str | None = None,
@@ -74,7 +63,7 @@ def restore_newest(
     skipped: list[tuple[int, str]] = []
     for checkpoint in candidates:
         try:
-            report = restore_one(store, checkpoint, state, pool, partial=partial, run_key=run_key)
+            report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, str(error)))
             continue
@@ -90,7 +79,6 @@ def restore_one(
     store: Store,
     checkpoint: Checkpoint,
     state: dict[str, Any],
-    pool: BufferPool,
     *,
     partial: bool = False,
     run_key: str | None = None,
@@ -112,16 +100,10 @@ def restore_one(
         raise
     wanted = [row for row in opened.rows if row.full_key in plan.keys]
     names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
-    records = [record for record in opened.manifest.objects if record.name in names]
-    for record in records:
-        check_header(store, record)  # before memory is taken by what the manifest says
-    buffers = {record.name: pool.take(record.size_bytes) for record in records}
-    try:
-        read_verified(store, records, wanted, buffers)
-        plan.apply(_views(wanted, buffers))
-    finally:
-        for buffer in buffers.values():
-            pool.give(buffer)
+    for record in opened.manifest.objects:
+        if record.name in names:
+            check_header(store, record)
+    plan.apply(StoredTensors(store, wanted))
     return RestoreReport(
         step=checkpoint.step,
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
@@ -129,46 +111,3 @@ def restore_one(
         size_bytes=sum(row.end - row.begin for row in wanted),
         seconds=time.perf_counter() - started,
     )
-
-
-def read_verified(
-    store: Store, records: Sequence[ObjectRecord], rows: Sequence[IndexRow], buffers: Mapping[str, mmap.mmap]
-) -> None:
-    """Read regions to their places in the buffers, several at once, and verify every region's digest."""
-    by_object: dict[str, list[IndexRow]] = {record.name: [] for record in records}
-    for row in rows:
-        by_object[row.object].append(row)
-    jobs = [(record.name, run) for record in records for run in merge_runs(by_object[record.name])]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-restore") as threads:
-        reads = [threads.submit(_read_run, store, name, run, memoryview(buffers[name])) for name, run in jobs]
-        try:
-            for done in reads:
-                done.result()
-        finally:
-            for waiting in reads:
-                waiting.cancel()
-
-
-def _read_run(store: Store, name: str, run: Sequence[IndexRow], buffer: memoryview) -> None:
-    data = buffer[run[0].begin : run[-1].end]
-    store.read(name, run[0].begin, data)
-    faults = verify_run(run, data)
-    if faults:
-        raise IntegrityError(faults[0])
-
-
-def _views(rows: Sequence[IndexRow], buffers: Mapping[str, mmap.mmap]) -> dict[str, torch.Tensor]:
-    # One rank wrote whole tensors: a tensor's regions lie one after the other in one object.
-    first: dict[str, IndexRow] = {}
-    ends: dict[str, int] = {}
-    for row in sorted(rows, key=lambda row: (row.object, row.begin)):
-        if row.full_key not in first:
-            first[row.full_key] = row
-        elif row.object != first[row.full_key].object or row.begin != ends[row.full_key]:
-            raise FormatVersionError(
-                "the tensor is cut over several objects, which this version cannot put together",
-                key=row.full_key,
-                hint="Upgrade ckpt-tasks.",
-            )
-        ends[row.full_key] = row.end
-    return {key: tensor_at(buffers[row.object], row.dtype, row.tensor_shape, row.begin) for key, row in first.items()}

@@ -12,7 +12,10 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["canonical_json", "digest_bytes", "digest_hex"]
+__all__ = ["Digest", "canonical_json", "digest_bytes", "digest_hex"]
+
+
+Digest = xxhash.xxh3_128  # for bytes that come piece by piece: update(), digest()
 
 
 def digest_bytes(data: bytes | memoryview) -> bytes:

@@ -40,6 +40,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.gang.local import StateSession
 from ckpt_tasks.gang.session import Session
 from ckpt_tasks.orchestration.forks import keep_prefect_out_of_forks
+from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
 from ckpt_tasks.state.rng import OwnStreams
 
 __all__ = ["PERMANENT", "Attempt", "Attempts", "attempted_task", "resumable_task"]
@@ -90,6 +91,7 @@ class Attempts:
 
     def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Make one attempt on the random streams of training; raises what the body or a hook raised."""
+        keep_threads_out_of_streams()
         with self._streams.inside():
             return self._run(body, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["copy_tensors"]
+__all__ = ["copy_tensors", "is_plain"]
 
 _LARGE_BYTES = 64 << 10
 _PARALLEL_BYTES = 32 << 20
@@ -28,7 +28,7 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
     moves: list[tuple[int, int, int]] = []
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for to, source in zip(into, out_of, strict=True):
-        if source.nbytes >= _LARGE_BYTES and _plain(to) and _plain(source) and to.dtype == source.dtype:
+        if source.nbytes >= _LARGE_BYTES and is_plain(to) and is_plain(source) and to.dtype == source.dtype:
             moves.append((to.data_ptr(), source.data_ptr(), source.nbytes))
         else:
             rest[0].append(to)
@@ -42,7 +42,8 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
         torch._foreach_copy_(*rest)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's memory, byte by byte, is its values in C order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -10,7 +10,8 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
-from ckpt_tasks.state.tensors import TensorSet, copy_all, difference, expanded, identity, rebuild, same_bits
+from ckpt_tasks.state.sources import HeldTensors, TensorSource
+from ckpt_tasks.state.tensors import TensorSet, allocate, difference, expanded, identity, same_bits
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = [
@@ -82,14 +83,15 @@ class Differences:
 class Part(Protocol):
     """The restore of one group.
 
-    `compare` notes every difference, before a tensor is read. `prepare` does everything that can fail and changes
-    nothing; `write` changes the target. What runs code of the user's has a `guard`, to be undone when it raises.
+    `compare` notes every difference, before a tensor is read. `prepare` makes what has to be made, whose values come
+    with the source's `fetch`, and changes nothing; `write` changes the target. What runs code of the user's has a
+    `guard`, to be undone when it raises.
     """
 
     guard: Guard | None
 
     def compare(self, differences: Differences) -> None: ...
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def prepare(self, source: TensorSource) -> None: ...
     def write(self) -> None: ...
 
 
@@ -110,14 +112,14 @@ class Guard:
 
     def undo(self) -> None:
         """Give the old state back to the object."""
-        self._target.load_state_dict(unpack(self._tree, Maker(self._kept), self._state))
+        self._target.load_state_dict(unpack(self._tree, Maker(HeldTensors(self._kept)), self._state))
 
 
 class Maker:
     """Make new tensors, and arrays, for refs. Equal refs get one tensor, so that what was tied comes back tied."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors = tensors
+    def __init__(self, source: TensorSource):
+        self._source = source
         self._made: dict[tuple[TensorRef, torch.device], torch.Tensor] = {}
 
     def __call__(self, ref: TensorRef, live: Any, device: torch.device | None = None) -> Any:
@@ -126,7 +128,8 @@ class Maker:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # an array may share its memory
         if (plain, device) not in self._made:
-            self._made[plain, device] = rebuild(self._tensors[ref.key], plain, device)
+            self._made[plain, device] = allocate(self._source.like(ref.key), plain, device)
+            self._source.fill(self._made[plain, device], ref.key)
         made = self._made[plain, device]
         return made.numpy() if ref.array else made
 
@@ -146,27 +149,29 @@ class Copies:
 
     def __init__(self) -> None:
         self._wanted: list[tuple[str, torch.Tensor, TensorRef]] = []
-        self._ready: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._source: TensorSource = HeldTensors({})
 
     def want(self, place: str, live: torch.Tensor, ref: TensorRef) -> None:
         """Ask for a copy; `place` is for the error."""
         self._wanted.append((place, live, ref))
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Look the sources up; raise StateMismatchError where memory that is shared would get two values."""
+    def prepare(self, source: TensorSource) -> None:
+        """Check what can be checked; raise StateMismatchError where memory that is shared would get two values."""
+        self._source = source
         first: dict[Any, tuple[str, str]] = {}
         for place, live, ref in self._wanted:
-            source, known = tensors[ref.key], identity(live)
+            known = identity(live)
             key, other = first.setdefault(known, (ref.key, place)) if known else (ref.key, place)
-            if key != ref.key and not same_bits(source, tensors[key]):
+            if key != ref.key and not same_bits(source.read(ref.key), source.read(key)):
                 raise StateMismatchError(f"it is tied to {other} here, but they differ in the checkpoint", key=place)
             if not live.is_contiguous():
-                once = expanded(source, live.stride())
-                if once.shape != source.shape and not same_bits(source, once.expand(source.shape)):
+                if expanded(live).shape == live.shape:
+                    continue
+                values = source.read(ref.key)
+                if not same_bits(values, expanded(values, live.stride()).expand(values.shape)):
                     raise StateMismatchError("it is expanded here, but its values differ in the checkpoint", key=place)
-            self._ready.append((live, source))
 
     def write(self) -> None:
         """Copy."""
-        copy_all(self._ready)
-        self._ready = []
+        wanted, self._wanted = self._wanted, []
+        self._source.copy([(live, ref.key) for _, live, ref in wanted])

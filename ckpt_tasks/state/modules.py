@@ -19,6 +19,7 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
@@ -101,14 +102,14 @@ class ModulePart:
                 differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
         self._compare_ties(differences)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Look up what to copy; make a whole state for load_state_dict where the module's own code takes part."""
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
-            self._copies.prepare(tensors)
+            self._copies.prepare(source)
             return
-        make = Maker(tensors)
+        make = Maker(source)
         own = self._module.state_dict()
         self._value = type(own)((name, unpack(self._tree[_bare(name)], make, live)) for name, live in own.items())
         if hasattr(own, "_metadata"):  # the versions of the submodules' states

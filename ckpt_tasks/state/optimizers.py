@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.sources import HeldTensors, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
 
@@ -72,8 +73,8 @@ class OptimizerPart:
         self._named = _named_groups(optimizer, names, group)
         self._copies = Copies()
         self._copied_into: set[Any] = set()
-        self._sources: Mapping[str, torch.Tensor] = {}
-        self._make = Maker({})
+        self._source: TensorSource = HeldTensors({})
+        self._make = Maker(self._source)
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
@@ -94,9 +95,9 @@ class OptimizerPart:
             if shape is not None and shape != [*parameter.shape]:
                 differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Make every new value; a tensor that is there already with its shape and dtype will be copied into."""
-        self._sources, self._make = tensors, Maker(tensors)
+        self._source, self._make = source, Maker(source)
         if self.guard is not None:
             self._value = self._numbered()
             return
@@ -114,7 +115,7 @@ class OptimizerPart:
             at = partial(_anywhere, device=device)
             made = self._values(f"{self._group}/param_groups/{n}", options, live_options, at)
             self._options.append({**self._optimizer.defaults, **made})
-        self._copies.prepare(tensors)
+        self._copies.prepare(source)
 
     def write(self) -> None:
         """Copy and attach; param groups stay the dicts that they are, since schedulers and graphs hold on to them."""
@@ -144,8 +145,8 @@ class OptimizerPart:
         return made
 
     def _can_take(self, live: torch.Tensor, ref: TensorRef) -> bool:
-        source = self._sources[ref.key]
-        if live.shape != source.shape or live.dtype != source.dtype:
+        like = self._source.like(ref.key)
+        if live.shape != like.shape or live.dtype != like.dtype:
             return False
         known = identity(live)
         if known in self._copied_into or live.requires_grad:

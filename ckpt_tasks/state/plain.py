@@ -17,6 +17,7 @@ import torch
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
@@ -36,7 +37,7 @@ class PlainPart:
         self._tree = tree
         self._live = state[name]
         self._copies = Copies()
-        self._source: torch.Tensor | None = None
+        self._array: np.ndarray[Any, Any] | None = None
         self._value: Any = None
         self._packed = pack(self._live, name, TensorSet())  # what could not be saved from here is refused here too
         if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *_REFILLED)):
@@ -55,13 +56,13 @@ class PlainPart:
         else:
             self._compare_inside(differences)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Make the new value."""
         if isinstance(self._live, np.ndarray):
-            self._source = tensors[self._tree.key]
+            self._array = Maker(source)(self._tree, None)
             self._value = self._live
             return
-        make = Maker(tensors)
+        make = Maker(source)
 
         def make_or_keep(ref: TensorRef, live: Any) -> Any:
             if isinstance(live, torch.Tensor) and (live is self._live or live.requires_grad):
@@ -70,13 +71,13 @@ class PlainPart:
             return make(ref, live)
 
         self._value = unpack(self._tree, make_or_keep, self._live)
-        self._copies.prepare(tensors)
+        self._copies.prepare(source)
 
     def write(self) -> None:
         """Copy, refill or assign."""
         self._copies.write()
-        if self._source is not None:
-            np.copyto(self._live, self._source.numpy())
+        if self._array is not None:
+            np.copyto(self._live, self._array)
         if self._value is not self._live and not _refill(self._live, self._value):
             assert isinstance(self._state, MutableMapping)
             self._state[self._name] = self._value

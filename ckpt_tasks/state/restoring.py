@@ -3,7 +3,8 @@
 Invariants
 
 1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
-2. `RestorePlan.apply` first makes every value that has to be made; what fails until then has changed nothing.
+2. `RestorePlan.apply` first makes every value that has to be made and verifies every byte; what fails until then has
+   changed nothing.
 3. Code of the user's (load_state_dict of his own objects) runs first, each call under a copy of the old state; when one
    raises, all that ran are put back. What runs after it only copies and assigns.
 4. The random streams of the process come last.
@@ -23,6 +24,7 @@ from ckpt_tasks.state.modules import ModulePart, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
+from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.values import uncollected, unpack
 
 __all__ = ["RestorePlan", "plan_restore"]
@@ -40,16 +42,17 @@ class RestorePlan:
         self.keys = keys
         self._parts = dict(parts)
 
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore from `tensors`: full key → values of the stored dtype and shape, which are copied and not kept.
+    def apply(self, source: TensorSource) -> None:
+        """Restore from a source of the stored tensors.
 
         Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where
-        values do not fit; the target is as it was then. A plan is applied once.
+        values do not fit or are damaged; the target is as it was then. A plan is applied once.
         """
-        parts, self._parts = self._parts, {}  # they hold views of `tensors`
+        parts, self._parts = self._parts, {}  # they hold what they made
         with undisturbed(), uncollected():
             for part in parts.values():
-                part.prepare(tensors)
+                part.prepare(source)
+            source.fetch()
             _write_guarded(parts)
             for name, part in parts.items():
                 if part.guard is None and name != RNG:
@@ -162,9 +165,9 @@ class StatefulPart:
             here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Make the state, with tensors of its own, on the devices of the present ones."""
-        self._value = unpack(self._tree, Maker(tensors), self._live)
+        self._value = unpack(self._tree, Maker(source), self._live)
 
     def write(self) -> None:
         """Hand it over."""

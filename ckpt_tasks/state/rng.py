@@ -7,7 +7,7 @@ that the process uses. They are restored last, and reading them draws nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.state.groups import Differences, Guard, Maker
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.groups import Differences, Guard
+from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
@@ -115,9 +117,9 @@ class GeneratorPart:
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Try the state on a scratch generator, so that setting it cannot fail."""
-        self._value = unpack(self._tree["state"], Maker(tensors))
+        self._value = unpack(self._tree["state"], lambda ref, _: _values(source, ref))
         try:
             _set_state(_scratch(self._generator), self._value)
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
@@ -146,10 +148,10 @@ class StreamsPart:
         for part in self._parts:
             part.compare(differences)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, source: TensorSource) -> None:
         """Prepare every stream."""
         for part in self._parts:
-            part.prepare(tensors)
+            part.prepare(source)
 
     def write(self) -> None:
         """Set every stream."""
@@ -207,6 +209,10 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.setstate((state["version"], tuple(map(int, state["numbers"])), state["gauss"]))
+
+
+def _values(source: TensorSource, ref: TensorRef) -> Any:
+    return source.read(ref.key).numpy() if ref.array else source.read(ref.key)
 
 
 def _scratch(generator: Any) -> Any:

@@ -114,7 +114,7 @@ def plan_snapshot(
     return SnapshotPlan(signature, images)
 
 
-def tensor_at(buffer: mmap.mmap, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
+def tensor_at(buffer: mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
     """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
     shape = tuple(shape)
     stored = STORED_DTYPES[dtype]

@@ -22,11 +22,11 @@ from ckpt_tasks.state.copying import copy_tensors
 __all__ = [
     "DTYPES",
     "TensorSet",
+    "allocate",
     "copy_all",
     "difference",
     "expanded",
     "identity",
-    "rebuild",
     "refuse",
     "same_bits",
     "strides",
@@ -151,14 +151,16 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
     return tensor
 
 
-def rebuild(source: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """Make a new tensor: the source's values, the ref's strides and flag; raise IntegrityError on bad strides."""
+def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
+    """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are whatever is there.
+
+    Raises IntegrityError on strides that no tensor of this shape can have.
+    """
     if ref.stride is None:
-        made = torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+        made = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:
-        once = expanded(source, _sane(ref.stride, source))
-        made = torch.empty_strided(once.shape, ref.stride, dtype=source.dtype, device=device).copy_(once)
-        made = made.expand(source.shape)
+        once = expanded(like, _sane(ref.stride, like))
+        made = torch.empty_strided(once.shape, ref.stride, dtype=like.dtype, device=device).expand(like.shape)
     return made.requires_grad_() if ref.requires_grad else made
 
 

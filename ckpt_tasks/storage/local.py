@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -86,6 +87,7 @@ class LocalStore:
         self._file_mode = 0o660 if group_access else 0o600
         self._directory_mode = 0o770 if group_access else 0o700
         self._durable: set[Path] = set()
+        self._making = threading.Lock()  # several threads write the first objects of a directory at once
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -177,10 +179,14 @@ class LocalStore:
 
     def _directory(self, directory: Path) -> None:
         """Create a directory and make its name durable, also where it exists: its maker may have died in between."""
+        with self._making:
+            self._make_directory(directory)
+
+    def _make_directory(self, directory: Path) -> None:
         if directory in self._durable and directory.exists():
             return
         if self.root in directory.parents or not directory.parent.exists():
-            self._directory(directory.parent)
+            self._make_directory(directory.parent)
         existed = directory.exists()
         if existed:
             self._sweep(directory)

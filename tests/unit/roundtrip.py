@@ -14,6 +14,7 @@ from torch.distributed import HashStore, destroy_process_group, init_process_gro
 
 from ckpt_tasks.format.tree import decode, encode
 from ckpt_tasks.state.capture import GroupState, capture, plan_restore
+from ckpt_tasks.state.sources import HeldTensors
 from ckpt_tasks.state.tensors import DTYPES, same_bits
 
 
@@ -54,7 +55,7 @@ def restore(saved: Saved, state: Mapping[str, Any], *, partial: bool = False, rn
     """Restore through a staging area that is overwritten afterwards, as the next save does; return the keys used."""
     plan = plan_restore(state, saved.groups, saved.stored, partial=partial, rng=rng)
     staging = {key: saved.tensors[key].clone() for key in plan.keys}
-    plan.apply(staging)
+    plan.apply(HeldTensors(staging))
     for tensor in staging.values():
         tensor.reshape(-1).view(torch.uint8).fill_(0xA5)
     return plan.keys

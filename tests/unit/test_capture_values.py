@@ -20,7 +20,7 @@ from torch import nn
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.tensors import rebuild, same_bits
+from ckpt_tasks.state.tensors import allocate, same_bits
 from tests.unit.roundtrip import assert_same, restore, save, trip
 
 VALUES: list[Any] = [
@@ -128,7 +128,7 @@ def test_a_slice_comes_back_dense(value: torch.Tensor) -> None:
 def test_strides_from_a_manifest_take_no_memory_that_they_should_not(stride: tuple[int, ...]) -> None:
     """P49: strides that do not fit the shape are an error, not an allocation."""
     with pytest.raises(IntegrityError, match="strides"):
-        rebuild(torch.zeros(2, 3), TensorRef("it", stride=stride), torch.device("cpu"))
+        allocate(torch.zeros(2, 3), TensorRef("it", stride=stride), torch.device("cpu"))
 
 
 def test_one_tensor_in_two_places_comes_back_as_one() -> None:

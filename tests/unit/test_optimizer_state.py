@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.state.sources import HeldTensors
 from ckpt_tasks.state.tensors import same_bits
 from tests.unit.optimizers import moments, same_state, stepped, three
 from tests.unit.roundtrip import assert_same, restore, save
@@ -168,7 +169,7 @@ def test_an_option_that_the_checkpoint_lacks_has_its_default() -> None:
     groups = saved.groups
     del groups["optimizer"].tree["param_groups"][0]["options"]["amsgrad"]
     fresh = three()
-    plan_restore(fresh, groups, saved.stored).apply(saved.tensors)
+    plan_restore(fresh, groups, saved.stored).apply(HeldTensors(saved.tensors))
     assert fresh["optimizer"].param_groups[0]["amsgrad"] is False
     stepped(fresh)
 
@@ -271,7 +272,7 @@ def test_restored_moments_do_not_share_memory_with_the_source() -> None:
     saved, fresh = save(stepped(three())), three()
     plan = plan_restore(fresh, saved.groups, saved.stored)
     staging = {key: saved.tensors[key].clone() for key in plan.keys}
-    plan.apply(staging)
+    plan.apply(HeldTensors(staging))
     for tensor in staging.values():
         tensor.zero_()
     assert moments(fresh) == {"a": 0.1, "b": 0.2, "c": 0.3}

@@ -1,0 +1,134 @@
+"""A process that is born to restore: build, restore as one contender does, take one step, say when, and die.
+
+`python -m benchmarks.reborn CONTENDER DIRECTORY [--tiny]`. It dies by SIGKILL: so the next one finds what a killed
+training leaves behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.states import Trained, build, flat, states
+
+__all__ = ["BARE", "CONTENDERS", "save", "start"]
+
+
+_Restore = Callable[[], object]
+
+
+def _bare(directory: Path, target: Trained) -> _Restore:
+    return lambda: None
+
+
+def _ours(directory: Path, target: Trained) -> _Restore:
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench"))
+    return lambda: (ckpt, ckpt.restore(target.state))
+
+
+def _torch_load(directory: Path, target: Trained) -> _Restore:
+    return lambda: torch.load(directory / "torch.pt", weights_only=True)
+
+
+def _torch_load_into(directory: Path, target: Trained, mmap: bool = False) -> _Restore:
+    def restore() -> None:
+        loaded = torch.load(directory / "torch.pt", weights_only=True, mmap=mmap)
+        target.model.load_state_dict(loaded["model"])
+        target.optimizer.load_state_dict(loaded["optimizer"])
+
+    return restore
+
+
+def _safetensors_into(directory: Path, target: Trained) -> _Restore:
+    from safetensors.torch import load_file
+
+    def restore() -> None:
+        loaded = load_file(directory / "all.safetensors")
+        with torch.no_grad():
+            for name, tensor in flat(target).items():
+                tensor.copy_(loaded[name])
+
+    return restore
+
+
+def _dcp_into(directory: Path, target: Trained) -> _Restore:
+    from torch.distributed.checkpoint import state_dict_loader
+
+    return lambda: state_dict_loader.load(states(target), checkpoint_id=directory / "dcp", no_dist=True)
+
+
+BARE = "nothing (a bare start)"
+OURS = "ckpt-tasks (verified, into model and optimizer)"
+ANEW = "ckpt-tasks, into an optimizer without moments"
+CONTENDERS: dict[str, Callable[[Path, Trained], _Restore]] = {
+    BARE: _bare,
+    OURS: _ours,
+    ANEW: _ours,
+    "torch.load": _torch_load,
+    "torch.load + load_state_dict": _torch_load_into,
+    "torch.load(mmap=True) + load_state_dict (unverified)": partial(_torch_load_into, mmap=True),
+    "safetensors load_file + copy (unverified)": _safetensors_into,
+    "DCP load (unverified, into tensors)": _dcp_into,
+}
+
+
+def save(directory: Path, trained: Trained) -> None:
+    """Write the state as every contender wants it; in this process, which then no longer holds the run directory."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import state_dict_saver
+
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench")) as ckpt:
+        ckpt.save(1, trained.state)
+    torch.save(states(trained), directory / "torch.pt")
+    save_file(flat(trained), directory / "all.safetensors")
+    state_dict_saver.save(states(trained), checkpoint_id=directory / "dcp", no_dist=True)
+
+
+def start(contender: str, directory: Path, *, tiny: bool, device: str) -> dict[str, float]:
+    """Run the process; return how long its restore took, and when (time.time()) its first step was done."""
+    command = [sys.executable, "-m", "benchmarks.reborn", contender, str(directory), "--device", device]
+    done = subprocess.run([*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True, check=False)
+    if done.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"{contender} ended with status {done.returncode}:\n{done.stderr}")
+    report: dict[str, float] = json.loads(done.stdout)
+    return report
+
+
+def main() -> None:
+    """Be the process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("contender", choices=[*CONTENDERS])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    target = build(tiny=options.tiny, seed=1, device=options.device, stepped=options.contender != ANEW)
+    restore = CONTENDERS[options.contender](options.directory, target)  # imports what it needs
+    started = time.perf_counter()
+    kept = restore()
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+    restore_s = time.perf_counter() - started
+    target.step()
+    sys.stdout.write(json.dumps({"restore_s": restore_s, "stepped_at": time.time()}) + "\n")
+    sys.stdout.flush()
+    del kept
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
