@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_tasks.checkpoint import save as saving
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.history import History, check_owner
+from ckpt_tasks.checkpoint.config import AttemptHooks, CheckpointConfig
+from ckpt_tasks.checkpoint.generations import Generations
+from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, identify
+from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run, open_store
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
+from ckpt_tasks.checkpoint.save import Saving, encode_groups, new_attempt
+from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import (
-    CkptError,
     CommitUncertainError,
-    ConfigError,
     FencedError,
-    NoGoodCheckpointError,
+    OwnerError,
     StateError,
     StoreError,
 )
-from ckpt_tasks.format.keys import MAX_STEP, parse_attempt
+from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.cadence import SavePoint
+from ckpt_tasks.policy.pace import Pace
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.snapshot import BufferPool, SnapshotPlan, plan_snapshot, signature_of
 
-__all__ = ["AttemptHooks", "Checkpointer"]
+__all__ = ["Checkpointer"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptHooks:
-    """A user's own functions around every attempt of a resumable task, called beside restore, save and discard."""
-
-    before_attempt: Callable[..., None] | None = None
-    after_attempt: Callable[..., None] | None = None
-    after_failure: Callable[..., None] | None = None
+_log = logging.getLogger("ckpt_tasks")
 
 
 class Checkpointer:
@@ -52,14 +45,17 @@ class Checkpointer:
     FencedError at its next save. `take_over` takes it from an owner that may be alive. `flow_run_id` names the flow run
     that this process belongs to; another attempt of the same flow run waits for this one to let go.
 
+    A save blocks training for one copy of the state into memory; a thread writes and commits it. What fails there is
+    raised by the next call. The copies outlive the process where there is a memory directory, and the next one on this
+    host restores from them.
+
     As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then hands
-    the signal on; and it lets the run directory go at the end.
+    the signal on; and at the end it waits for what is on its way and lets the run directory go.
     """
 
     def __init__(self, config: CheckpointConfig, *, take_over: bool = False, flow_run_id: str | None = None):
         self.config = config
         self.attempt_hooks = AttemptHooks()
-        self.last_commit: Checkpoint | None = None
         self.last_restore: RestoreReport | None = None
         self._history = History(open_store(config.checkpoint_dir))
         self._take_over = take_over
@@ -69,12 +65,12 @@ class Checkpointer:
         self._run_key = ""
         self._interrupt = Interrupt()
         self._entered = False
-        self._pool = BufferPool()
-        self._plan: SnapshotPlan | None = None
-        self._parent: Checkpoint | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
+        self._generations = Generations(self._history.store, config.memory_dir)
+        self._saver = Saver(self._history, config, self._pruner, self._generations)
         self._damaged: tuple[str, ...] = ()
-        self._known_n = -1  # the ledger entry up to which this process knows what has been committed
+        self._knows_line = False  # this owner has seen that nobody else has committed anything
+        self._pace = Pace()
         self._position = 0
         self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
 
@@ -87,8 +83,20 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        self.close()
+        if error is None:
+            self._close(keep=self._interrupt.pending is not None)
+        else:
+            self._saver.settle()
+            failure = self._saver.take_failure()
+            if failure is not None and failure is not error:
+                error.add_note(f"The last snapshot could not be saved either: {failure}")
+            self._close(keep=True)  # whoever tries again on this host goes on from memory
         self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
+
+    @property
+    def last_commit(self) -> Checkpoint | None:
+        """The checkpoint that this process committed last."""
+        return self._saver.last_commit
 
     @property
     def position(self) -> int:
@@ -111,23 +119,37 @@ class Checkpointer:
         RunMismatchError; the state is untouched then.
         """
         self._own()
+        self._settle()
         known = candidates = self.checkpoints()
+        in_memory = self._generations.found(known)
         if step is not None:
             candidates = [Run(self._history, self._run_key).find(step)]
-        if not candidates:
+            in_memory = [one for one in in_memory if one.checkpoint.manifest_digest == candidates[0].manifest_digest]
+        if not candidates and not in_memory:
             return 0
         damaged, self._damaged = self._damaged, ()
         found, report = restore_newest(
-            self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged
+            self._history.store,
+            candidates,
+            state,
+            run_key=self.config.run_key,
+            damaged=damaged,
+            in_memory=in_memory,
         )
         if report.skipped or report.damaged:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
-        self.last_restore, self._parent = report, found
-        self._known_n = max(c.n for c in known)
-        self._pruner.verified.add(found.manifest_digest)
+        self.last_restore, self._knows_line = report, True
         self._position = found.step
         self._last = SavePoint(step=found.step, epoch=found.epochs, clock_s=time.monotonic())
+        if in_memory:
+            self._saver.hold(in_memory[0].slot)
+        if found.n < 0:  # storage does not have it yet
+            self._saver.parent = known[0] if known else None
+            self._snapshot(found.step, state, found.metrics, found.epochs, keep=True)
+        else:
+            self._saver.parent = found
+            self._pruner.verified.add(found.manifest_digest)
         return found.step
 
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,22 +161,28 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         epoch: int | None = None,
-    ) -> Checkpoint | None:
+    ) -> bool:
         """Report a completed optimizer step; save when the policy says so, and at a pending SIGTERM or Ctrl-C.
 
-        `step` counts completed optimizer steps, `epoch` completed epochs. Returns the checkpoint if one was committed.
-        Raises FencedError as soon as this process knows that it lost the run directory.
+        `step` counts completed optimizer steps, `epoch` completed epochs. Returns whether a snapshot was taken;
+        training waits for it alone: a thread commits it. Before a signal is handed on, it is committed. Raises
+        FencedError as soon as this process knows that it lost the run directory, and what went wrong with an earlier
+        snapshot.
         """
         self._check_step(step)
-        if self._heartbeat is not None and self._heartbeat.fenced is not None:
-            raise self._heartbeat.fenced
+        self._raise_failure()
         self._position = step
         now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
-        saved = None
-        if self._interrupt.pending is not None or self.config.save_policy.due(self._last, now):
-            saved = self._save(step, state, metrics or {}, epoch)
+        self._pace.stepped(now)
+        ending = self._interrupt.pending is not None
+        if ending or self.config.save_policy.due(self._last, now):
+            every = self.config.keep_every_n_steps
+            preserved = ending or (every is not None and step % every == 0)
+            self._snapshot(step, state, metrics or {}, epoch, keep=preserved)
+        if ending:
+            self.wait()
         self._hand_on()
-        return saved
+        return self._last.step == step
 
     def save(
         self,
@@ -170,19 +198,33 @@ class Checkpointer:
         checkpoint is still the old one then.
         """
         self._check_step(step)
-        saved = self._save(step, state, metrics or {}, epoch)
+        self._raise_failure()
+        self._snapshot(step, state, metrics or {}, epoch, keep=True)
+        self.wait()
         self._hand_on()
+        saved = self.last_commit
+        assert saved is not None
         return saved
 
     def wait(self) -> None:
-        """Return when everything that was saved is committed (saves are synchronous: at once)."""
+        """Return when everything that was saved is committed; raise what went wrong.
+
+        Raises StoreError where a flush takes longer than `flush_timeout_s`.
+        """
+        self._saver.wait()
 
     def close(self) -> None:
-        """Let the run directory go and give the signals back; a later save takes the directory again."""
-        self.wait()
-        self._interrupt.uninstall()
-        self._release()
-        self._drop_plan()
+        """Wait, let the run directory go and give the signals back; a later save takes the directory again."""
+        self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> None:
+        try:
+            self.wait()
+        finally:
+            self._interrupt.uninstall()
+            self._release()
+            self._saver.forget_plan()
+            self._generations.close(keep=keep or not self._knows_line)  # who never trained leaves all as it was
 
     def _release(self) -> None:
         if self._heartbeat is not None:
@@ -225,8 +267,15 @@ class Checkpointer:
         The newest checkpoint that is kept is read back first unless one that is kept has been verified before: the
         last good one is never removed for the sake of one that nobody has read.
         """
-        parent = self._parent.manifest_digest if self._parent else None
-        return self._pruner.plan(parent) if dry_run else self._pruner.run(self._own(), parent)
+        owner = None if dry_run else self._own()
+        self.wait()
+        parent = self._saver.parent.manifest_digest if self._saver.parent else None
+        if owner is None:
+            return self._pruner.plan(parent)
+        verdicts = self._pruner.run(owner, parent)
+        if not self._knows_line:
+            self._generations.clean(self.checkpoints())
+        return verdicts
 
     def hold_signals(self, hold: bool) -> None:
         """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, the one that waits included.
@@ -259,10 +308,11 @@ class Checkpointer:
     def _own(self) -> Owner:
         config = self.config
         if self._owner is None:
+            self._generations.check()
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
             self._history.create(key)
             self._run_key = self._history.check(config.run_key) or key
-            self._damaged = self._damage()  # the owner's entry will stand above it
+            self._damaged = damage(self._history)  # the owner's entry will stand above it
             self._owner = acquire(
                 self._history,
                 identify(self._flow_run_id),
@@ -271,94 +321,66 @@ class Checkpointer:
                 best=(config.best_metric, config.best_mode),
             )
             self._pruner.new_owner()
+            self._knows_line = False
+            self._generations.open(self._run_key)
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
         return self._owner
 
-    def _damage(self) -> tuple[str, ...]:
-        """Name the ledger entries that cannot be read; raise NoGoodCheckpointError where they leave no checkpoint.
-
-        A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
-        """
-        head, store = self._history.head(), self._history.store
-        if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-            raise NoGoodCheckpointError(
-                f"{store.url} holds checkpoints and no ledger",
-                hint="The target is untouched. Bring the ledger back, or use another directory.",
-            )
-        if head.damaged and not head.state.live:
-            raise NoGoodCheckpointError(
-                f"no ledger entry of {self._history.store.url} that names a checkpoint can be read",
-                reasons=tuple((0, f"{name} is damaged") for name in head.damaged),
-                hint="The target is untouched. `ckpt verify` lists the damage.",
-            )
-        return head.damaged
-
-    def _save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None) -> Checkpoint:
-        started = time.perf_counter()
+    def _snapshot(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None, *, keep: bool
+    ) -> None:
+        started_s = time.perf_counter()
         captured = capture(state)
-        groups = saving.encode_groups(captured)  # what cannot be stored is refused here, before anything is written
+        groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
         owner = self._own()
-        self._check_line(owner)
-        task = saving.Saving(
-            attempt=saving.new_attempt(step, owner),
+        if not self._knows_line:
+            self._saver.check_line(owner)
+            self._knows_line = True
+        saving = Saving(
+            attempt=new_attempt(step, owner),
             run_key=self._run_key,
             owner=owner,
-            parent=self._parent.manifest_digest if self._parent else None,
             groups=groups,
             metrics={name: float(value) for name, value in metrics.items()},
             epochs=epoch,
         )
-        plan = self._planned(captured.tensors)
-        try:
-            plan.fill(captured.tensors)
-            part = saving.flush(self._history.store, task.attempt, plan)
-            sealed = saving.seal(self._history.store, task, [part])
-        except CkptError:
-            saving.discard(self._history.store, task.attempt)
-            raise
-        cost_s = time.perf_counter() - started
-        saved = saving.commit(self._history, task, sealed, cost_s, self._pruner.deleted)
-        self._pruner.deleted = frozenset()
-        self.last_commit = self._parent = saved
-        self._known_n = saved.n
+        self._saver.snapshot(saving, captured.tensors, started_s=started_s, keep=keep, step_s=self._pace.step_s)
         self._position = step
         self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
-        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
-            self.prune()
-        return saved
+        self._pace.saved(self._last)
+
+    def _raise_failure(self) -> None:
+        """Raise what a thread found; a failed flush only where the configuration does not say to go on."""
+        if self._heartbeat is not None and self._heartbeat.fenced is not None:
+            raise self._heartbeat.fenced
+        failure = self._saver.take_failure()
+        if failure is None:
+            return
+        if self.config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
+            raise failure
+        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
+        with suppress(StoreError):  # the store that failed may fail again
+            self.note("flush_failed", step=failure.step, why=str(failure)[:2000])
+
+    def _settle(self) -> None:
+        """Let what is on its way end, however it ends: a restore goes on from what is there then."""
+        self._saver.settle()
+        failure = self._saver.take_failure()
+        if isinstance(failure, OwnerError):
+            raise failure
+        if failure is not None:
+            _log.warning("The last snapshot was not committed: %s", failure)
 
     def _hand_on(self) -> None:
         if self._interrupt.pending is not None:
             self._release()  # whoever comes next need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
 
-    def _planned(self, tensors: Mapping[str, Any]) -> SnapshotPlan:
-        if self._plan is None or self._plan.signature != signature_of(tensors):
-            self._drop_plan()
-            self._plan = plan_snapshot(tensors, self._pool)
-            self._pool.trim()
-        return self._plan
-
-    def _drop_plan(self) -> None:
-        if self._plan is not None:
-            self._plan.free(self._pool)
-            self._plan = None
-
-    def _check_line(self, owner: Owner) -> None:
-        # A process that does not know what others have committed must not put a line of its own over it.
-        state = self._history.head().state
-        check_owner(state.owner, owner)
-        live = state.live
-        if any(c.n > self._known_n for c in live):
-            raise ConfigError(
-                f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in live)}",
-                hint="Call restore() first, or use another directory.",
-            )
-
     def _pin(self, step: int, reason: str | None) -> None:
         owner = self._own()
+        self.wait()
         found = Run(self._history, self._run_key).find(step)
 
         def change(state: State, n: int) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +11,16 @@ from ckpt_tasks.format.keys import is_run_key
 from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["AttemptHooks", "CheckpointConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptHooks:
+    """A user's own functions around every attempt of a resumable task, called beside restore, save and discard."""
+
+    before_attempt: Callable[..., None] | None = None
+    after_attempt: Callable[..., None] | None = None
+    after_failure: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +33,11 @@ class CheckpointConfig:
     every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
+
+    `memory_dir` is where snapshots lie: "auto" is /dev/shm where it has room, a directory of your own is used whatever
+    it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
+    fails in the background does: "raise" in the next `step()`, or "warn" and go on. A flush that takes longer than
+    `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
 
     Raises ConfigError, a ValueError. The first five names are those of Paddle Fluid's CheckpointConfig and
     TensorFlow's CheckpointManager.
@@ -42,6 +57,9 @@ class CheckpointConfig:
     best_metric: str | None = None
     best_mode: str = "min"
     owner_timeout_s: float = 120.0
+    memory_dir: str | None = "auto"
+    on_flush_failure: str = "raise"
+    flush_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
@@ -54,18 +72,22 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a whole number from 1 on or None, not {value!r}")
+        for name, optional in (("save_interval_secs", True), ("owner_timeout_s", False), ("flush_timeout_s", False)):
+            value = getattr(self, name)
+            if not (optional and value is None) and not (type(value) in (int, float) and 0 < value < float("inf")):
+                raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+        if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
+            raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
+        for name, known in (("on_flush_failure", ("raise", "warn")), ("best_mode", ("min", "max"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}")
+        self._check_best()
+
+    def _check_best(self) -> None:
         if type(self.keep_best) is not int or self.keep_best < 0:
             raise ConfigError(f"keep_best must be a whole number from 0 on, not {self.keep_best!r}")
-        for name in ("save_interval_secs", "owner_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) in (int, float) and 0 < value < float("inf")):
-                raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
-        if self.owner_timeout_s is None:
-            raise ConfigError("owner_timeout_s must be a number of seconds above 0, not None")
         if self.best_metric is not None and (not isinstance(self.best_metric, str) or not self.best_metric):
             raise ConfigError(f"best_metric must be a metric's name, not {self.best_metric!r}")
-        if self.best_mode not in ("min", "max"):
-            raise ConfigError(f"best_mode must be 'min' or 'max', not {self.best_mode!r}")
         if self.keep_best and self.best_metric is None:
             raise ConfigError("keep_best needs best_metric: the best by which metric?")
 

@@ -17,7 +17,7 @@ from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, 
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import decode, tensor_refs
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = [
     "READ_BYTES",
@@ -50,7 +50,7 @@ class Opened:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)  # full key → dtype, shape
 
 
-def open_checkpoint(store: Store, checkpoint: Checkpoint) -> Opened:
+def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
     data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
@@ -74,7 +74,7 @@ def open_checkpoint(store: Store, checkpoint: Checkpoint) -> Opened:
     return Opened(manifest, tuple(rows), groups, tensors)
 
 
-def check_header(store: Store, record: ObjectRecord) -> None:
+def check_header(store: ReadableStore, record: ObjectRecord) -> None:
     """Check an object's size and the digest of its header."""
     size_bytes = store.size(record.name)
     if size_bytes != record.size_bytes:

@@ -19,12 +19,12 @@ from datetime import datetime
 from pathlib import Path
 
 from ckpt_tasks.checkpoint.history import Head, History, check_owner, now_iso
-from ckpt_tasks.errors import CkptError, FencedError, OwnedError, StoreError
+from ckpt_tasks.errors import CkptError, FencedError, NoGoodCheckpointError, OwnedError, StoreError
 from ckpt_tasks.format.digests import canonical_json
-from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
 
-__all__ = ["Heartbeat", "acquire", "identify", "why_free"]
+__all__ = ["Heartbeat", "acquire", "damage", "identify", "why_free"]
 
 RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits that long and a bit
 _POLL_S = 0.25
@@ -61,6 +61,26 @@ def why_free(owner: Owner | None, me: Owner, heartbeat_age_s: float | None, time
     if same_host and me.machine_id and owner.boot_id and owner.boot_id != me.boot_id:
         return "the host of its owner has been started anew"
     return _silent(heartbeat_age_s, timeout_s)
+
+
+def damage(history: History) -> tuple[str, ...]:
+    """Name the ledger entries that cannot be read; raise NoGoodCheckpointError where they leave no checkpoint.
+
+    A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
+    """
+    head, store = history.head(), history.store
+    if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
+        raise NoGoodCheckpointError(
+            f"{store.url} holds checkpoints and no ledger",
+            hint="The target is untouched. Bring the ledger back, or use another directory.",
+        )
+    if head.damaged and not head.state.live:
+        raise NoGoodCheckpointError(
+            f"no ledger entry of {store.url} that names a checkpoint can be read",
+            reasons=tuple((0, f"{name} is damaged") for name in head.damaged),
+            hint="The target is untouched. `ckpt verify` lists the damage.",
+        )
+    return head.damaged
 
 
 def acquire(

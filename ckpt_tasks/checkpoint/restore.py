@@ -11,11 +11,12 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tasks.checkpoint.fetch import StoredTensors
+from ckpt_tasks.checkpoint.generations import Generation, MappedTensors
 from ckpt_tasks.checkpoint.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.errors import (
     IntegrityError,
@@ -24,9 +25,11 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
+from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.state.capture import GroupState, plan_restore
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.state.sources import TensorSource
+from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
 
@@ -55,17 +58,25 @@ def restore_newest(
     partial: bool = False,
     run_key: str | None = None,
     damaged: tuple[str, ...] = (),
+    in_memory: Sequence[Generation] = (),
 ) -> tuple[Checkpoint, RestoreReport]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
+
+    `in_memory` are snapshots of this host: those that storage lacks are tried first, the others each before storage.
 
     A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
     """
     skipped: list[tuple[int, str]] = []
-    for checkpoint in candidates:
+    for checkpoint, generation in _sources(candidates, in_memory):
         try:
-            report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
+            if generation is None:
+                report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
+            else:
+                report = restore_one(
+                    generation.store, checkpoint, state, partial=partial, run_key=run_key, source=MappedTensors
+                )
         except (IntegrityError, ObjectNotFoundError) as error:
-            skipped.append((checkpoint.step, str(error)))
+            skipped.append((checkpoint.step, f"in memory: {error}" if generation else str(error)))
             continue
         return checkpoint, RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
     raise NoGoodCheckpointError(
@@ -75,13 +86,27 @@ def restore_newest(
     )
 
 
+def _sources(
+    candidates: Iterable[Checkpoint], in_memory: Sequence[Generation]
+) -> Iterator[tuple[Checkpoint, Generation | None]]:
+    committed = list(candidates)
+    known = {checkpoint.manifest_digest for checkpoint in committed}
+    held = {generation.checkpoint.manifest_digest: generation for generation in in_memory}
+    yield from ((g.checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest not in known)
+    for checkpoint in committed:
+        if checkpoint.manifest_digest in held:
+            yield checkpoint, held[checkpoint.manifest_digest]
+        yield checkpoint, None
+
+
 def restore_one(
-    store: Store,
+    store: ReadableStore,
     checkpoint: Checkpoint,
     state: dict[str, Any],
     *,
     partial: bool = False,
     run_key: str | None = None,
+    source: Callable[[Any, Sequence[IndexRow]], TensorSource] = StoredTensors,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
@@ -103,7 +128,7 @@ def restore_one(
     for record in opened.manifest.objects:
         if record.name in names:
             check_header(store, record)
-    plan.apply(StoredTensors(store, wanted))
+    plan.apply(source(store, wanted))
     return RestoreReport(
         step=checkpoint.step,
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",

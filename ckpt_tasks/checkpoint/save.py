@@ -1,4 +1,4 @@
-"""Save: plan → snapshot → flush → index and manifest → commit.
+"""The steps of a save: snapshot → digests → images → index and manifest → commit.
 
 Invariants (MUST: breaking one loses data)
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from ckpt_tasks.checkpoint.history import History, now_iso
-from ckpt_tasks.errors import CkptError, IntegrityError, StateError, StoreError, UnsupportedStateError
+from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import Slot
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
@@ -30,12 +29,27 @@ from ckpt_tasks.format.ledger import Checkpoint, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.snapshot import Image, SnapshotPlan
+from ckpt_tasks.state.snapshot import Image
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Part", "Saving", "Sealed", "commit", "discard", "encode_groups", "flush", "new_attempt", "seal"]
+__all__ = [
+    "Described",
+    "Part",
+    "Saving",
+    "SupersededError",
+    "commit",
+    "describe",
+    "digest_images",
+    "discard",
+    "encode_groups",
+    "new_attempt",
+    "write_description",
+    "write_images",
+]
 
-_WRITERS = 2
+
+class SupersededError(Exception):
+    """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Everything about one save that is known before it: what is saved, as what, by whom, after what."""
+    """Everything about one save that is known before it: what is saved, as what, by whom."""
 
     attempt: Attempt
     run_key: str
     owner: Owner
-    parent: str | None
     groups: Mapping[str, Mapping[str, object]]
     metrics: Mapping[str, float]
     epochs: int | None = None
@@ -62,12 +75,33 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """A checkpoint of which only the ledger entry is missing: its manifest, with the digest and size of its bytes."""
+class Described:
+    """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say."""
 
+    saving: Saving
     manifest: Manifest
+    index_bytes: bytes
+    manifest_bytes: bytes
     digest: str
-    size_bytes: int
+
+    def checkpoint(self, *, parent: str | None, n: int, cost_s: float) -> Checkpoint:
+        """Return the checkpoint as the ledger holds it, committed by entry `n`."""
+        manifest = self.manifest
+        data_bytes = sum(record.size_bytes for record in manifest.objects)
+        return Checkpoint(
+            step=manifest.step,
+            attempt=manifest.attempt,
+            manifest=attempt_prefix(self.saving.attempt) + MANIFEST_NAME,
+            manifest_digest=self.digest,
+            parent=parent,
+            n=n,
+            metrics=manifest.metrics,
+            size_bytes=data_bytes + len(self.index_bytes) + len(self.manifest_bytes),
+            objects=len(manifest.objects) + 2,
+            saved_at=manifest.created_at,
+            cost_s=round(cost_s, 6),
+            epochs=self.saving.epochs,
+        )
 
 
 def new_attempt(step: int, owner: Owner) -> Attempt:
@@ -80,38 +114,36 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
-def flush(store: Store, attempt: Attempt, plan: SnapshotPlan, rank: int = 0) -> Part:
-    """Write a snapshot's images and digest them in the same pass; every object is durable when this returns."""
+def digest_images(attempt: Attempt, images: Sequence[Image], given_up: Callable[[], bool], rank: int = 0) -> Part:
+    """Digest a snapshot's images; raises Superseded as soon as `given_up()` says that nobody wants it any more."""
     prefix = attempt_prefix(attempt)
-    with ThreadPoolExecutor(2 * _WRITERS, thread_name_prefix="ckpt-flush") as pool:
-        writes = [pool.submit(store.put, prefix + image.name, [image.bytes]) for image in plan.images]
-        digests = [pool.submit(_digest, image, prefix + image.name) for image in plan.images]
-    _raise_first(writes)
-    found = [digest.result() for digest in digests]
-    return Part(rank, tuple(row for rows, _ in found for row in rows), tuple(record for _, record in found))
+    rows: list[IndexRow] = []
+    records = []
+    for image in images:
+        name, header = prefix + image.name, image.layout.header
+        for slot in image.layout.slots:
+            if given_up():
+                raise SupersededError
+            rows += _rows(image, slot, name)
+        records.append(ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)))
+    return Part(rank, tuple(rows), tuple(records))
 
 
-def seal(store: Store, saving: Saving, parts: Sequence[Part]) -> Sealed:
-    """Check what the ranks wrote and write index and manifest; everything but the ledger entry is durable then.
+def describe(saving: Saving, parts: Sequence[Part]) -> Described:
+    """Make index and manifest of what the ranks hand in; nothing is written.
 
-    Raises IntegrityError where a rank, a region or a byte is missing, and StoreError.
+    Raises IntegrityError where a rank or a region is missing and UnsupportedStateError where one would be too large.
     """
     rows, objects = _combine(parts, saving.world_size)
-    prefix = attempt_prefix(saving.attempt)
-    for record in objects:
-        size_bytes = store.size(record.name)
-        if size_bytes != record.size_bytes:
-            raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
-    data = write_index(rows)
-    _check_size(data, MAX_INDEX_BYTES, "index")
-    index = ObjectRecord(prefix + INDEX_NAME, len(data), digest_hex(data), len(data))
-    store.put(index.name, [data])
+    index_bytes = write_index(rows)
+    _check_size(index_bytes, MAX_INDEX_BYTES, "index")
+    place = attempt_prefix(saving.attempt) + INDEX_NAME
     manifest = Manifest(
         run_key=saving.run_key,
         step=saving.attempt.step,
         attempt=saving.attempt.name,
         world_size=saving.world_size,
-        index=index,
+        index=ObjectRecord(place, len(index_bytes), digest_hex(index_bytes), len(index_bytes)),
         objects=tuple(objects),
         groups=saving.groups,
         metrics=dict(saving.metrics),
@@ -122,20 +154,45 @@ def seal(store: Store, saving: Saving, parts: Sequence[Part]) -> Sealed:
             "threads": str(torch.get_num_threads()),
         },
     )
-    body = manifest.to_bytes()
-    _check_size(body, MAX_MANIFEST_BYTES, "manifest")
-    store.put(prefix + MANIFEST_NAME, [body])
-    return Sealed(manifest, digest_hex(body), len(body))
+    manifest_bytes = manifest.to_bytes()
+    _check_size(manifest_bytes, MAX_MANIFEST_BYTES, "manifest")
+    return Described(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))
 
 
-def commit(history: History, saving: Saving, sealed: Sealed, cost_s: float, deleted: frozenset[str]) -> Checkpoint:
+def write_images(store: Store, attempt: Attempt, images: Sequence[Image]) -> None:
+    """Write a snapshot's images; every object is durable when this returns."""
+    for image in images:
+        store.put(attempt_prefix(attempt) + image.name, [image.bytes])
+
+
+def write_description(store: Store, described: Described) -> None:
+    """Write index and manifest, once every object has its size; everything but the ledger entry is durable then."""
+    manifest = described.manifest
+    for record in manifest.objects:
+        size_bytes = store.size(record.name)
+        if size_bytes != record.size_bytes:
+            raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+    store.put(manifest.index.name, [described.index_bytes])
+    store.put(attempt_prefix(described.saving.attempt) + MANIFEST_NAME, [described.manifest_bytes])
+
+
+def commit(
+    history: History,
+    described: Described,
+    *,
+    parent: str | None,
+    cost_s: float,
+    deleted: frozenset[str],
+    observed: Mapping[str, object],
+) -> Checkpoint:
     """Put the ledger entry: the one instant at which the checkpoint begins to exist.
 
-    `cost_s` is how long training waited. `deleted` names retired objects that are gone. Raises FencedError or
-    StoreError, and then the newest checkpoint is the old one; after CommitUncertainError nobody can know yet. Whatever
-    it raises, the objects stay: the entry may still arrive.
+    `cost_s` is how long training waited. `deleted` names retired objects that are gone. `observed` goes into the
+    entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
+    the old one; after CommitUncertainError nobody can know yet. Whatever it raises, the objects stay: the entry may
+    still arrive.
     """
-    manifest = sealed.manifest
+    manifest = described.manifest
     made: list[Checkpoint] = []
     named = {record.name for record in (*manifest.objects, manifest.index)}
 
@@ -143,24 +200,11 @@ def commit(history: History, saving: Saving, sealed: Sealed, cost_s: float, dele
         gone = named.intersection(state.retired)
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
-        checkpoint = Checkpoint(
-            step=manifest.step,
-            attempt=manifest.attempt,
-            manifest=attempt_prefix(saving.attempt) + MANIFEST_NAME,
-            manifest_digest=sealed.digest,
-            parent=saving.parent,
-            n=n,
-            metrics=manifest.metrics,
-            size_bytes=sum(r.size_bytes for r in manifest.objects) + manifest.index.size_bytes + sealed.size_bytes,
-            objects=len(manifest.objects) + 2,
-            saved_at=manifest.created_at,
-            cost_s=round(cost_s, 6),
-            epochs=saving.epochs,
-        )
-        made[:] = [checkpoint]
-        return state.with_checkpoint(checkpoint, deleted)
+        made[:] = [described.checkpoint(parent=parent, n=n, cost_s=cost_s)]
+        return state.with_checkpoint(made[0], deleted)
 
-    history.append({"kind": "commit", "step": manifest.step}, change, owner=saving.owner)
+    event = {**observed, "kind": "commit", "step": manifest.step}
+    history.append(event, change, owner=described.saving.owner)
     return made[0]
 
 
@@ -191,12 +235,6 @@ def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], li
     return rows, [record for part in parts for record in part.objects]
 
 
-def _digest(image: Image, name: str) -> tuple[list[IndexRow], ObjectRecord]:
-    rows = [row for slot in image.layout.slots for row in _rows(image, slot, name)]
-    header = image.layout.header
-    return rows, ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header))
-
-
 def _rows(image: Image, slot: Slot, name: str) -> list[IndexRow]:
     spec = slot.spec
     return [
@@ -205,12 +243,3 @@ def _rows(image: Image, slot: Slot, name: str) -> list[IndexRow]:
         )
         for box, begin, end in slot.regions()
     ]
-
-
-def _raise_first(writes: Sequence[Future[None]]) -> None:
-    errors = [error for write in writes if (error := write.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, StoreError):
-            raise error
-    if errors:
-        raise errors[0]

@@ -1,14 +1,15 @@
 """A snapshot: a copy of the state in host memory that already is the bytes of its files.
 
 The plan (which tensor at which offset of which file) depends only on names, dtypes and shapes, and is kept while
-these stay the same. Its images are filled by plain copies; nothing is serialised a second time.
+these stay the same. Images are filled by plain copies; nothing is serialised a second time. Where their memory comes
+from, and whether it outlives the process, is memory.py's.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,36 +18,22 @@ from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.state.copying import copy_tensors
 
-__all__ = ["BufferPool", "Image", "SnapshotPlan", "plan_snapshot", "tensor_at"]
+__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "signature_of", "tensor_at"]
 
 MAX_SHARD_BYTES = 2 << 30
 
 
-class BufferPool:
-    """Keep page-aligned buffers between saves and restores: first touch of fresh memory costs more than a copy."""
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """The files of one state structure: (group, name, layout) each; `signature` says which structure."""
 
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
+    signature: Signature
+    files: tuple[tuple[str, str, ImageLayout], ...]
 
-    def take(self, size_bytes: int) -> mmap.mmap:
-        """Return a buffer of at least `size_bytes`: the smallest free one that is not far too large, else a new one."""
-        fitting = [b for b in self._free if size_bytes <= len(b) <= 2 * size_bytes + (1 << 20)]
-        if fitting:
-            best = min(fitting, key=len)
-            self._free.remove(best)
-            return best
-        buffer = mmap.mmap(-1, max(size_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        return buffer
-
-    def give(self, buffer: mmap.mmap) -> None:
-        """Take a buffer back; whoever gives it must not look at it again."""
-        self._free.append(buffer)
-
-    def trim(self) -> None:
-        """Let the free buffers go: those of a structure that is no more would add up while a state grows."""
-        self._free.clear()
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of one snapshot."""
+        return sum(layout.size_bytes for _, _, layout in self.files)
 
 
 class Image:
@@ -62,56 +49,47 @@ class Image:
         self.views = {slot.spec.name: _writable(buffer, slot) for slot in layout.slots}
 
 
-@dataclass(frozen=True)
-class SnapshotPlan:
-    """The images of one state structure; `signature` says which."""
+class ImageSet:
+    """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
 
-    signature: tuple[tuple[str, str, tuple[int, ...]], ...]
-    images: tuple[Image, ...]
+    def __init__(self, plan: SnapshotPlan, take: Callable[[str, int], mmap.mmap]):
+        self.images = tuple(
+            Image(group, name, layout, take(name, layout.size_bytes)) for group, name, layout in plan.files
+        )
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor (by full key) to its place; the images then are the files."""
+        into, out_of = [], []
         for image in self.images:
-            into, out_of = [], []
             for name, view in image.views.items():
                 into.append(view)
                 out_of.append(_storable(tensors[f"{image.group}/{name}"]))
-            copy_tensors(into, out_of)
-
-    def free(self, pool: BufferPool) -> None:
-        """Give the images' memory back."""
-        for image in self.images:
-            image.views.clear()
-            image.bytes.release()
-            pool.give(image.buffer)
+        copy_tensors(into, out_of)
 
 
-def signature_of(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+def signature_of(tensors: Mapping[str, torch.Tensor]) -> Signature:
     """Describe the structure that a plan depends on."""
     return tuple((key, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in tensors.items())
 
 
 def plan_snapshot(
-    tensors: Mapping[str, torch.Tensor],
-    pool: BufferPool,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world_size: int = 1, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> SnapshotPlan:
-    """Lay out one file per group (several where a group is large) and take memory for them."""
+    """Lay out one file per group (several where a group is large)."""
     signature = signature_of(tensors)
     groups: dict[str, list[TensorSpec]] = {}
     for full_key, dtype, shape in signature:
         group, _, key = full_key.partition("/")
         groups.setdefault(group, []).append(TensorSpec(key, dtype, shape))
-    layouts = [
+    files = (
         (group, shard_name(group, rank, world_size, part), plan_image(specs))
         for group, all_specs in groups.items()
         for part, specs in enumerate(plan_parts(all_specs, max_shard_bytes))
-    ]
-    images = tuple(Image(group, name, layout, pool.take(layout.size_bytes)) for group, name, layout in layouts)
-    return SnapshotPlan(signature, images)
+    )
+    return SnapshotPlan(signature, tuple(files))
 
 
 def tensor_at(buffer: mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:

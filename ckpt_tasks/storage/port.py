@@ -20,22 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Store"]
+__all__ = ["ReadableStore", "Store"]
 
 
-class Store(Protocol):
-    """A place for objects; see the module's docstring for the contract."""
+class ReadableStore(Protocol):
+    """What a restore needs of a store."""
 
     url: str
-
-    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
-
-    def replace(self, name: str, body: bytes) -> None:
-        """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return an object's bytes; raise StoreError where there are more than `max_bytes`."""
@@ -45,6 +36,19 @@ class Store(Protocol):
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
+
+
+class Store(ReadableStore, Protocol):
+    """A place for objects; see the module's docstring for the contract."""
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
+
+    def replace(self, name: str, body: bytes) -> None:
+        """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""

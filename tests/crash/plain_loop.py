@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--ballast-mib", type=int, default=0)
+    parser.add_argument("--private", action="store_true", help="no snapshot outlives the process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     random.seed(0)  # the program seeds torch alone, and these streams are part of the state
@@ -37,7 +38,11 @@ def main() -> None:
     if options.ballast_mib:
         state["ballast"] = nn.ParameterList(torch.randn(1 << 20) for _ in range(options.ballast_mib // 4))
     with Checkpointer(  # 1
-        CheckpointConfig(checkpoint_dir=options.directory, step_interval=options.interval)
+        CheckpointConfig(
+            checkpoint_dir=options.directory,
+            step_interval=options.interval,
+            memory_dir=None if options.private else "auto",
+        )
     ) as ckpt:
         step = ckpt.restore(state)  # 2
         report = ckpt.last_restore

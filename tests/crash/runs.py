@@ -55,7 +55,7 @@ UNTOUCHED = 999  # the step of a state that no checkpoint holds
 
 
 def options(root: Path, **more: Any) -> CheckpointConfig:
-    return CheckpointConfig(checkpoint_dir=str(root), **{"max_num_checkpoints": 2, **more})
+    return CheckpointConfig(checkpoint_dir=str(root), **{"max_num_checkpoints": 2, "memory_dir": None, **more})
 
 
 def opened(root: Path, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:

@@ -131,7 +131,9 @@ def test_retries_end(run_dir: Path, tmp_path: Path) -> None:
 def test_saves_within_a_batch_shorten_the_retry(run_dir: Path, tmp_path: Path) -> None:
     """The cadence saves within batches as well, and a retry goes on from there."""
     seen = tmp_path / "failures"
-    config = {"checkpoint_dir": str(run_dir), "step_interval": 2, "max_num_checkpoints": None}
+    # Steps of a millisecond: without keep_every_n_steps a newer snapshot takes the place of one that waits.
+    every = {"step_interval": 2, "keep_every_n_steps": 2, "max_num_checkpoints": None}
+    config = {"checkpoint_dir": str(run_dir), **every}
     params = {"fail_at": 9, "times": 1, "failures": str(seen)}
     result = run(run_dir, 10, checkpoint=config, batch_steps=10, params=params, retry_delay_s=0)
     assert steps(run_dir) == [10, 8, 6, 4, 2, 0]

@@ -56,7 +56,7 @@ def test_epochs_survive_a_resume(run_dir: Path) -> None:
         assert saved == [6, 12]
     with _open(run_dir, epoch_interval=2, max_num_checkpoints=None) as ckpt:
         ckpt.restore(_state())
-        assert ckpt.step(13, _state(13.0), epoch=4) is None
+        assert ckpt.step(13, _state(13.0), epoch=4) is False
 
 
 def test_step_zero_is_a_step(run_dir: Path) -> None:

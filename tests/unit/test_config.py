@@ -29,10 +29,14 @@ BAD: list[dict[str, Any]] = [
     *({name: value} for name in ("max_num_checkpoints", "keep_every_n_steps") for value in (0, -1, 2.0, "5", True)),
     *(
         {name: value}
-        for name in ("save_interval_secs", "owner_timeout_s")
+        for name in ("save_interval_secs", "owner_timeout_s", "flush_timeout_s")
         for value in (0, -1.0, float("nan"), float("inf"), "5", True)
     ),
     {"owner_timeout_s": None},
+    {"flush_timeout_s": None},
+    {"memory_dir": ""},
+    {"memory_dir": 3},
+    {"on_flush_failure": "ignore"},
     {"keep_best": -1},
     {"keep_best": None},
     {"keep_best": True},
@@ -101,6 +105,9 @@ def test_the_list_of_options_is_pinned() -> None:
         "best_metric": None,
         "best_mode": "min",
         "owner_timeout_s": 120.0,
+        "memory_dir": "auto",
+        "on_flush_failure": "raise",
+        "flush_timeout_s": 600.0,
     }
 
 

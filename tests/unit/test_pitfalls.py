@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,9 @@ def test_a_hole_that_was_committed_is_not_restored(fast_dir: Path) -> None:
 
 def resources() -> tuple[int, int, int, int]:
     """Count open files, threads and buffers (what mmap(-1) maps), and the bytes of the buffers."""
+    gc.collect()
+    while any(thread.name in ("ckpt-seal", "ckpt-flush") for thread in threading.enumerate()):
+        time.sleep(0.001)  # they end by themselves, a moment after what they did was waited for
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
     size_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in ends)

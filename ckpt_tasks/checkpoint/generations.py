@@ -1,0 +1,246 @@
+"""Snapshots that outlive their process: where they lie, which of them may be used, and how they are read.
+
+A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
+digest. It may be restored while it is committed, or while nothing has been committed since it was taken but itself and
+what was on its way then.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ckpt_tasks.checkpoint.opening import change
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.state.memory import (
+    SLOTS,
+    MemoryDirectory,
+    PrivateMemory,
+    SnapshotMemory,
+    default_directory,
+    private_root,
+)
+from ckpt_tasks.state.snapshot import tensor_at
+from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Generation", "Generations", "MappedTensors", "usable"]
+
+_T = TypeVar("_T")
+_READERS = 2
+_log = logging.getLogger("ckpt_tasks")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A complete snapshot in a memory directory: the checkpoint that it is or would become, and its bytes."""
+
+    seal: Seal
+    store: SlotStore
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint; its `n` is -1."""
+        return self.seal.checkpoint
+
+    @property
+    def slot(self) -> str:
+        """The slot that it lies in."""
+        return self.store.slot
+
+
+class Generations:
+    """The memory of one run's snapshots, in this process and from the one before it on this host."""
+
+    def __init__(self, store: Store, memory_dir: str | None):
+        self.memory: SnapshotMemory = PrivateMemory()
+        self._store = store
+        self._memory_dir = memory_dir
+        self._run_key = ""
+
+    def check(self) -> None:
+        """Raise ConfigError where the memory directory that was asked for is not this user's alone."""
+        if self._memory_dir not in (None, "auto"):
+            private_root(Path(self._memory_dir))
+
+    def open(self, run_key: str) -> None:
+        """Look for the run's memory directory, and take it; what cannot be had is said, and private memory used."""
+        self._run_key = run_key
+        directory = self._directory(0)
+        if directory is None or isinstance(self.memory, MemoryDirectory):
+            return
+        # The same path can have another run by now: format.json says which one it is.
+        run = digest_hex(self._store.url.encode() + b"\0" + self._store.get(FORMAT_NAME, 1 << 20))
+        try:
+            self.memory = MemoryDirectory(private_root(directory), run)
+        except (StoreError, ConfigError) as error:
+            if self._memory_dir != "auto":
+                raise
+            self._do_without(str(error))
+
+    def found(self, live: Iterable[Checkpoint]) -> list[Generation]:
+        """List the snapshots in memory that may be restored, given the live checkpoints; the newest first."""
+        if not isinstance(self.memory, MemoryDirectory):
+            return []
+        live = tuple(live)
+        found = []
+        for slot in SLOTS:
+            data = self.memory.sealed(slot)
+            if data is None:
+                continue
+            try:
+                seal = Seal.from_bytes(data)
+            except CkptError as error:
+                _log.warning("A snapshot in memory is left alone: %s", error)
+                continue
+            if seal.run_key == self._run_key and usable(seal, live):
+                found.append(Generation(seal, SlotStore(self.memory, slot, seal.checkpoint)))
+        # Of two that storage lacks, one was on its way when the other was taken.
+        return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
+
+    def clean(self, live: Iterable[Checkpoint]) -> None:
+        """Empty the slots, unless one holds a snapshot that could be restored and that storage does not have."""
+        live = list(live)
+        known = {checkpoint.manifest_digest for checkpoint in live}
+        lacking = any(one.checkpoint.manifest_digest not in known for one in self.found(live))
+        if isinstance(self.memory, MemoryDirectory) and not lacking:
+            for slot in SLOTS:
+                self.memory.clear(slot)
+
+    def make_room(self, size_bytes: int) -> None:
+        """See whether two snapshots of this size have room; without it, what lies in the slots goes."""
+        if isinstance(self.memory, MemoryDirectory) and self._memory_dir == "auto":
+            wanted = size_bytes - self.memory.held_bytes() // len(SLOTS)
+            if default_directory(wanted) is None:
+                self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
+
+    def take(self, slot: str, build: Callable[[Callable[[str, int], mmap.mmap]], _T]) -> _T:
+        """Build something from a slot's memory; without room in the memory directory, from private memory."""
+        try:
+            return build(lambda name, size_bytes: self.memory.take(slot, name, size_bytes))
+        except StoreError as error:
+            if isinstance(self.memory, PrivateMemory):
+                raise
+            self._do_without(str(error))
+        return self.take(slot, build)
+
+    def close(self, *, keep: bool) -> None:
+        """Let the memory go; `keep` what is sealed for the next process."""
+        memory, self.memory = self.memory, PrivateMemory()
+        memory.close(keep=keep)
+
+    def _directory(self, size_bytes: int) -> Path | None:
+        if self._memory_dir == "auto":
+            return default_directory(size_bytes)
+        return None if self._memory_dir is None else Path(self._memory_dir)
+
+    def _do_without(self, why: str) -> None:
+        _log.warning(
+            "Snapshots are kept in this process's own memory: after a crash, training goes on from storage (%s)", why
+        )
+        self.close(keep=False)
+
+
+def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
+    """Say whether a snapshot belongs to the run as it is: committed, or the next one after what is."""
+    if any(checkpoint.manifest_digest == seal.checkpoint.manifest_digest for checkpoint in live):
+        return True
+    newest = lineage(live)[0].manifest_digest if live else None
+    return newest == seal.newest or (newest is not None and newest == seal.in_flight)
+
+
+class SlotStore:
+    """The reading half of a store over one slot: its files under the names that they have on storage, or would have."""
+
+    def __init__(self, memory: MemoryDirectory, slot: str, checkpoint: Checkpoint):
+        self.url = memory.url
+        self._memory = memory
+        self.slot = slot
+        self._prefix = checkpoint.manifest.rpartition("/")[0] + "/"
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """Return a file's bytes."""
+        data = self.map(name)
+        if len(data) > max_bytes:
+            raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
+        return data[:]
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        """Fill a buffer from a file."""
+        data = self.map(name)
+        if begin + into.nbytes > len(data):
+            raise IntegrityError(f"the file ends at byte {len(data)}", key=name)
+        into[:] = data[begin : begin + into.nbytes]
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes."""
+        return len(self.map(name))
+
+    def map(self, name: str) -> mmap.mmap:
+        """Map a file; raises ObjectNotFoundError and IntegrityError."""
+        if not name.startswith(self._prefix):
+            raise ObjectNotFoundError("no such file in this snapshot", key=name)
+        try:
+            return self._memory.open(self.slot, name.removeprefix(self._prefix))
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
+        except (OSError, ValueError) as error:
+            raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error
+
+
+class MappedTensors:
+    """The tensors of `rows` in a slot: verified where they lie, and copied from there; a TensorSource."""
+
+    def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
+        self._rows = list(rows)
+        self._first: dict[str, IndexRow] = {}
+        for row in sorted(self._rows, key=lambda row: (row.object, row.begin)):
+            self._first.setdefault(row.full_key, row)
+        self._maps = {name: store.map(name) for name in {row.object for row in self._rows}}
+        self._fills: list[tuple[torch.Tensor, str]] = []
+
+    def like(self, key: str) -> torch.Tensor:
+        row = self._first[key]
+        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
+
+    def read(self, key: str) -> torch.Tensor:
+        _verify([row for row in self._rows if row.full_key == key], self._maps)
+        return self._at(key)
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        self._fills.append((into, key))
+
+    def fetch(self) -> None:
+        share = -(-len(self._rows) // (4 * _READERS)) or 1
+        shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-verify") as threads:
+            list(threads.map(lambda rows: _verify(rows, self._maps), shares))
+        fills, self._fills = self._fills, []
+        self.copy(fills)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
+        copy_all([(into, self._at(key)) for into, key in pairs])
+
+    def _at(self, key: str) -> torch.Tensor:
+        row = self._first[key]
+        return tensor_at(self._maps[row.object], row.dtype, row.tensor_shape, row.begin)
+
+
+def _verify(rows: Iterable[IndexRow], maps: dict[str, mmap.mmap]) -> None:
+    for row in rows:
+        if row.end > len(maps[row.object]):
+            raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
+        if digest_bytes(memoryview(maps[row.object])[row.begin : row.end]) != row.digest:
+            raise IntegrityError(change(row))

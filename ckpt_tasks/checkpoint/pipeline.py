@@ -1,0 +1,215 @@
+"""Snapshots on their way to storage: one is written, one waits, and the newest wins.
+
+Training fills a slot and goes on. A thread digests and seals the snapshot; another one writes and commits it, and then
+takes the one that waits by then. A third snapshot takes the place of the one that waits, unless that one must be kept.
+
+Invariants
+
+1. A slot is filled only while no thread reads it.
+2. Snapshots are committed in the order in which they were taken.
+3. A failure is kept until somebody has been told.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tasks.checkpoint.save import Described, Saving, SupersededError
+from ckpt_tasks.errors import CommitUncertainError, FencedError
+from ckpt_tasks.state.memory import SLOTS
+from ckpt_tasks.state.snapshot import ImageSet
+
+__all__ = ["Pipeline", "Snapshot"]
+
+_NICENESS = 10  # training keeps its cores
+
+
+@dataclass(eq=False, kw_only=True)
+class Snapshot:
+    """One moment of training in memory, on its way.
+
+    `keep`: no newer one may take its place. `known` is set when `described` or `error` is.
+    """
+
+    slot: str
+    saving: Saving
+    images: ImageSet
+    stall_s: float
+    keep: bool
+    observed: Mapping[str, Any]
+    taken_s: float = field(default_factory=time.monotonic)
+    described: Described | None = None
+    error: BaseException | None = None
+    given_up: bool = False
+    known: threading.Event = field(default_factory=threading.Event)
+
+    def description(self) -> Described:
+        """Wait until the snapshot is digested; raise what went wrong."""
+        self.known.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.described is not None
+        return self.described
+
+
+class Pipeline:
+    """Run `seal` and `flush` for every snapshot, each in a thread; `timeout_s` is how long one flush may take.
+
+    `seal` is also told which snapshot was on its way when this one was taken.
+    """
+
+    def __init__(
+        self, seal: Callable[[Snapshot, Snapshot | None], None], flush: Callable[[Snapshot], None], timeout_s: float
+    ):
+        self._seal = seal
+        self._flush = flush
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._flushing: Snapshot | None = None
+        self._waiting: Snapshot | None = None
+        self._last: Snapshot | None = None
+        self._since_s = 0.0
+        self._failure: BaseException | None = None
+        self._running = False
+        self._pid = os.getpid()
+        self._held: str | None = None
+        self._in_slot: dict[str, Snapshot] = {}
+        self._superseded: list[int] = []
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the flush under way has taken longer than it may."""
+        with self._changed:
+            return self._flushing is not None and time.monotonic() - self._since_s > self._timeout_s
+
+    def take_slot(self) -> str:
+        """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
+        stuck = self.stuck
+        with self._changed:
+            while self._flushing and self._waiting and self._waiting.keep and not stuck:
+                self._changed.wait(1.0)
+            waiting, flushing = self._waiting, self._flushing
+            if waiting and flushing:
+                waiting.given_up = True
+                self._waiting = None
+                self._superseded.append(waiting.saving.attempt.step)
+                slot = waiting.slot
+            else:  # what waits is about to be taken up; else the newest of all stays as long as it can
+                used = waiting or flushing or self._last
+                slot = next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
+            before = self._in_slot.get(slot)
+        if before is not None:
+            before.given_up = True  # also where its flush has failed: nobody may read the slot any more
+            before.known.wait()
+        return slot
+
+    def hold(self, slot: str) -> None:
+        """Fill the other slot first."""
+        self._held = slot
+
+    def forget(self) -> None:
+        """Let every snapshot go that has been dealt with; nothing may be on its way."""
+        with self._changed:
+            snapshots, self._in_slot = [*self._in_slot.values()], {}
+            if self._last is not None:
+                self._held, self._last = self._last.slot, None
+        for snapshot in snapshots:
+            snapshot.given_up = True
+            snapshot.known.wait()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Take a full slot over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None)  # the thread is about to take it up
+            before, self._last, self._waiting = self._flushing, snapshot, snapshot
+            self._in_slot[snapshot.slot] = snapshot
+            start, self._running = not self._running, True
+        threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True).start()
+        if start:
+            atexit.register(self._at_exit)
+            threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is on its way; False where that takes longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._flushing is None and self._waiting is None, timeout_s)
+
+    def take_failure(self) -> BaseException | None:
+        """Return what went wrong since the last call; whoever asks has been told."""
+        with self._changed:
+            failure, self._failure = self._failure, None
+            return failure
+
+    def take_superseded(self) -> list[int]:
+        """Return the steps that a newer snapshot took the place of since the last call."""
+        with self._changed:
+            steps, self._superseded = self._superseded, []
+            return steps
+
+    # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
+        _be_nice()
+        try:
+            if before is not None:
+                before.known.wait()
+            self._seal(snapshot, before)
+        except SupersededError as error:
+            snapshot.error = error
+        except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer is told)
+            snapshot.error = error
+        finally:
+            snapshot.known.set()
+
+    def _run(self) -> None:
+        _be_nice()
+        while True:
+            with self._changed:
+                snapshot: Snapshot | None = self._waiting
+                self._flushing, self._waiting, self._since_s = snapshot, None, time.monotonic()
+                if snapshot is None:
+                    self._running = False
+                    atexit.unregister(self._at_exit)
+                    self._changed.notify_all()
+                    return
+                self._changed.notify_all()
+            failure: BaseException | None = None
+            try:
+                self._flush(snapshot)
+            except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
+                failure = error
+            with self._changed:
+                self._flushing = None
+                if failure is not None:
+                    self._failure = self._failure or failure
+                    if isinstance(failure, (FencedError, CommitUncertainError)):
+                        self._give_up()  # nothing may follow what lost the run, or may have landed
+                self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.given_up = True
+
+    def _at_exit(self) -> None:
+        # Daemon threads still run while the interpreter calls this: the last snapshot is committed before it ends.
+        if os.getpid() != self._pid:
+            return
+        if not self.wait(self._timeout_s):
+            sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
+        elif (failure := self.take_failure()) is not None:
+            sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
+
+
+def _be_nice() -> None:
+    if sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,202 @@
+"""Memory for snapshots: private to the process, or files in a memory directory, which outlive it.
+
+A memory directory (`/dev/shm` where it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
+what describes them. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
+
+    lock                           held by the one process that uses the slots
+    a/model-00000-of-00001-0.safetensors …   the images
+    a/index.arrow, a/manifest.json           as on storage
+    a/seal.json                    put last and taken away first: a slot with a seal is complete
+    b/…
+
+Invariants
+
+1. A slot's seal is gone before the first byte of its images changes, and comes back when all of them are known.
+2. Only the process that holds the lock writes, and only it reads what others left.
+3. Everything is the user's own: directories that are another user's, or open to others, are refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_tasks.errors import ConfigError, StoreError
+
+__all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root"]
+
+SLOTS = ("a", "b")
+_SEAL = "seal.json"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
+_ROOM = 1.05  # of what the images need must be free
+_HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
+
+
+class SnapshotMemory(Protocol):
+    """Where the images of the two slots lie."""
+
+    url: str
+
+    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
+        """Return memory for one image of a slot; what the slot held is lost."""
+
+    def unseal(self, slot: str) -> None:
+        """Say that a slot's images are about to change."""
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        """Say that a slot's images are complete: keep what describes them, and the seal last."""
+
+    def close(self, *, keep: bool) -> None:
+        """Let the memory go; `keep` what is sealed for the next process of this host, where that is possible."""
+
+
+class PrivateMemory:
+    """Anonymous memory: gone with the process."""
+
+    url = "memory"
+
+    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, max(size_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def unseal(self, slot: str) -> None:
+        """Do nothing: nobody else can look."""
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        """Do nothing: nobody else can look."""
+
+    def close(self, *, keep: bool) -> None:
+        """Do nothing: the memory goes with its last user."""
+
+
+class MemoryDirectory:
+    """The slots of one run in a memory directory; raises StoreError where another process holds them."""
+
+    def __init__(self, root: Path, run: str):
+        self.path = root / run
+        self.url = str(self.path)
+        if self.path in _HELD:
+            raise StoreError(f"another Checkpointer of this process holds the memory directory {self.path}")
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            _check_private(self.path)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
+        try:
+            # Not flock, which a forked DataLoader worker would go on holding after this process has been killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise StoreError(f"another process holds the memory directory {self.path}") from error
+        _HELD.add(self.path)
+        self._unlock = weakref.finalize(self, _unlock, self.path, lock)
+
+    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
+        """Map a file of its own, all of it allocated: raises StoreError where there is no room."""
+        self.unseal(slot)
+        directory = self.path / slot
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            (directory / name).unlink(missing_ok=True)  # a file that others may have mapped is never changed in size
+            fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            try:
+                # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
+                os.posix_fallocate(fd, 0, max(size_bytes, 1))
+                return mmap.mmap(fd, max(size_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.clear(slot)
+            raise StoreError(f"{size_bytes} bytes for {name} in {directory}: {error.strerror}") from error
+
+    def unseal(self, slot: str) -> None:
+        (self.path / slot / _SEAL).unlink(missing_ok=True)
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        directory = self.path / slot
+        try:
+            for name, data in described.items():
+                (directory / name).write_bytes(data)
+            # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
+            temporary = directory / f".{_SEAL}"
+            temporary.write_bytes(seal)
+            temporary.rename(directory / _SEAL)
+        except OSError as error:
+            raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
+
+    def sealed(self, slot: str) -> bytes | None:
+        """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
+        try:
+            return (self.path / slot / _SEAL).read_bytes()
+        except OSError:
+            return None
+
+    def open(self, slot: str, name: str) -> mmap.mmap:
+        """Map a file of a slot, copy-on-write; raises OSError, or ValueError where it is empty."""
+        fd = os.open(self.path / slot / name, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+
+    def held_bytes(self) -> int:
+        """Return the bytes that the slots take."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def clear(self, slot: str) -> None:
+        """Empty a slot."""
+        self.unseal(slot)
+        shutil.rmtree(self.path / slot, ignore_errors=True)
+
+    def close(self, *, keep: bool) -> None:
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+
+def private_root(directory: Path) -> Path:
+    """Return this user's own directory in a memory directory; raise ConfigError where it is not his alone."""
+    root = directory / f"ckpt-tasks-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"memory_dir {directory} cannot be used: {error.strerror}") from error
+    _check_private(root)
+    return root
+
+
+def default_directory(size_bytes: int) -> Path | None:
+    """Return /dev/shm where it has room for two snapshots of this size and the machine has the memory, else None."""
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    status = os.statvfs(_SHARED_MEMORY)
+    free_bytes = min(status.f_bavail * status.f_frsize, _available_bytes())
+    return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _unlock(path: Path, lock: int) -> None:
+    _HELD.discard(path)
+    os.close(lock)
+
+
+def _check_private(path: Path) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{path} is not a directory of this user's alone",
+            hint="Somebody else made it. Remove it, or name another memory_dir.",
+        )

@@ -1,0 +1,336 @@
+"""Snapshots in a memory directory outlive their process, and are used only where they belong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.state.memory import MemoryDirectory, private_root
+from ckpt_tasks.storage.local import LocalStore
+from tests.crash.memory_loop import state_of, step_of
+from tests.storage.calls import WatchedCalls
+
+SIZE = 1 << 14
+
+
+@pytest.fixture
+def memory(fast_dir: Path) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(dir=fast_dir))
+    yield made
+    shutil.rmtree(made)
+
+
+class Stuck(WatchedCalls):
+    """Let no write to a checkpoint's objects end before the test does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    def cut(self, fd: int, piece: Any) -> Any:
+        if "/checkpoint_" in self._paths[fd]:
+            self.over.wait(120)
+            raise OSError(errno.EIO, "the test is over")
+        return piece
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    made = Stuck()
+    yield made
+    made.over.set()
+
+
+def _loop(run_dir: Path, memory: Path, *options: str, status: int = 0) -> str:
+    command = [sys.executable, "-m", "tests.crash.memory_loop", str(run_dir), str(memory), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr
+    return done.stdout
+
+
+def _config(run_dir: Path, memory: Path) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory), step_interval=1, max_num_checkpoints=3)
+
+
+def _train(run_dir: Path, memory: Path, steps: int) -> tuple[int, str, list[str]]:
+    """Restore, check that it is one moment, and go on; return the step restored, its source, and what was skipped."""
+    with Checkpointer(_config(run_dir, memory)) as ckpt:
+        state = state_of(0, SIZE)
+        restored = ckpt.restore(state)
+        assert step_of(state) == restored
+        report = ckpt.last_restore
+        for step in range(restored + 1, restored + 1 + steps):
+            ckpt.save(step, state_of(step, SIZE))
+    return restored, report.source if report else "", [f"{n} {why}" for n, why in report.skipped] if report else []
+
+
+def _died(run_dir: Path, memory: Path, step: int, calls: Any = os) -> None:
+    """Train up to a step and leave everything as a killed process does; with `Stuck` calls, storage has none of it."""
+    ckpt = Checkpointer(_config(run_dir, memory))
+    store = ckpt._history.store
+    assert isinstance(store, LocalStore)
+    ckpt.restore(state_of(0, SIZE))
+    store._calls = calls
+    while ckpt.position < step:
+        ckpt.step(ckpt.position + 1, state_of(ckpt.position + 1, SIZE))
+        if calls is os:
+            ckpt.wait()
+    last = ckpt._saver._pipeline._last
+    assert last is not None
+    last.known.wait(30)
+    assert ckpt._heartbeat is not None
+    ckpt._heartbeat.stop()
+    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
+
+
+def _slots(memory: Path) -> list[Path]:
+    return sorted(path.parent for path in memory.rglob("seal.json"))
+
+
+def _committed(run_dir: Path) -> list[int]:
+    return [c.step for c in reversed(open_run(str(run_dir)).checkpoints())]
+
+
+def test_what_storage_lacks_is_restored_from_memory_and_committed(run_dir: Path, memory: Path) -> None:
+    """P44, P72: killed with the store far behind, the next process goes on from the last snapshot and commits it."""
+    _train(run_dir, memory, 2)
+    _loop(run_dir, memory, "--kill-at", "7", "--delay-s", "60", status=-signal.SIGKILL)
+    assert _committed(run_dir) == [1, 2]
+    restored, source, _ = _train(run_dir, memory, 0)
+    assert restored == 7
+    assert source.startswith(str(memory))
+    assert _committed(run_dir)[-1] == 7
+    state = state_of(0, SIZE)
+    run = open_run(str(run_dir))
+    run.restore(run.find(7), state)
+    assert step_of(state) == 7
+
+
+def test_a_committed_step_is_restored_from_memory_as_well(run_dir: Path, memory: Path) -> None:
+    """A checkpoint that storage has too is read from memory, and nothing of it from storage."""
+    _died(run_dir, memory, 3)
+    for path in run_dir.glob("checkpoint_000000000003/*/*.safetensors"):
+        path.unlink()
+    restored, source, _ = _train(run_dir, memory, 0)
+    assert restored == 3
+    assert source.startswith(str(memory))
+
+
+@pytest.mark.parametrize("file", ["one-00000-of-00001-0.safetensors", "index.arrow", "manifest.json", "seal.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_snapshot_is_passed_over(run_dir: Path, memory: Path, stuck: Stuck, file: str, damage: str) -> None:
+    """P49: one bit flipped, a file cut or gone in the newest slot: the older one of memory or storage is taken."""
+    _train(run_dir, memory, 2)
+    _died(run_dir, memory, 7, stuck)
+    newest = max(_slots(memory), key=lambda slot: json.loads((slot / "seal.json").read_text())["checkpoint"]["step"])
+    victim = newest / file
+    data = bytearray(victim.read_bytes())
+    if damage == "gone":
+        victim.unlink()
+    elif damage == "cut":
+        victim.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+    restored, _, skipped = _train(run_dir, memory, 0)
+    assert restored == 3  # on its way to storage when the others were taken
+    assert any(why.startswith("7 in memory:") for why in skipped) == (file != "seal.json")
+    assert _committed(run_dir)[-1] == restored
+
+
+def test_a_snapshot_without_a_seal_is_nothing(run_dir: Path, memory: Path, stuck: Stuck) -> None:
+    """P31: a slot that was being filled when the process died has no seal and is not looked at."""
+    _train(run_dir, memory, 2)
+    _died(run_dir, memory, 7, stuck)
+    for slot in _slots(memory):
+        (slot / "seal.json").unlink()
+    restored, source, _ = _train(run_dir, memory, 0)
+    assert restored == 2
+    assert source.startswith(str(run_dir))
+
+
+def test_memory_older_than_storage_is_left_alone(run_dir: Path, memory: Path, stuck: Stuck, tmp_path: Path) -> None:
+    """P71: when another process has committed since, on another host, what lies in memory is no part of the run."""
+    _train(run_dir, memory, 2)
+    _died(run_dir, memory, 7, stuck)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert _train(run_dir, elsewhere, 1)[0] == 2
+    restored, source, _ = _train(run_dir, memory, 0)
+    assert restored == 3
+    assert source.startswith(str(run_dir))
+
+
+def test_a_new_run_in_the_same_place_does_not_see_the_old_ones_memory(
+    run_dir: Path, memory: Path, stuck: Stuck
+) -> None:
+    """P66: a directory that was deleted and begun again is another run, whatever lies in memory under its path."""
+    _died(run_dir, memory, 7, stuck)
+    shutil.rmtree(run_dir)
+    assert _train(run_dir, memory, 0)[0] == 0
+
+
+def test_two_runs_on_one_host_do_not_meet(run_dir: Path, memory: Path, stuck: Stuck, tmp_path: Path) -> None:
+    """Two runs with one memory directory have slots of their own."""
+    other = tmp_path / "other"
+    _died(run_dir, memory, 7, stuck)
+    _died(other, memory, 4, stuck)
+    assert len({slot.parent for slot in _slots(memory)}) == 2
+    assert _train(run_dir, memory, 0)[0] == 7
+    assert _train(other, memory, 0)[0] == 4
+
+
+def test_memory_is_cleaned_when_the_run_ends(run_dir: Path, memory: Path) -> None:
+    """A run that ends well leaves nothing in the memory directory; one that ends with an error leaves its snapshots."""
+    with suppress(ZeroDivisionError), Checkpointer(_config(run_dir, memory)) as ckpt:
+        ckpt.step(1, state_of(1, SIZE))
+        raise ZeroDivisionError
+    assert len(_slots(memory)) == 1
+    assert _train(run_dir, memory, 1)[0] == 1
+    assert [*memory.rglob("*-00000*")] == []
+
+
+def test_pruning_from_outside_cleans_memory_but_for_what_storage_lacks(
+    run_dir: Path, memory: Path, stuck: Stuck
+) -> None:
+    """P67: a prune clears slots that storage covers, and leaves a snapshot that only memory has."""
+    _died(run_dir, memory, 2)
+    with Checkpointer(_config(run_dir, memory)) as ckpt:
+        ckpt.prune()
+    assert _slots(memory) == []
+    _died(run_dir, memory, 9, stuck)
+    with Checkpointer(_config(run_dir, memory)) as ckpt:
+        ckpt.prune()
+    assert len(_slots(memory)) > 0
+    assert _train(run_dir, memory, 0)[0] == 9
+
+
+def test_a_directory_that_is_not_ours_alone_is_refused(run_dir: Path, memory: Path) -> None:
+    """A memory directory that others may read or write is refused by name, before anything is put there."""
+    made = memory / f"ckpt-tasks-{os.getuid()}"
+    made.mkdir()
+    made.chmod(0o755)
+    with pytest.raises(ConfigError, match="alone"):
+        private_root(memory)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
+    with pytest.raises(ConfigError, match="alone"):
+        Checkpointer(config).save(1, {"x": 1})
+    assert not run_dir.exists()
+
+
+def test_a_second_process_keeps_its_snapshots_to_itself(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P33: while one process holds the slots another one, which took the run over, uses its own memory and says so."""
+    monkeypatch.setattr("ckpt_tasks.checkpoint.generations.default_directory", lambda size_bytes: memory)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
+    first = Checkpointer(config)
+    first.step(1, state_of(1, SIZE))
+    first.wait()
+    second = Checkpointer(config, take_over=True)
+    assert second.restore(state_of(0, SIZE)) == 1
+    assert "of this process holds" in caplog.text
+    second.step(2, state_of(2, SIZE))
+    second.close()
+    first._saver.settle()
+    first._generations.close(keep=False)
+    assert _committed(run_dir) == [1, 2]
+
+
+def test_without_room_private_memory_is_used(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P37: where the memory directory is too small, snapshots live in the process, and what is lost is said."""
+    small = memory / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        monkeypatch.setattr("ckpt_tasks.checkpoint.generations.default_directory", lambda size_bytes: small)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)) as ckpt:
+            ckpt.step(1, {"x": torch.ones(1 << 20)})
+            ckpt.step(2, {"x": torch.full((1 << 20,), 2.0)})
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+    assert "after a crash, training goes on from storage" in caplog.text
+    state: dict[str, Any] = {"x": torch.zeros(1 << 20)}
+    run = open_run(str(run_dir))
+    run.restore(run.find("latest"), state)
+    assert bool((state["x"] == _committed(run_dir)[-1]).all())
+
+
+def test_a_lock_dies_with_its_process(memory: Path) -> None:
+    """P67: the slots of a killed process are free at once, also while a worker that it forked lives on."""
+    root = private_root(memory)
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from ckpt_tasks.state.memory import MemoryDirectory
+held = MemoryDirectory(Path({str(root)!r}), "run")
+if os.fork() == 0:
+    print("held", flush=True)
+    time.sleep(60)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match="another process"):
+            MemoryDirectory(root, "run")
+        process.kill()
+        process.wait()
+        MemoryDirectory(root, "run").close(keep=False)
+        os.killpg(process.pid, signal.SIGKILL)  # the worker
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3000)
+def test_killed_at_random_moments(run_dir: Path, memory: Path, kills: int) -> None:
+    """P1, P30: killed anywhere, what comes back is one moment of training, and never an older one than before."""
+    chance = random.Random(11)
+    command = [sys.executable, "-m", "tests.crash.memory_loop", str(run_dir), str(memory), "--size", str(1 << 19)]
+    newest, from_memory = 0, 0
+    for number in range(kills):
+        delay = ["--delay-s", "0.02"] if number % 2 else []
+        with subprocess.Popen([*command, *delay], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first = process.stdout.readline()  # the loop itself checks that the state is of one step
+            assert first.startswith("restored"), process.stderr.read()
+            time.sleep(chance.uniform(0, 0.4))
+            process.kill()
+            steps = [int(line.split()[1]) for line in process.stdout.read().splitlines() if line.startswith("step ")]
+        restored = int(first.split()[1])
+        assert restored >= newest
+        from_memory += str(memory) in first
+        committed = _committed(run_dir)
+        newest = max([restored, *committed[-1:]])
+        assert committed == sorted(committed)
+        assert not steps or steps[0] == restored + 1
+    assert from_memory > 0
+    faults = verify_run_directory(open_run(str(run_dir)).history)
+    assert faults.good

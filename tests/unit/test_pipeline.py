@@ -1,0 +1,260 @@
+"""Saves behind training's back: nothing is torn, lost, reordered or hidden, however slow or broken the store is."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import FencedError, StoreError
+from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.storage.local import LocalStore
+from tests.storage.calls import FailingCalls, WatchedCalls
+
+SIZE = 1 << 18
+
+
+class Gate(WatchedCalls):
+    """Let no object of a checkpoint be written before the gate is opened; `reached` is set when one waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        if name == "pwrite" and "/checkpoint_" in path:
+            self.reached.set()
+            self.opened.wait(60)
+        return super().do(name, path, call)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"weights": torch.full((SIZE,), float(value)), "step": int(value)}
+
+
+def _opened(run_dir: Path, calls: Any = os, **options: Any) -> Checkpointer:
+    options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
+    store = ckpt._history.store
+    assert isinstance(store, LocalStore)
+    store._calls = calls
+    return ckpt
+
+
+def _committed(run_dir: Path) -> list[int]:
+    return [c.step for c in reversed(open_run(str(run_dir)).checkpoints())]
+
+
+def _restored(run_dir: Path, step: int | str = "latest") -> dict[str, Any]:
+    run, state = open_run(str(run_dir)), _state(-1)
+    run.restore(run.find(step), state)
+    return state
+
+
+def test_a_state_changed_right_after_a_step_is_saved_as_it_was(run_dir: Path, gate: Gate) -> None:
+    """P1, P3: what training changes in place while the flush is under way is not in the checkpoint."""
+    state = _state(1)
+    with _opened(run_dir, gate) as ckpt:
+        assert ckpt.step(1, state)
+        state["weights"].add_(1)
+        state["step"] = 99
+        gate.opened.set()
+    found = _restored(run_dir)
+    assert found["step"] == 1
+    assert same_bits(found["weights"], torch.ones(SIZE))
+
+
+def test_every_snapshot_has_its_own_values_and_its_own_structure(run_dir: Path) -> None:
+    """P2: the plan is kept while the structure stays, and never the values; a changed structure is planned again."""
+    with _opened(run_dir) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, _state(step))
+            ckpt.wait()
+        ckpt.step(4, {"weights": torch.full((SIZE + 1,), 4.0), "step": 4, "more": torch.ones(3)})
+    run = open_run(str(run_dir))
+    for step in (1, 2, 3):
+        assert torch.equal(_restored(run_dir, step)["weights"], torch.full((SIZE,), float(step)))
+    state: dict[str, Any] = {"weights": torch.zeros(SIZE + 1), "step": 0, "more": torch.zeros(3)}
+    run.restore(run.find(4), state)
+    assert same_bits(state["weights"], torch.full((SIZE + 1,), 4.0))
+
+
+def test_of_many_snapshots_the_newest_wins_and_the_drop_is_recorded(run_dir: Path, gate: Gate) -> None:
+    """P44: with a slow store two snapshots are held; newer ones take the place of the one that waits, in order."""
+    with _opened(run_dir, gate) as ckpt:
+        ckpt.step(1, _state(1))
+        gate.reached.wait(30)
+        for step in range(2, 11):
+            ckpt.step(step, _state(step))
+        held = len(ckpt._saver._sets)
+        gate.opened.set()
+    assert held == 2
+    assert _committed(run_dir) == [1, 10]
+    run = open_run(str(run_dir))
+    entries = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
+    assert [e["superseded"] for e in entries if e["kind"] == "commit" and "superseded" in e] == [[*range(2, 10)]]
+    assert _restored(run_dir)["step"] == 10
+
+
+def test_a_step_that_must_be_kept_is_never_superseded(run_dir: Path, gate: Gate) -> None:
+    """P44: a step that the retention preserves waits for the store rather than be dropped."""
+    with _opened(run_dir, gate, keep_every_n_steps=2) as ckpt:
+        ckpt.step(1, _state(1))
+        gate.reached.wait(30)
+        ckpt.step(2, _state(2))
+        threading.Timer(0.3, gate.opened.set).start()
+        ckpt.step(3, _state(3))
+    assert _committed(run_dir) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> None:
+    """P28: a writer that fails in the background commits nothing, is raised at the next step, and the old one stays."""
+    with _opened(run_dir) as ckpt:
+        ckpt.save(1, _state(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_")
+        ckpt.step(2, _state(2))
+        with pytest.raises(StoreError):
+            _until_raised(ckpt)
+        assert _committed(run_dir) == [1]
+        ckpt.save(4, _state(4))
+    assert _committed(run_dir) == [1, 4]
+    assert _restored(run_dir)["step"] == 4
+
+
+def _until_raised(ckpt: Checkpointer) -> None:
+    ckpt._saver.settle()
+    ckpt.step(3, _state(3))
+
+
+def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P28: with on_flush_failure="warn" training goes on, a note stands in the ledger, and the next save counts."""
+    with _opened(run_dir, on_flush_failure="warn") as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        ckpt.save(1, _state(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = FailingCalls(2, "refused", below="/checkpoint_")
+        ckpt.step(2, _state(2))
+        _until_raised(ckpt)
+    assert "training goes on" in caplog.text
+    assert _committed(run_dir) == [1, 3]
+    assert [note["note"] for note in open_run(str(run_dir)).notes()] == ["flush_failed"]
+
+
+def test_a_store_that_blocks_forever_does_not_stop_training(
+    run_dir: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P43: after the deadline snapshots are kept in memory only, it is said, and `wait` raises; later all is well."""
+    ckpt = _opened(run_dir, gate, flush_timeout_s=0.2, keep_every_n_steps=1)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        ckpt.step(1, _state(1))
+        gate.reached.wait(30)
+        time.sleep(0.3)
+        started = time.monotonic()
+        for step in range(2, 8):
+            ckpt.step(step, _state(step))
+        assert time.monotonic() - started < 30
+    assert caplog.text.count("kept in memory only") == 1
+    with pytest.raises(StoreError, match="has not taken a checkpoint"):
+        ckpt.wait()
+    gate.opened.set()
+    ckpt._saver.settle()
+    ckpt.close()
+    assert _committed(run_dir) == [1, 7]
+
+
+def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
+    """P33: the flush of a process that lost the directory commits nothing, and the next step raises FencedError."""
+    first = _opened(run_dir)
+    first.save(1, _state(1))
+    second = _opened(run_dir)
+    second._take_over = True
+    second.restore(_state(0))
+    first.step(2, _state(2))
+    first._saver.settle()
+    with pytest.raises(FencedError):
+        first.step(3, _state(3))
+    second.save(2, _state(20))
+    second.close()
+    assert _restored(run_dir)["step"] == 20
+
+
+def test_a_structure_that_changes_while_a_flush_is_under_way(run_dir: Path, gate: Gate) -> None:
+    """P2: the old structure's snapshot is committed whole before its memory goes."""
+    with _opened(run_dir, gate) as ckpt:
+        ckpt.step(1, _state(1))
+        gate.reached.wait(30)
+        threading.Timer(0.2, gate.opened.set).start()
+        ckpt.step(2, {"other": torch.full((10,), 2.0)})
+    assert _committed(run_dir) == [1, 2]
+    assert torch.equal(_restored(run_dir, 1)["weights"], torch.ones(SIZE))
+
+
+END = """
+    import torch
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir={run!r}, step_interval=1, memory_dir=None))
+    for step in (1, 2, 3):
+        ckpt.step(step, {{"weights": torch.full((1 << 22,), float(step))}})
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import sys; sys.exit()"])
+def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Path, end: str) -> None:
+    """P72: a process that ends right after its last step, without wait or close, has committed it."""
+    code = textwrap.dedent(END).format(run=str(run_dir), end=end)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert _committed(run_dir)[-1] == 3
+
+
+def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
+    """P72: where the last snapshot cannot be committed, the process says so before it ends."""
+    code = textwrap.dedent(END).format(run=str(run_dir), end="import shutil; ckpt.wait(); ckpt.step(4, {'weights': 0})")
+    code = code.replace("ckpt.wait();", f"ckpt.wait(); shutil.rmtree({str(run_dir)!r}); open({str(run_dir)!r}, 'w');")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "the last checkpoint could not be saved" in done.stderr
+
+
+def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:
+    """P45: after a hundred snapshots there are as many threads, open files and images as after five."""
+    with _opened(run_dir, max_num_checkpoints=2) as ckpt:
+        for step in range(5):
+            ckpt.step(step, _state(step))
+        ckpt.wait()
+        before = _resources()
+        for step in range(5, 105):
+            ckpt.step(step, _state(step))
+        ckpt.wait()
+        assert _resources() == before
+
+
+def _resources() -> tuple[int, int]:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(t.name in ("ckpt-flush", "ckpt-seal") for t in threading.enumerate()):
+        time.sleep(0.01)
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
