@@ -175,10 +175,14 @@ class Checkpointer:
         now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
         self._pace.stepped(now)
         ending = self._interrupt.pending is not None
-        if ending or self.config.save_policy.due(self._last, now):
+        cadence = self._saver.cadence
+        due = self.config.save_policy.due(self._last, now) or (cadence is not None and cadence.due(self._last, now))
+        if ending or due:
             every = self.config.keep_every_n_steps
             preserved = ending or (every is not None and step % every == 0)
             self._snapshot(step, state, metrics or {}, epoch, keep=preserved)
+        elif self._knows_line and not self._saver.prepared:
+            self._saver.prepare(capture(state))
         if ending:
             self.wait()
         self._hand_on()
@@ -323,6 +327,7 @@ class Checkpointer:
             self._pruner.new_owner()
             self._knows_line = False
             self._generations.open(self._run_key)
+            self._saver.look_back()
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
@@ -346,7 +351,7 @@ class Checkpointer:
             metrics={name: float(value) for name, value in metrics.items()},
             epochs=epoch,
         )
-        self._saver.snapshot(saving, captured.tensors, started_s=started_s, keep=keep, step_s=self._pace.step_s)
+        self._saver.snapshot(saving, captured, started_s=started_s, keep=keep, step_s=self._pace.step_s)
         self._position = step
         self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
         self._pace.saved(self._last)

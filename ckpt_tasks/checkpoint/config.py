@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
-from ckpt_tasks.policy.cadence import SavePolicy
+from ckpt_tasks.policy.cadence import OVERHEAD_CAP, SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 
 __all__ = ["AttemptHooks", "CheckpointConfig"]
@@ -29,7 +29,9 @@ class CheckpointConfig:
 
     `checkpoint_dir` is a directory. `run_key` names the run (default: the directory's name); a directory of another run
     is refused. Save when `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have passed,
-    whichever comes first; with none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None: all),
+    whichever comes first. `cadence="auto"` chooses the seconds between saves from what the run measures: what a save
+    costs and how often the run fails (Young and Daly); saves take at most the share `overhead_cap` of its time.
+    With none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None: all),
     every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
@@ -51,6 +53,8 @@ class CheckpointConfig:
     step_interval: int | None = None
     epoch_interval: int | None = None
     save_interval_secs: float | None = None
+    cadence: str | None = None
+    overhead_cap: float = OVERHEAD_CAP
     max_num_checkpoints: int | None = 3
     keep_every_n_steps: int | None = None
     keep_best: int = 0
@@ -76,6 +80,15 @@ class CheckpointConfig:
             value = getattr(self, name)
             if not (optional and value is None) and not (type(value) in (int, float) and 0 < value < float("inf")):
                 raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+        if self.cadence not in (None, "auto"):
+            raise ConfigError(f"cadence must be 'auto' or None, not {self.cadence!r}")
+        if self.cadence and self.save_interval_secs is not None:
+            raise ConfigError("cadence='auto' chooses save_interval_secs itself: give one of them")
+        if type(self.overhead_cap) not in (int, float) or not 0 < self.overhead_cap < 1:
+            raise ConfigError(f"overhead_cap must be a share between 0 and 1, not {self.overhead_cap!r}")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
         if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
             raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
         for name, known in (("on_flush_failure", ("raise", "warn")), ("best_mode", ("min", "max"))):

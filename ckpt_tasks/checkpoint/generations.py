@@ -106,7 +106,7 @@ class Generations:
                 _log.warning("A snapshot in memory is left alone: %s", error)
                 continue
             if seal.run_key == self._run_key and usable(seal, live):
-                found.append(Generation(seal, SlotStore(self.memory, slot, seal.checkpoint)))
+                found.append(Generation(seal, SlotStore(self.memory, slot)))
         # Of two that storage lacks, one was on its way when the other was taken.
         return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
 
@@ -164,11 +164,10 @@ def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
 class SlotStore:
     """The reading half of a store over one slot: its files under the names that they have on storage, or would have."""
 
-    def __init__(self, memory: MemoryDirectory, slot: str, checkpoint: Checkpoint):
+    def __init__(self, memory: MemoryDirectory, slot: str):
         self.url = memory.url
         self._memory = memory
         self.slot = slot
-        self._prefix = checkpoint.manifest.rpartition("/")[0] + "/"
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a file's bytes."""
@@ -190,10 +189,8 @@ class SlotStore:
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
-        if not name.startswith(self._prefix):
-            raise ObjectNotFoundError("no such file in this snapshot", key=name)
-        try:
-            return self._memory.open(self.slot, name.removeprefix(self._prefix))
+        try:  # of whichever attempt the object is: a slot holds all of a snapshot, also what storage has from before
+            return self._memory.open(self.slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
         except (OSError, ValueError) as error:

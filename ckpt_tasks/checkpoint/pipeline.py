@@ -20,14 +20,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
-from ckpt_tasks.checkpoint.save import Described, Saving, SupersededError
+from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError
 from ckpt_tasks.errors import CommitUncertainError, FencedError
 from ckpt_tasks.state.memory import SLOTS
 from ckpt_tasks.state.snapshot import ImageSet
 
-__all__ = ["Pipeline", "Snapshot"]
+__all__ = ["Pipeline", "Snapshot", "be_nice"]
 
 _NICENESS = 10  # training keeps its cores
 
@@ -36,7 +37,8 @@ _NICENESS = 10  # training keeps its cores
 class Snapshot:
     """One moment of training in memory, on its way.
 
-    `keep`: no newer one may take its place. `known` is set when `described` or `error` is.
+    `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
+    its images until then, as written and with what can be reused, and None at the end.
     """
 
     slot: str
@@ -50,6 +52,7 @@ class Snapshot:
     error: BaseException | None = None
     given_up: bool = False
     known: threading.Event = field(default_factory=threading.Event)
+    digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
 
     def description(self) -> Described:
         """Wait until the snapshot is digested; raise what went wrong."""
@@ -103,13 +106,17 @@ class Pipeline:
                 self._superseded.append(waiting.saving.attempt.step)
                 slot = waiting.slot
             else:  # what waits is about to be taken up; else the newest of all stays as long as it can
-                used = waiting or flushing or self._last
-                slot = next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
+                slot = self.next_slot()
             before = self._in_slot.get(slot)
         if before is not None:
             before.given_up = True  # also where its flush has failed: nobody may read the slot any more
             before.known.wait()
         return slot
+
+    def next_slot(self) -> str:
+        """Return the slot that does not hold the newest snapshot."""
+        used = self._waiting or self._flushing or self._last
+        return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str) -> None:
         """Fill the other slot first."""
@@ -157,7 +164,7 @@ class Pipeline:
     # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        _be_nice()
+        be_nice()
         try:
             if before is not None:
                 before.known.wait()
@@ -167,10 +174,11 @@ class Pipeline:
         except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer is told)
             snapshot.error = error
         finally:
+            snapshot.digested.put(None)
             snapshot.known.set()
 
     def _run(self) -> None:
-        _be_nice()
+        be_nice()
         while True:
             with self._changed:
                 snapshot: Snapshot | None = self._waiting
@@ -209,7 +217,8 @@ class Pipeline:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
 
 
-def _be_nice() -> None:
+def be_nice() -> None:
+    """Let the calling thread run when training does not want the core."""
     if sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import platform
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import Slot
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.capture import Captured
@@ -36,16 +37,21 @@ __all__ = [
     "Described",
     "Part",
     "Saving",
+    "Stored",
     "SupersededError",
     "commit",
     "describe",
-    "digest_images",
+    "digest_image",
     "discard",
     "encode_groups",
+    "joined",
     "new_attempt",
+    "reuse",
     "write_description",
-    "write_images",
 ]
+
+
+_REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
 
 
 class SupersededError(Exception):
@@ -76,13 +82,23 @@ class Saving:
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say."""
+    """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say.
+
+    `reuses` names the objects of older attempts that it is made of.
+    """
 
     saving: Saving
     manifest: Manifest
+    rows: tuple[IndexRow, ...]
     index_bytes: bytes
     manifest_bytes: bytes
     digest: str
+
+    @property
+    def reuses(self) -> tuple[str, ...]:
+        """The objects that other attempts wrote."""
+        own = attempt_prefix(self.saving.attempt)
+        return tuple(record.name for record in self.manifest.objects if not record.name.startswith(own))
 
     def checkpoint(self, *, parent: str | None, n: int, cost_s: float) -> Checkpoint:
         """Return the checkpoint as the ledger holds it, committed by entry `n`."""
@@ -101,6 +117,25 @@ class Described:
             saved_at=manifest.created_at,
             cost_s=round(cost_s, 6),
             epochs=self.saving.epochs,
+            reuses=self.reuses,
+        )
+
+
+class Stored(NamedTuple):
+    """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
+
+    records: Mapping[str, ObjectRecord]
+    rows: Mapping[str, tuple[IndexRow, ...]]
+
+    @classmethod
+    def of(cls, records: Iterable[ObjectRecord], rows: Iterable[IndexRow]) -> Stored:
+        """Sort the rows of a checkpoint by the objects that hold them."""
+        by_object: dict[str, list[IndexRow]] = {}
+        for row in rows:
+            by_object.setdefault(row.object, []).append(row)
+        return cls(
+            {_last(record.name): record for record in records},
+            {_last(name): tuple(found) for name, found in by_object.items()},
         )
 
 
@@ -114,19 +149,32 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
-def digest_images(attempt: Attempt, images: Sequence[Image], given_up: Callable[[], bool], rank: int = 0) -> Part:
-    """Digest a snapshot's images; raises Superseded as soon as `given_up()` says that nobody wants it any more."""
-    prefix = attempt_prefix(attempt)
+def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> Part:
+    """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
+    name, header = attempt_prefix(attempt) + image.name, image.layout.header
     rows: list[IndexRow] = []
-    records = []
-    for image in images:
-        name, header = prefix + image.name, image.layout.header
-        for slot in image.layout.slots:
-            if given_up():
-                raise SupersededError
-            rows += _rows(image, slot, name)
-        records.append(ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)))
-    return Part(rank, tuple(rows), tuple(records))
+    for slot in image.layout.slots:
+        if given_up():
+            raise SupersededError
+        rows += _rows(image, slot, name)
+    return Part(rank, tuple(rows), (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+
+
+def joined(parts: Sequence[Part], rank: int = 0) -> Part:
+    """Make one rank's part of those of its images."""
+    rows = tuple(row for part in parts for row in part.rows)
+    return Part(rank, rows, tuple(record for part in parts for record in part.objects))
+
+
+def reuse(part: Part, stored: Stored | None) -> Part:
+    """Name the stored object instead of a new one that has the same header and the same regions and digests."""
+    (record,) = part.objects
+    name = _last(record.name)
+    old = stored.records.get(name) if stored else None
+    if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
+        return part
+    rows = tuple(row._replace(object=old.name) for row in part.rows)
+    return Part(part.rank, rows, (old,)) if rows == stored.rows.get(name, ()) else part
 
 
 def describe(saving: Saving, parts: Sequence[Part]) -> Described:
@@ -156,13 +204,7 @@ def describe(saving: Saving, parts: Sequence[Part]) -> Described:
     )
     manifest_bytes = manifest.to_bytes()
     _check_size(manifest_bytes, MAX_MANIFEST_BYTES, "manifest")
-    return Described(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))
-
-
-def write_images(store: Store, attempt: Attempt, images: Sequence[Image]) -> None:
-    """Write a snapshot's images; every object is durable when this returns."""
-    for image in images:
-        store.put(attempt_prefix(attempt) + image.name, [image.bytes])
+    return Described(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
 
 
 def write_description(store: Store, described: Described) -> None:
@@ -184,8 +226,8 @@ def commit(
     cost_s: float,
     deleted: frozenset[str],
     observed: Mapping[str, object],
-) -> Checkpoint:
-    """Put the ledger entry: the one instant at which the checkpoint begins to exist.
+) -> Entry:
+    """Put the ledger entry: the one instant at which the checkpoint begins to exist, as the last of its live ones.
 
     `cost_s` is how long training waited. `deleted` names retired objects that are gone. `observed` goes into the
     entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
@@ -193,19 +235,16 @@ def commit(
     still arrive.
     """
     manifest = described.manifest
-    made: list[Checkpoint] = []
     named = {record.name for record in (*manifest.objects, manifest.index)}
 
     def change(state: State, n: int) -> State:
         gone = named.intersection(state.retired)
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
-        made[:] = [described.checkpoint(parent=parent, n=n, cost_s=cost_s)]
-        return state.with_checkpoint(made[0], deleted)
+        return state.with_checkpoint(described.checkpoint(parent=parent, n=n, cost_s=cost_s), deleted)
 
     event = {**observed, "kind": "commit", "step": manifest.step}
-    history.append(event, change, owner=described.saving.owner)
-    return made[0]
+    return history.append(event, change, owner=described.saving.owner)
 
 
 def discard(store: Store, attempt: Attempt) -> None:
@@ -213,6 +252,10 @@ def discard(store: Store, attempt: Attempt) -> None:
     with suppress(CkptError):
         for name in store.names(attempt_prefix(attempt)):
             store.delete(name)
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _check_size(data: bytes, most: int, what: str) -> None:

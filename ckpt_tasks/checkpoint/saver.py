@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
 from contextlib import suppress
-
-import torch
 
 from ckpt_tasks.checkpoint import save as steps
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History, check_owner
-from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
+from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summarize
+from ckpt_tasks.checkpoint.opening import open_checkpoint
+from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot, be_nice
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME
-from ckpt_tasks.format.ledger import Checkpoint, Owner
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
+from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.policy.cadence import AutoCadence
+from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.memory import SLOTS
 from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot, signature_of
 
 __all__ = ["Saver"]
@@ -30,7 +34,7 @@ class Saver:
     """Take snapshots and see to it that they are committed.
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    that this process knows to have committed a checkpoint.
+    that this process knows to have committed a checkpoint; `cadence` the automatic one, where it was asked for.
     """
 
     def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
@@ -41,10 +45,26 @@ class Saver:
         self._config = config
         self._pruner = pruner
         self._generations = generations
+        self.cadence: AutoCadence | None = None
+        self._happened: deque[Happening] = deque()
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}
+        self._taking = threading.Lock()
         self._pipeline = Pipeline(self._seal, self._flush, config.flush_timeout_s)
         self._warned_stuck = False
+        self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
+
+    def look_back(self) -> None:
+        """Begin with the interval that the run's history asks for, where the cadence is automatic."""
+        if self._config.cadence == "auto":
+            self._happened = recent(self._history)
+            observed, cadence = summarize(self._happened), AutoCadence(overhead_cap=self._config.overhead_cap)
+            self.cadence = cadence if observed is None else cadence.updated(observed)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the memory for a snapshot has been planned."""
+        return self._plan is not None
 
     def check_line(self, owner: Owner) -> None:
         """Raise ConfigError where others have committed what this process does not know.
@@ -62,27 +82,37 @@ class Saver:
     def snapshot(
         self,
         saving: steps.Saving,
-        tensors: Mapping[str, torch.Tensor],
+        captured: Captured,
         *,
         started_s: float,
         keep: bool,
         step_s: float | None = None,
     ) -> None:
-        """Copy the tensors of a state and hand them over; training has waited since `started_s` (perf_counter).
+        """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
 
         `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. Raises StoreError where there is no
         memory for it.
         """
         slot = self._pipeline.take_slot()
-        images = self._images(slot, tensors)
+        images = self._images(slot, captured)
         self._generations.memory.unseal(slot)
-        images.fill(tensors)
+        images.fill(captured.tensors)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         self._pipeline.submit(
             Snapshot(slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed)
         )
         self._warn_if_stuck(saving.attempt.step)
+
+    def prepare(self, captured: Captured) -> None:
+        """Have the memory of the first snapshot made ready in the background.
+
+        Memory that is touched for the first time costs several times a copy.
+        """
+        self._plan = plan_snapshot(captured.tensors, captured.frozen)
+        self._generations.make_room(self._plan.size_bytes)
+        slot = self._pipeline.next_slot()
+        threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take", daemon=True).start()
 
     def wait(self) -> None:
         """Return when everything is committed; raise what went wrong, and StoreError where it takes too long."""
@@ -111,26 +141,40 @@ class Saver:
     def forget_plan(self) -> None:
         """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""
         self._pipeline.forget()
-        self._plan = None
-        self._sets.clear()
+        with self._taking:
+            self._plan = None
+            self._sets.clear()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _images(self, slot: str, tensors: Mapping[str, torch.Tensor]) -> ImageSet:
-        if self._plan is None or self._plan.signature != signature_of(tensors):
+    def _images(self, slot: str, captured: Captured) -> ImageSet:
+        if self._plan is None or self._plan.signature != signature_of(captured.tensors, captured.frozen):
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
-            self._plan = plan_snapshot(tensors)
+            self._plan = plan_snapshot(captured.tensors, captured.frozen)
             self._generations.make_room(self._plan.size_bytes)
-        found = self._sets.get(slot)
-        if found is None:
-            plan = self._plan
-            found = self._sets[slot] = self._generations.take(slot, lambda take: ImageSet(plan, take))
-        return found
+        return self._take(slot, self._plan)
+
+    def _take(self, slot: str, plan: SnapshotPlan) -> ImageSet:
+        with self._taking:
+            found = self._sets.get(slot)
+            if found is None:
+                found = self._sets[slot] = self._generations.take(slot, lambda take: ImageSet(plan, take))
+            return found
+
+    def _take_ahead(self, slot: str, plan: SnapshotPlan) -> None:
+        be_nice()
+        with suppress(CkptError):  # the snapshot that needs it will say what is wrong
+            self._take(slot, plan)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        part = steps.digest_images(snapshot.saving.attempt, snapshot.images.images, lambda: snapshot.given_up)
-        described = steps.describe(snapshot.saving, [part])
+        base = self._base()
+        found: list[steps.Part] = []
+        for image in snapshot.images.images:
+            part = steps.digest_image(snapshot.saving.attempt, image, lambda: snapshot.given_up)
+            found.append(steps.reuse(part, base))
+            snapshot.digested.put((part, found[-1]))  # the flush has been waiting for it
+        described = steps.describe(snapshot.saving, [steps.joined(found)])
         newest = self.parent.manifest_digest if self.parent else None
         seal = Seal(
             run_key=snapshot.saving.run_key,
@@ -144,19 +188,20 @@ class Saver:
             self._generations.memory.seal(snapshot.slot, files, seal.to_bytes())
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", snapshot.saving.attempt.step, error)
+        if self._plan is not None and not snapshot.given_up:
+            # Only now: until this snapshot was sealed, the other slot may have held the last process's.
+            self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot), self._plan)
 
     def _flush(self, snapshot: Snapshot) -> None:
-        store, attempt = self._history.store, snapshot.saving.attempt
-        check_owner(self._history.head().state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
+        state = self._history.head().state
+        check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
         try:
-            steps.write_images(store, attempt, snapshot.images.images)
-            described = snapshot.description()
-            steps.write_description(store, described)
+            described = self._write(snapshot, state)
         except CkptError:
-            steps.discard(store, attempt)
+            steps.discard(self._history.store, snapshot.saving.attempt)
             raise
         superseded = self._pipeline.take_superseded()
-        saved = steps.commit(
+        entry = steps.commit(
             self._history,
             described,
             parent=self.parent.manifest_digest if self.parent else None,
@@ -168,11 +213,53 @@ class Saver:
                 **({"superseded": superseded} if superseded else {}),
             },
         )
+        saved = entry.state.live[-1]
         self._pruner.deleted = frozenset()
+        self._stored = saved.manifest_digest, steps.Stored.of(described.manifest.objects, described.rows)
         self.last_commit = self.parent = saved
         self.known_n = saved.n
+        self._learn(entry)
         with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
             self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
+
+    def _learn(self, entry: Entry) -> None:
+        one = happening(entry)
+        if self.cadence is not None and one is not None:
+            self._happened.append(one)
+            observed = summarize(self._happened)
+            self.cadence = self.cadence if observed is None else self.cadence.updated(observed)
+
+    def _write(self, snapshot: Snapshot, state: State) -> steps.Described:
+        store, prefix = self._history.store, attempt_prefix(snapshot.saving.attempt)
+        parts, as_planned = [], True
+        for image in snapshot.images.images:
+            digested = snapshot.digested.get()
+            if digested is None:
+                break  # the description says what went wrong
+            part, found = digested
+            if not state.keeps(found.objects[0].name):
+                as_planned = as_planned and found is part
+                found = part
+                store.put(prefix + image.name, [image.bytes])
+            parts.append(found)
+        described = snapshot.description()
+        if not as_planned:  # an object that was to be reused has been given up since
+            described = steps.describe(snapshot.saving, [steps.joined(parts)])
+        steps.write_description(store, described)
+        return described
+
+    def _base(self) -> steps.Stored | None:
+        """Return what the checkpoint before is made of; None where there is none, or it cannot be read."""
+        parent = self.parent
+        if parent is None:
+            return None
+        if self._stored is None or self._stored[0] != parent.manifest_digest:
+            try:
+                opened = open_checkpoint(self._history.store, parent)
+            except CkptError:
+                return None  # everything is written then
+            self._stored = parent.manifest_digest, steps.Stored.of(opened.manifest.objects, opened.rows)
+        return self._stored[1]
 
     def _warn_if_stuck(self, step: int) -> None:
         stuck = self._pipeline.stuck

@@ -99,16 +99,15 @@ def record_faults(history: History) -> list[str]:
 
 
 def orphans(store: Store, state: State) -> list[str]:
-    """List the objects of attempts that were never committed or are no longer live.
+    """List the objects of attempts that were never committed or are no longer live, and that none that is live reuses.
 
     Attempts of the present owner's epoch may be under way and do not count; nor do names that are not ours.
     """
     epoch = state.owner.epoch if state.owner else 0
-    live = {(c.step, c.attempt) for c in state.live}
     found = []
     for name in store.names(""):
         attempt = parse_attempt(name)
-        if attempt is None or (attempt.step, attempt.name) in live or attempt.epoch <= state.spared_epochs:
+        if attempt is None or state.keeps(name) or attempt.epoch <= state.spared_epochs:
             continue
         if attempt.epoch < epoch or (attempt.epoch == epoch and state.owner is not None and state.owner.released):
             found.append(name)
@@ -149,6 +148,7 @@ def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted:
             prefix = attempt_prefix(attempt)
             inside = history.store.names(prefix)
             names += sorted(inside, key=lambda name: name != prefix + MANIFEST_NAME)
+            names += checkpoint.reuses
     retired: list[str] = []
 
     def change(state: State, n: int) -> State:
@@ -156,8 +156,8 @@ def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted:
         now = time.time()
         held = {*state.pins, *(lease.manifest_digest for lease in state.leases if lease.expires_at > now)}
         gone = frozenset(going - held)
-        kept = [c.manifest.rpartition("/")[0] + "/" for c in state.live if c.manifest_digest not in gone]
-        retired[:] = [name for name in names if not name.startswith(tuple(kept))]
+        after = state.retire(gone, (), deleted)
+        retired[:] = dict.fromkeys(name for name in names if not after.keeps(name))
         return state.retire(gone, tuple(retired), deleted)
 
     history.append({"kind": "retire", "checkpoints": sorted(going)}, change, owner=owner)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.format.keys import is_object_name, parse_attempt
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
 
 __all__ = [
@@ -72,7 +72,8 @@ class Checkpoint:
     checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
     committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
     completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
-    there, so that this one lies on a line that was left.
+    there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
+    of: what had not changed was not written again.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Checkpoint:
     cost_s: float
     epochs: int | None = None
     abandoned: bool = False
+    reuses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,13 @@ class State:
         if parent is None or checkpoint.step > parent.step:
             state = replace(state, stalled_flow_run=None, stalled_attempts=0)
         return state
+
+    def keeps(self, name: str) -> bool:
+        """Say whether an object is one of a live checkpoint's own, or one that a live checkpoint reuses."""
+        attempt = parse_attempt(name)
+        return attempt is not None and any(
+            (c.step, c.attempt) == (attempt.step, attempt.name) or name in c.reuses for c in self.live
+        )
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
         """Return the state without the retired objects that are gone by now."""
@@ -320,7 +329,9 @@ def _state(body: Mapping[str, Any]) -> State:
 
 
 def _checkpoint(item: Mapping[str, Any]) -> Checkpoint:
-    return Checkpoint(**{**item, "manifest": _object_name(item["manifest"]), "metrics": _metrics(item["metrics"])})
+    reuses = tuple(_object_name(name) for name in item.get("reuses", ()))
+    manifest, metrics = _object_name(item["manifest"]), _metrics(item["metrics"])
+    return Checkpoint(**{**item, "manifest": manifest, "metrics": metrics, "reuses": reuses})
 
 
 def _object_name(name: Any) -> str:

@@ -49,6 +49,7 @@ class Seal:
             if saved.keys() != {field.name for field in fields(Checkpoint)}:
                 raise ValueError("a checkpoint has other fields")
             metrics = {str(name): float(value) for name, value in saved.pop("metrics").items()}
+            saved["reuses"] = tuple(saved["reuses"])
             return cls(checkpoint=Checkpoint(metrics=metrics, **saved), **body)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"the seal of a snapshot in memory is malformed: {error}") from error

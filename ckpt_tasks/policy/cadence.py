@@ -1,10 +1,46 @@
-"""When to save: a pure decision from the steps, epochs and seconds since the last save."""
+"""When to save: a pure decision from the steps, epochs and seconds since the last save, and how often is best.
+
+Saving costs time: training waits `stall_s` at every save. Failing costs time as well: what was trained since the newest
+committed snapshot is done again. The longer the interval, the less of the one and the more of the other. What is here
+knows neither clocks nor stores: `AutoCadence` turns what a run has measured of itself into an interval.
+
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531;
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006) 303–312.
+docs/CADENCE.md derives and tests what is added to them: flushes beside training, and a failure rate that is learnt.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-__all__ = ["SavePoint", "SavePolicy"]
+from ckpt_tasks.errors import ConfigError
+
+__all__ = [
+    "FIRST_INTERVAL_S",
+    "HYSTERESIS",
+    "OVERHEAD_CAP",
+    "PRIOR_FAILURES",
+    "PRIOR_MTBF_S",
+    "AutoCadence",
+    "Observed",
+    "Recommendation",
+    "SavePoint",
+    "SavePolicy",
+    "TradeOff",
+    "daly_interval_s",
+    "estimate_mtbf_s",
+    "goodput",
+    "recommend",
+    "trade_off",
+    "trade_off_at",
+]
+
+OVERHEAD_CAP = 0.03  # training waits for saves this part of its time at most
+PRIOR_MTBF_S = 86_400.0
+PRIOR_FAILURES = 0.1  # what the prior weighs: a whole failure would take days to unlearn where training fails often
+HYSTERESIS = 0.25  # the optimum is flat: an interval that is off by a quarter costs 2.5 % of what the best one costs
+FIRST_INTERVAL_S = 60.0  # the first save comes soon, and tells what a save costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +76,180 @@ class SavePolicy:
             if now.epoch // self.epoch_interval > before:
                 return True
         return self.save_interval_secs is not None and now.clock_s - last.clock_s >= self.save_interval_secs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What a run has measured of itself.
+
+    `step_s` is the time of a step without saves (None: not known yet), `stall_s` how long training waits at a save,
+    `flush_s` how long it takes from the snapshot to the commit: medians, in seconds. `failures` counts how often
+    training was lost in `trained_s` seconds of it.
+    """
+
+    step_s: float | None
+    stall_s: float
+    flush_s: float
+    failures: int
+    trained_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """How often to save, and why.
+
+    `interval_s` is what is trained between two saves, `steps` the same in steps (None: the time of a step is unknown).
+    `optimum_s` is Daly's interval for `mtbf_s`; `least_s` is as short as the flush and the overhead cap allow.
+    `decided_by` is "optimum", or what made the interval longer: "flush" or "cap".
+    """
+
+    interval_s: float
+    steps: int | None
+    optimum_s: float
+    least_s: float
+    mtbf_s: float
+    decided_by: str
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """What one interval costs, each as a part of all time.
+
+    `overhead` is spent waiting for saves, `expected_loss` on doing again what failures undo; restarts, which cost the
+    same at every interval, are left out. `total` is the sum, and the goodput is what it leaves of 1.
+    """
+
+    interval_s: float
+    overhead: float
+    expected_loss: float
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoCadence:
+    """Save as often as is best for what the run has measured so far; a value, which `updated` replaces.
+
+    `interval_s` holds until something is measured, and then is ours to move. Raises ConfigError, a ValueError.
+    """
+
+    interval_s: float = FIRST_INTERVAL_S
+    overhead_cap: float = OVERHEAD_CAP
+    prior_mtbf_s: float = PRIOR_MTBF_S
+
+    def __post_init__(self) -> None:
+        _check_seconds("interval_s", self.interval_s, zero=True)
+        _check_options(self.overhead_cap, self.prior_mtbf_s)
+
+    def updated(self, observed: Observed) -> AutoCadence:
+        """Return the cadence for what is known now: this one, unless it is off by more than a quarter.
+
+        An interval that the flush or the cap forbids by now is left at once, however little it is off.
+        """
+        wanted = recommend(observed, overhead_cap=self.overhead_cap, prior_mtbf_s=self.prior_mtbf_s)
+        margin = 1 + HYSTERESIS
+        near = self.interval_s <= wanted.interval_s * margin and wanted.interval_s <= self.interval_s * margin
+        if near and self.interval_s >= wanted.least_s:
+            return self
+        return replace(self, interval_s=wanted.interval_s)
+
+    def due(self, last: SavePoint, now: SavePoint) -> bool:
+        """Say whether a save is due: a new step, and `interval_s` seconds since the last save."""
+        return SavePolicy(save_interval_secs=self.interval_s).due(last, now)
+
+
+def recommend(
+    observed: Observed,
+    *,
+    overhead_cap: float = OVERHEAD_CAP,
+    prior_mtbf_s: float = PRIOR_MTBF_S,
+    mtbf_s: float | None = None,
+) -> Recommendation:
+    """Recommend an interval: Daly's optimum, but not below the flush time and with an overhead under the cap.
+
+    `mtbf_s`, where it is given, takes the place of what the run's own history says. Raises ConfigError.
+    """
+    _check_options(overhead_cap, prior_mtbf_s)
+    if mtbf_s is None:
+        mtbf_s = estimate_mtbf_s(observed.failures, observed.trained_s, prior_mtbf_s)
+    _check_seconds("mtbf_s", mtbf_s)
+    optimum_s = daly_interval_s(observed.stall_s, mtbf_s)
+    capped_s = observed.stall_s * (1 / overhead_cap - 1)  # stall / (interval + stall) = cap
+    least_s = max(observed.flush_s, capped_s)
+    interval_s = max(optimum_s, least_s)
+    longer_by = "cap" if capped_s > observed.flush_s else "flush"
+    return Recommendation(
+        interval_s=interval_s,
+        steps=max(1, math.ceil(interval_s / observed.step_s - 1e-6)) if observed.step_s else None,
+        optimum_s=optimum_s,
+        least_s=least_s,
+        mtbf_s=mtbf_s,
+        decided_by="optimum" if interval_s == optimum_s else longer_by,
+    )
+
+
+def estimate_mtbf_s(failures: int, trained_s: float, prior_mtbf_s: float = PRIOR_MTBF_S) -> float:
+    """Estimate the mean time between failures: before there is one the prior decides, afterwards the data.
+
+    The rate of failures has a Gamma prior of mean 1 / `prior_mtbf_s` that weighs as a tenth of a failure; this is one
+    over the mean of the posterior (NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.6). Losses are linear in the
+    rate to first order, so the interval that is best for the posterior's mean has the least expected cost.
+    """
+    return (PRIOR_FAILURES * prior_mtbf_s + trained_s) / (PRIOR_FAILURES + failures)
+
+
+def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
+    """Return how long to train between two saves: Daly's estimate (2006, eq. 37); Young's is sqrt(2 stall MTBF).
+
+    What a failure costs besides work since the last save (the flush under way, the restart) is the same at every
+    interval and does not move the optimum.
+    """
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = stall_s / (2 * mtbf_s)
+    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+
+
+def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
+    """Return which part of all time goes into training that is kept, with failures of a constant rate.
+
+    After every failure `restart_s` seconds pass (a failure in them begins them anew), then intervals and stalls take
+    turns. A save counts once it is committed, `flush_s` after its stall: flushing is like a longer restart.
+    """
+    beat = (interval_s + stall_s) / mtbf_s
+    if beat <= 0:
+        return math.exp(-(flush_s + restart_s) / mtbf_s)
+    if beat > 700:  # exp() ends at 709; not one save in e^700 is committed
+        return 0.0
+    kept = interval_s / (interval_s + stall_s)
+    return kept * beat / math.expm1(beat) * math.exp(-(flush_s + restart_s) / mtbf_s)
+
+
+def trade_off_at(interval_s: float, observed: Observed, mtbf_s: float) -> TradeOff:
+    """Return what one interval costs."""
+    overhead = observed.stall_s / (interval_s + observed.stall_s) if observed.stall_s else 0.0
+    total = 1 - goodput(interval_s, stall_s=observed.stall_s, flush_s=observed.flush_s, mtbf_s=mtbf_s)
+    return TradeOff(interval_s, overhead, max(0.0, total - overhead), total)
+
+
+def trade_off(
+    observed: Observed, recommended: Recommendation, *, points: int = 33, reach: float = 16.0
+) -> list[TradeOff]:
+    """Return the curve: what intervals cost, from 1/`reach` to `reach` times the optimum and the recommended one.
+
+    Intervals rise by a constant factor. Those below `recommended.least_s` are there as well, though none is saved at.
+    """
+    ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]  # neither may be 0: a ratio follows
+    first_s, last_s = min(ends) / reach, max(ends) * reach
+    ratio = last_s / first_s
+    return [trade_off_at(first_s * ratio ** (n / (points - 1)), observed, recommended.mtbf_s) for n in range(points)]
+
+
+def _check_options(overhead_cap: float, prior_mtbf_s: float) -> None:
+    if not 0 < overhead_cap < 1:
+        raise ConfigError(f"the overhead cap must be a part of all time between 0 and 1, not {overhead_cap!r}")
+    _check_seconds("prior_mtbf_s", prior_mtbf_s)
+
+
+def _check_seconds(name: str, value_s: float, *, zero: bool = False) -> None:
+    if not 0 <= value_s < math.inf or (value_s == 0 and not zero):
+        raise ConfigError(f"{name} must be a number of seconds {'from 0 on' if zero else 'above 0'}, not {value_s!r}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
-from ckpt_tasks.state.modules import capture_module, parameter_names
+from ckpt_tasks.state.modules import capture_module, frozen_keys, parameter_names
 from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
@@ -41,7 +41,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     groups = {name: found[name] for name in state}
     if rng:
         groups[RNG] = GroupState("rng", capture_streams(tensors))
-    return Captured(groups, tensors.tensors)
+    frozen = frozen_keys(modules_of(state)).intersection(tensors.tensors)
+    return Captured(groups, tensors.tensors, frozenset(frozen))
 
 
 def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: TensorSet) -> GroupState:

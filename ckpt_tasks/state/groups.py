@@ -38,10 +38,15 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Captured:
-    """A state as it is now: the trees of its groups, and its live tensors by full key, detached and not copied."""
+    """A state as it is now: the trees of its groups, and its live tensors by full key, detached and not copied.
+
+    `frozen` are the keys of parameters that take no gradient: they lie in files of their own, which need not be written
+    again.
+    """
 
     groups: dict[str, GroupState]
     tensors: dict[str, torch.Tensor]
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -23,7 +23,7 @@ from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["ModulePart", "capture_module", "parameter_names", "unwrapped"]
+__all__ = ["ModulePart", "capture_module", "frozen_keys", "parameter_names", "unwrapped"]
 
 _EXTRA = "_extra_state"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -63,6 +63,16 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
             if full < first:
                 names[id(parameter)] = full
     return names
+
+
+def frozen_keys(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the full keys of parameters that take no gradient."""
+    return {
+        f"{group}/{_bare(name)}"
+        for group, module in modules.items()
+        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
 
 
 def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[str, Any]:

@@ -67,27 +67,34 @@ class ImageSet:
         copy_tensors(into, out_of)
 
 
-Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+Signature = tuple[tuple[str, str, tuple[int, ...], bool], ...]
 
 
-def signature_of(tensors: Mapping[str, torch.Tensor]) -> Signature:
+def signature_of(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Signature:
     """Describe the structure that a plan depends on."""
-    return tuple((key, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in tensors.items())
+    return tuple(
+        (key, str(t.dtype).removeprefix("torch."), tuple(t.shape), key in frozen) for key, t in tensors.items()
+    )
 
 
 def plan_snapshot(
-    tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world_size: int = 1, max_shard_bytes: int = MAX_SHARD_BYTES
+    tensors: Mapping[str, torch.Tensor],
+    frozen: frozenset[str] = frozenset(),
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SnapshotPlan:
-    """Lay out one file per group (several where a group is large)."""
-    signature = signature_of(tensors)
-    groups: dict[str, list[TensorSpec]] = {}
-    for full_key, dtype, shape in signature:
+    """Lay out one file per group: several where a group is large, and others for what is frozen."""
+    signature = signature_of(tensors, frozen)
+    groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
+    for full_key, dtype, shape, still in signature:
         group, _, key = full_key.partition("/")
-        groups.setdefault(group, []).append(TensorSpec(key, dtype, shape))
+        groups.setdefault(group, ([], []))[still].append(TensorSpec(key, dtype, shape))
     files = (
-        (group, shard_name(group, rank, world_size, part), plan_image(specs))
-        for group, all_specs in groups.items()
-        for part, specs in enumerate(plan_parts(all_specs, max_shard_bytes))
+        (group, shard_name(group, rank, world_size, number), plan_image(specs))
+        for group, kinds in groups.items()
+        for number, specs in enumerate(part for specs in kinds for part in plan_parts(specs, max_shard_bytes))
     )
     return SnapshotPlan(signature, tuple(files))
 

@@ -289,7 +289,9 @@ class RunMachine(RuleBasedStateMachine):
         body = bytearray((self.root / name).read_bytes())
         body[data.draw(st.integers(0, 10**6), label="byte") % len(body)] ^= 16
         (self.root / name).write_bytes(body)
-        self.known[newest.manifest_digest].good = False
+        for digest, checkpoint in self.live().items():  # what has not changed is shared
+            if digest == newest.manifest_digest or name in checkpoint.reuses or name.startswith(prefix_of(checkpoint)):
+                self.known[digest].good = False
         self.had_good = any(self.known[digest].good for digest in self.live())
         self.abandon()
 
@@ -307,12 +309,15 @@ class RunMachine(RuleBasedStateMachine):
         prefixes = tuple(prefix_of(checkpoint) for checkpoint in state.live)
         data = {name for name in on_disk(self.root) if parse_attempt(name)} if self.root.exists() else set()
         unnamed = {name for name in data if not name.startswith(prefixes or ("-",))} - set(state.retired)
+        unnamed -= {name for checkpoint in state.live for name in checkpoint.reuses}
         assert self.crashed or not unnamed
         for checkpoint in state.live:
             if self.known[checkpoint.manifest_digest].good:
                 named = named_by(self.root, checkpoint)
                 assert named <= data
-                assert {name for name in data if name.startswith(prefix_of(checkpoint))} == named
+                own = {name for name in data if name.startswith(prefix_of(checkpoint))}
+                shared = {name for other in state.live for name in other.reuses} | set(state.retired)
+                assert own - shared <= named == (named & own) | set(checkpoint.reuses)
 
     @invariant()
     def what_must_stay_stays(self) -> None:

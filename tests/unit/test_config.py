@@ -34,6 +34,11 @@ BAD: list[dict[str, Any]] = [
     ),
     {"owner_timeout_s": None},
     {"flush_timeout_s": None},
+    {"cadence": "often"},
+    {"cadence": 3},
+    {"overhead_cap": 0},
+    {"overhead_cap": 1.0},
+    {"overhead_cap": "3%"},
     {"memory_dir": ""},
     {"memory_dir": 3},
     {"on_flush_failure": "ignore"},
@@ -105,6 +110,8 @@ def test_the_list_of_options_is_pinned() -> None:
         "best_metric": None,
         "best_mode": "min",
         "owner_timeout_s": 120.0,
+        "cadence": None,
+        "overhead_cap": 0.03,
         "memory_dir": "auto",
         "on_flush_failure": "raise",
         "flush_timeout_s": 600.0,
@@ -128,3 +135,9 @@ def test_options_reach_their_policies() -> None:
     assert config.retention_policy == RetentionPolicy(
         max_num_checkpoints=None, keep_every_n_steps=4, keep_best=5, best_metric="loss", best_mode="max"
     )
+
+
+def test_two_ways_to_choose_the_seconds_are_refused() -> None:
+    """The automatic cadence and save_interval_secs exclude each other."""
+    with pytest.raises(ConfigError, match="save_interval_secs"):
+        CheckpointConfig(checkpoint_dir="runs/x", cadence="auto", save_interval_secs=5)

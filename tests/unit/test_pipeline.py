@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,25 @@ def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
     code = code.replace("ckpt.wait();", f"ckpt.wait(); shutil.rmtree({str(run_dir)!r}); open({str(run_dir)!r}, 'w');")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert "the last checkpoint could not be saved" in done.stderr
+
+
+def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> None:
+    """With cadence="auto" the interval follows from what saves cost, and the next process begins with it."""
+    with _opened(run_dir, step_interval=None, cadence="auto") as ckpt:
+        ckpt.restore(_state(0))
+        assert ckpt._saver.cadence is not None
+        first_s = ckpt._saver.cadence.interval_s
+        for step in (1, 2, 3):
+            ckpt.save(step, _state(step))
+        learned_s = ckpt._saver.cadence.interval_s
+    assert learned_s != first_s
+    with _opened(run_dir, step_interval=None, cadence="auto") as ckpt:
+        ckpt.restore(_state(0))
+        assert ckpt._saver.cadence is not None
+        assert ckpt._saver.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
+        assert not ckpt.step(4, _state(4))
+        ckpt._last = replace(ckpt._last, clock_s=ckpt._last.clock_s - learned_s * 1.4)
+        assert ckpt.step(5, _state(5))
 
 
 def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:

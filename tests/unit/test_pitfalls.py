@@ -189,7 +189,7 @@ def test_a_state_that_grows_takes_the_memory_of_its_size(fast_dir: Path) -> None
     with opened(fast_dir / "grows", max_num_checkpoints=1) as ckpt:
         for step in range(1, 13):
             ckpt.save(step, {"history": torch.zeros(step << 18)})  # 12 MiB in the end, 78 MiB in all
-        assert resources()[3] - start[3] < 2 * (12 << 20)
+        assert resources()[3] - start[3] < 2 * (12 << 20) + (1 << 20)  # two slots of the last size
 
 
 # ── retention, signals ───────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,128 @@
+"""`ckpt export`: the tensors of a checkpoint as safetensors files that stand alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.progress import reading
+from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.words import count, size
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.export import ExportReport
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.format.ledger import Checkpoint
+
+__all__ = ["export"]
+
+_SHOWN = 8
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+OutArgument = Annotated[
+    str, typer.Argument(metavar="OUT", help="NAME.safetensors, or a directory for shards", show_default=False)
+]
+GroupOption = Annotated[
+    list[str] | None,
+    typer.Option("--group", metavar="NAME", help="what to export; may be repeated (default: the modules)"),
+]
+SizeOption = Annotated[
+    str | None, typer.Option("--max-shard-size", metavar="SIZE", help="of a shard in a directory (default: 5GB)")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace OUT; in a directory, its weights only")]
+
+
+def export(
+    checkpoint: CheckpointArgument,
+    out: OutArgument,
+    *,
+    group: GroupOption = None,
+    max_shard_size: SizeOption = None,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint's tensors as safetensors files.
+
+    The files need nothing of this package or of the run. One module has the names of its state_dict, several have
+    their group's name before them. Every byte is verified; OUT is there when all of it is good, or not at all.
+    """
+    with output(as_json) as result:
+        shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
+        how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
+        run, found = parse_target(checkpoint).find()
+        try:
+            report = _export(result, run, found, out, how)
+        except ObjectNotFoundError as error:
+            raise _why_gone(run, found, error) from error
+        result.data({"checkpoint_dir": run.history.store.url, **_facts(report)})
+        if not as_json:
+            _print(result, run, report)
+
+
+def _export(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+    from ckpt_tasks.checkpoint.export import plan_export, write_export
+
+    store = run.history.store
+    plan = plan_export(store, checkpoint, out, **how)
+    with reading(result, "exporting", plan.read_bytes) as told:
+        return write_export(store, plan, told)
+
+
+def _size_bytes(text: str) -> int:
+    """Read a size: 5GB, 500 MiB, 1000000; raise ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B)?", text.strip().upper(), re.ASCII)
+    if not match:
+        raise ConfigError(f"{text!r:.80} is no size", hint="Write 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2] or ""])
+
+
+def _why_gone(run: Run, checkpoint: Checkpoint, error: ObjectNotFoundError) -> CkptError:
+    """Tell a checkpoint that was pruned while it was read from one that is damaged."""
+    if any(live.manifest_digest == checkpoint.manifest_digest for live in run.checkpoints()):
+        return error
+    return CheckpointNotFoundError(
+        "the run has pruned the checkpoint meanwhile", step=checkpoint.step, hint="Take a newer one: DIR@latest."
+    )
+
+
+def _facts(report: ExportReport) -> dict[str, Any]:
+    return {
+        "run_key": report.run_key,
+        "step": report.step,
+        "manifest_digest": report.manifest_digest,
+        "groups": report.groups,
+        "files": [file._asdict() for file in report.files],
+        "tensors": report.tensors,
+        "size_bytes": report.size_bytes,
+        "tied": report.tied,
+        "dtypes": report.dtypes,
+        "left_out": report.left_out,
+    }
+
+
+def _print(result: Output, run: Run, report: ExportReport) -> None:
+    from rich.text import Text
+
+    made = table("file", "tensors", "size", right=("tensors", "size"))
+    for file in report.files:
+        made.add_row(printable(file.path), f"{file.tensors:,}" if file.tensors else "", size(file.size_bytes))
+    result.print(title(run, f" step {report.step}"), made)
+    for heading, lines in (
+        ("Tied, and stored under the second name alone", [f"{name} = {kept}" for name, kept in report.tied.items()]),
+        (
+            "Stored as views, since safetensors has no such dtype",
+            [f"{n}: {dtype}" for n, dtype in report.dtypes.items()],
+        ),
+        ("Left out, since these are no tensors", [*report.left_out]),
+    ):
+        if lines:
+            more = [f"… and {len(lines) - _SHOWN} more (--json)"] if len(lines) > _SHOWN else []
+            result.print(Text(f"{heading}:", style="yellow"), *(f"  {printable(x)}" for x in (*lines[:_SHOWN], *more)))
+    what = f"{count(report.tensors, 'tensor')} of {', '.join(report.groups)}, {size(report.size_bytes)}"
+    result.print(Text.assemble(("Exported", "bold green"), f" {what}, every byte verified."))

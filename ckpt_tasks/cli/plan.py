@@ -1,0 +1,187 @@
+"""`ckpt plan`: how often a run should save, from what it has measured of itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.curve import draw_curve, fine_span, percent
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.target import RunArgument
+from ckpt_tasks.cli.words import count
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.policy.cadence import (
+    OVERHEAD_CAP,
+    Observed,
+    Recommendation,
+    TradeOff,
+    recommend,
+    trade_off,
+    trade_off_at,
+)
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.reading import Run
+
+__all__ = ["plan"]
+
+_BAR = 28  # characters for the largest sum that is shown
+_REACH, _ROWS = 8.0, 13
+
+CapOption = Annotated[float, typer.Option("--overhead-cap", help="the part of its time that training waits at most")]
+MtbfOption = Annotated[
+    float | None,
+    typer.Option("--mtbf-s", metavar="SECONDS", help="plan for this mean time between failures, not the run's own"),
+]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="write the curve as a picture as well")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """What was measured and what follows; `source` of the mean time between failures: prior, measured or given."""
+
+    observed: Observed
+    recommended: Recommendation
+    source: str
+    overhead_cap: float
+
+    @property
+    def at(self) -> TradeOff:
+        """What the recommended interval costs."""
+        return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
+
+
+def plan(
+    directory: RunArgument,
+    *,
+    overhead_cap: CapOption = OVERHEAD_CAP,
+    mtbf_s: MtbfOption = None,
+    svg: SvgOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how often to save.
+
+    From what the run's newest saves cost and how often its training failed: the interval at which waiting for saves and
+    doing lost work again cost least together, and what other intervals would cost.
+    """
+    from ckpt_tasks.checkpoint.observing import observe
+    from ckpt_tasks.checkpoint.reading import open_run
+
+    with output(as_json) as out:
+        run = open_run(directory)
+        observed = observe(run.history)
+        if observed is None:
+            raise CheckpointNotFoundError(
+                "the run has no checkpoint yet, so that nothing has been measured", hint="Save once, then ask again."
+            )
+        planned = _Planned(
+            observed=observed,
+            recommended=recommend(observed, overhead_cap=overhead_cap, mtbf_s=mtbf_s),
+            source="given" if mtbf_s is not None else "measured" if observed.failures else "prior",
+            overhead_cap=overhead_cap,
+        )
+        if svg is not None:
+            _draw(svg, run, planned)
+        out.data({**_facts(run, planned), "svg": None if svg is None else str(svg)})
+        if not as_json:
+            _print(out, run, planned)
+
+
+def _facts(run: Run, planned: _Planned) -> dict[str, Any]:
+    observed, recommended = planned.observed, planned.recommended
+    return {
+        "run_key": run.run_key,
+        "checkpoint_dir": run.history.store.url,
+        "observed": asdict(observed),
+        "mtbf_s": recommended.mtbf_s,
+        "mtbf_source": planned.source,
+        "overhead_cap": planned.overhead_cap,
+        "recommended": {**asdict(recommended), **asdict(planned.at)},
+        "curve": [asdict(point) for point in trade_off(observed, recommended)],
+    }
+
+
+def _draw(place: Path, run: Run, planned: _Planned) -> None:
+    observed, recommended = planned.observed, planned.recommended
+    costs = f"a save stalls {fine_span(observed.stall_s)} and flushes {fine_span(observed.flush_s)}"
+    drawn = draw_curve(
+        trade_off(observed, recommended, points=241),
+        planned.at,
+        recommended.least_s,
+        heading=f"{printable(run.run_key or 'run of unknown key')}: what saving every so often costs",
+        about=f"{costs}, failures come every {_mtbf(planned)}",
+    )
+    try:
+        place.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written: {error}", hint="Name another file.") from error
+
+
+def _print(out: Output, run: Run, planned: _Planned) -> None:
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for name, value in _lines(planned):
+        facts.add_row(name, value, style="bold" if name == "save every" else "")
+    out.print(title(run), "", facts, _curve(planned))
+
+
+def _lines(planned: _Planned) -> list[tuple[str, str]]:
+    observed, recommended, at = planned.observed, planned.recommended, planned.at
+    step = f"a step takes {fine_span(observed.step_s)}, " if observed.step_s else ""
+    every = f"{recommended.interval_s:,.{1 if recommended.interval_s < 99.95 else 0}f} s"
+    every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
+    every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
+    return [
+        (
+            "measured",
+            f"{step}training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}",
+        ),
+        ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training"),
+        ("between failures", _mtbf(planned)),
+        ("save every", every),
+        ("because", _why(planned)),
+        ("costs", f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"),
+    ]
+
+
+def _mtbf(planned: _Planned) -> str:
+    told = {"prior": "prior: no failure yet", "measured": "measured", "given": "given"}[planned.source]
+    return f"{fine_span(planned.recommended.mtbf_s)} ({told})"
+
+
+def _why(planned: _Planned) -> str:
+    observed, recommended = planned.observed, planned.recommended
+    if recommended.decided_by == "optimum":
+        return "no other costs less (Young/Daly)"
+    if recommended.decided_by == "flush":
+        return f"a flush takes that long; the optimum would be {fine_span(recommended.optimum_s)}"
+    least = trade_off_at(max(recommended.optimum_s, observed.flush_s), observed, recommended.mtbf_s)
+    without = f"without it every {fine_span(least.interval_s)}, at {percent(least.total)} in all"
+    return f"of the overhead cap of {100 * planned.overhead_cap:g} %; {without}"
+
+
+def _curve(planned: _Planned) -> Any:
+    from rich.text import Text
+
+    at = planned.at
+    others = trade_off(planned.observed, planned.recommended, points=_ROWS, reach=_REACH)
+    apart = [point for point in others if not at.interval_s / 1.05 < point.interval_s < at.interval_s * 1.05]
+    points = sorted([*apart, at], key=lambda point: point.interval_s)
+    per_cell = max(point.total for point in points) / _BAR or 1.0
+    columns = ("save every", "waiting", "done again", "together")
+    made = table(*columns, "", right=columns)
+    for point in points:
+        waiting, both = round(point.overhead / per_cell), round(point.total / per_cell)
+        bar = Text.assemble(("█" * waiting, "yellow"), ("▒" * (both - waiting), "red"))
+        bar.append(" ◂ recommended" if point is at else "")
+        shares = (percent(share) for share in (point.overhead, point.expected_loss, point.total))
+        style = "bold" if point is at else "dim" if point.interval_s < planned.recommended.least_s else ""
+        made.add_row(fine_span(point.interval_s), *shares, bar, style=style)
+    return made

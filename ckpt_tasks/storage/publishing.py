@@ -1,0 +1,142 @@
+"""Files for others: written and fsynced beside the place where they are wanted, and renamed when they are whole.
+
+Invariants
+
+1. A new file or directory gets its name when it is whole and fsynced. If anything fails before, there is no such name,
+   and nothing is left beside it. (A process that is killed leaves a name that begins with .ckpt-tmp.)
+2. In a directory that is there already the old index goes first and the new one comes last: files without an index
+   are no model. What is not replaced stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+
+__all__ = ["new_file", "staged_directory", "staged_file", "write_at"]
+
+_HINTS = {
+    errno.ENOSPC: "Free space there, or choose another disk.",
+    errno.EDQUOT: "Free space there, or choose another disk.",
+    errno.EFBIG: "The file system, or a limit of this process, allows no file so large: write smaller ones.",
+    errno.EACCES: "The directory is not writable for this user.",
+    errno.EROFS: "The file system is mounted read-only.",
+}
+
+
+@contextmanager
+def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
+    """Give a descriptor to write to; the file gets its name when the block ends well.
+
+    Raises ConfigError where the name is taken, unless `overwrite`, and StoreError where the system refuses.
+    """
+    temporary = out.parent / _temporary_name()
+    with _errors(out):
+        try:
+            with new_file(temporary) as fd:
+                yield fd
+            _check_free(out, overwrite)
+            os.replace(temporary, out)
+        finally:
+            with suppress(OSError):  # the error under way is the one to report; after the rename there is none
+                os.unlink(temporary)
+        _fsync_directory(out.parent)
+
+
+@contextmanager
+def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], index: str) -> Iterator[Path]:
+    """Give a directory to write files into; it gets its name when the block ends well.
+
+    If `out` is there, and `overwrite` is set, the files move into it instead, and take the place of all whose names
+    match `replaces`; `index` is the one that goes first and comes last. Raises as `staged_file`.
+    """
+    there = out.is_dir()
+    staging = (out if there else out.parent) / _temporary_name()
+    with _errors(out):
+        try:
+            os.mkdir(staging)
+            yield staging
+            _fsync_directory(staging)
+            _check_free(out, overwrite)
+            if there:
+                _replace_files(staging, out, replaces, index)
+            else:
+                os.rename(staging, out)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        _fsync_directory(out.parent)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """Give the descriptor of a new file, which is durable when the block ends well."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of a buffer at a place of the file, in bytes."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], at + done)
+
+
+def _temporary_name() -> str:
+    return f".ckpt-tmp-{secrets.token_hex(8)}"
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    if os.path.lexists(out) and not overwrite:
+        raise ConfigError(f"{out} exists", hint="Choose another name, or ask to overwrite it.")
+
+
+def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(out / index)
+    _fsync_directory(out)
+    new = {name for name in os.listdir(staging) if name != index}
+    for name in new:
+        os.replace(staging / name, out / name)
+    for name in os.listdir(out):
+        if replaces.fullmatch(name) and name not in new:
+            os.unlink(out / name)
+    _fsync_directory(out)
+    os.replace(staging / index, out / index)
+    _fsync_directory(out)
+
+
+def _fsync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a directory
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0)
+        failure = StoreError(f"{error.strerror or error} ({error.filename or path})", hint=hint)
+        failure.errno = error.errno
+        raise failure from error
