@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from torch.optim import Optimizer
+
 from ckpt_tasks.checkpoint.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History
@@ -17,7 +19,7 @@ from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run, open_store
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
-from ckpt_tasks.checkpoint.save import Saving, encode_groups, new_attempt
+from ckpt_tasks.checkpoint.save import encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import (
     CommitUncertainError,
@@ -49,8 +51,8 @@ class Checkpointer:
     raised by the next call. The copies outlive the process where there is a memory directory, and the next one on this
     host restores from them.
 
-    As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then hands
-    the signal on; and at the end it waits for what is on its way and lets the run directory go.
+    As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and hands the
+    signal on; at the end it waits for what is on its way and lets the run directory go.
     """
 
     def __init__(self, config: CheckpointConfig, *, take_over: bool = False, flow_run_id: str | None = None):
@@ -108,8 +110,6 @@ class Checkpointer:
         """How often the present flow run took the directory or failed an attempt since a new step was committed."""
         return self._history.head().state.stalled_attempts
 
-    # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
 
@@ -152,8 +152,6 @@ class Checkpointer:
             self._pruner.verified.add(found.manifest_digest)
         return found.step
 
-    # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────
-
     def step(
         self,
         step: int,
@@ -175,12 +173,9 @@ class Checkpointer:
         now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
         self._pace.stepped(now)
         ending = self._interrupt.pending is not None
-        cadence = self._saver.cadence
-        due = self.config.save_policy.due(self._last, now) or (cadence is not None and cadence.due(self._last, now))
-        if ending or due:
-            every = self.config.keep_every_n_steps
-            preserved = ending or (every is not None and step % every == 0)
-            self._snapshot(step, state, metrics or {}, epoch, keep=preserved)
+        if self._saver.due(self._last, now) or ending:
+            keep = ending or self._saver.preserves(step)
+            self._snapshot(step, state, metrics or {}, epoch, keep=keep)
         elif self._knows_line and not self._saver.prepared:
             self._saver.prepare(capture(state))
         if ending:
@@ -327,7 +322,7 @@ class Checkpointer:
             self._pruner.new_owner()
             self._knows_line = False
             self._generations.open(self._run_key)
-            self._saver.look_back()
+            self._saver.begin(self._owner, self._run_key)
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
@@ -338,20 +333,23 @@ class Checkpointer:
     ) -> None:
         started_s = time.perf_counter()
         captured = capture(state)
+        overlapped = self.config.capture == "overlapped" and not keep
         groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
         owner = self._own()
         if not self._knows_line:
             self._saver.check_line(owner)
             self._knows_line = True
-        saving = Saving(
-            attempt=new_attempt(step, owner),
-            run_key=self._run_key,
-            owner=owner,
-            groups=groups,
-            metrics={name: float(value) for name, value in metrics.items()},
+        self._saver.snapshot(
+            step,
+            captured,
+            groups,
+            metrics=metrics,
             epochs=epoch,
+            started_s=started_s,
+            keep=keep,
+            step_s=self._pace.step_s,
+            optimizers=[one for one in state.values() if overlapped and isinstance(one, Optimizer)],
         )
-        self._saver.snapshot(saving, captured, started_s=started_s, keep=keep, step_s=self._pace.step_s)
         self._position = step
         self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
         self._pace.saved(self._last)

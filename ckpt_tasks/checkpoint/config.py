@@ -36,6 +36,8 @@ class CheckpointConfig:
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
 
+    `capture` says when the state is copied: "eager" before `step()` returns, "overlapped" until the next step of the
+    optimizers in the state, with a proof that nothing changed meanwhile, and a new snapshot where something did.
     `memory_dir` is where snapshots lie: "auto" is /dev/shm where it has room, a directory of your own is used whatever
     it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
     fails in the background does: "raise" in the next `step()`, or "warn" and go on. A flush that takes longer than
@@ -61,6 +63,7 @@ class CheckpointConfig:
     best_metric: str | None = None
     best_mode: str = "min"
     owner_timeout_s: float = 120.0
+    capture: str = "eager"
     memory_dir: str | None = "auto"
     on_flush_failure: str = "raise"
     flush_timeout_s: float = 600.0
@@ -91,7 +94,12 @@ class CheckpointConfig:
     def _check_memory(self) -> None:
         if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
             raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
-        for name, known in (("on_flush_failure", ("raise", "warn")), ("best_mode", ("min", "max"))):
+        choices = {
+            "on_flush_failure": ("raise", "warn"),
+            "best_mode": ("min", "max"),
+            "capture": ("eager", "overlapped"),
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}")
         self._check_best()

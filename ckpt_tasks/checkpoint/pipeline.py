@@ -22,10 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
-from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError
+from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError, TornError
 from ckpt_tasks.errors import CommitUncertainError, FencedError
 from ckpt_tasks.state.memory import SLOTS
+from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet
 
 __all__ = ["Pipeline", "Snapshot", "be_nice"]
@@ -38,7 +40,8 @@ class Snapshot:
     """One moment of training in memory, on its way.
 
     `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
-    its images until then, as written and with what can be reused, and None at the end.
+    its images until then, as written and with what can be reused, and None at the end. `copy` is under way where the
+    images are filled while training goes on.
     """
 
     slot: str
@@ -47,12 +50,18 @@ class Snapshot:
     stall_s: float
     keep: bool
     observed: Mapping[str, Any]
+    copy: OverlappedCopy | None = None
     taken_s: float = field(default_factory=time.monotonic)
     described: Described | None = None
     error: BaseException | None = None
     given_up: bool = False
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
+
+    def settle(self) -> None:
+        """Have the images filled; for the thread that trains, as nobody may change the state meanwhile."""
+        if self.copy is not None:
+            self.copy.wait()
 
     def description(self) -> Described:
         """Wait until the snapshot is digested; raise what went wrong."""
@@ -66,13 +75,19 @@ class Snapshot:
 class Pipeline:
     """Run `seal` and `flush` for every snapshot, each in a thread; `timeout_s` is how long one flush may take.
 
-    `seal` is also told which snapshot was on its way when this one was taken.
+    `seal` is also told which snapshot was on its way when this one was taken; `sealed` is called after it, when the
+    slot may be filled again.
     """
 
     def __init__(
-        self, seal: Callable[[Snapshot, Snapshot | None], None], flush: Callable[[Snapshot], None], timeout_s: float
+        self,
+        seal: Callable[[Snapshot, Snapshot | None], None],
+        sealed: Callable[[Snapshot], None],
+        flush: Callable[[Snapshot], None],
+        timeout_s: float,
     ):
         self._seal = seal
+        self._sealed = sealed
         self._flush = flush
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -82,10 +97,13 @@ class Pipeline:
         self._since_s = 0.0
         self._failure: BaseException | None = None
         self._running = False
+        self._sealer: threading.Thread | None = None
         self._pid = os.getpid()
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
+        self.torn = False  # a snapshot was given up, since training changed what was being copied
+        self.moved: frozenset[int] = frozenset()  # the places of what it changed: not to be copied late any more
 
     @property
     def stuck(self) -> bool:
@@ -109,6 +127,7 @@ class Pipeline:
                 slot = self.next_slot()
             before = self._in_slot.get(slot)
         if before is not None:
+            before.settle()
             before.given_up = True  # also where its flush has failed: nobody may read the slot any more
             before.known.wait()
         return slot
@@ -125,7 +144,7 @@ class Pipeline:
     def forget(self) -> None:
         """Let every snapshot go that has been dealt with; nothing may be on its way."""
         with self._changed:
-            snapshots, self._in_slot = [*self._in_slot.values()], {}
+            snapshots, self._in_slot, self.moved = [*self._in_slot.values()], {}, frozenset()
             if self._last is not None:
                 self._held, self._last = self._last.slot, None
         for snapshot in snapshots:
@@ -139,13 +158,18 @@ class Pipeline:
             before, self._last, self._waiting = self._flushing, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
             start, self._running = not self._running, True
-        threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True).start()
+        _live.add(self)
+        self._sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
+        self._sealer.start()
         if start:
-            atexit.register(self._at_exit)
             threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is on its way; False where that takes longer than `timeout_s`."""
+        with self._changed:
+            snapshots = [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
+        for snapshot in snapshots:
+            snapshot.settle()
         with self._changed:
             return self._changed.wait_for(lambda: self._flushing is None and self._waiting is None, timeout_s)
 
@@ -166,6 +190,8 @@ class Pipeline:
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         be_nice()
         try:
+            if snapshot.copy is not None and not snapshot.copy.wait():
+                raise TornError
             if before is not None:
                 before.known.wait()
             self._seal(snapshot, before)
@@ -176,6 +202,8 @@ class Pipeline:
         finally:
             snapshot.digested.put(None)
             snapshot.known.set()
+        if snapshot.error is None:
+            self._sealed(snapshot)
 
     def _run(self) -> None:
         be_nice()
@@ -185,13 +213,17 @@ class Pipeline:
                 self._flushing, self._waiting, self._since_s = snapshot, None, time.monotonic()
                 if snapshot is None:
                     self._running = False
-                    atexit.unregister(self._at_exit)
                     self._changed.notify_all()
                     return
                 self._changed.notify_all()
             failure: BaseException | None = None
             try:
                 self._flush(snapshot)
+            except TornError:
+                with self._changed:
+                    self.torn = True
+                    self.moved |= snapshot.copy.moved if snapshot.copy is not None else frozenset()
+                    self._superseded.append(snapshot.saving.attempt.step)
             except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
                 failure = error
             with self._changed:
@@ -207,14 +239,26 @@ class Pipeline:
         if waiting is not None:
             waiting.given_up = True
 
-    def _at_exit(self) -> None:
-        # Daemon threads still run while the interpreter calls this: the last snapshot is committed before it ends.
+    def end(self) -> None:
+        """See to it, at the interpreter's end, that the last snapshot is committed, or say that it is not."""
         if os.getpid() != self._pid:
-            return
+            return  # a forked child has none of the threads
         if not self.wait(self._timeout_s):
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
+        if self._sealer is not None:
+            self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
+
+
+@atexit.register
+def _end_all() -> None:
+    # Daemon threads still run while the interpreter calls this.
+    for pipeline in [*_live]:
+        pipeline.end()
+
+
+_live: WeakSet[Pipeline] = WeakSet()
 
 
 def be_nice() -> None:

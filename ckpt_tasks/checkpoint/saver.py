@@ -6,7 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+
+from torch.optim import Optimizer
 
 from ckpt_tasks.checkpoint import save as steps
 from ckpt_tasks.checkpoint.config import CheckpointConfig
@@ -20,9 +23,11 @@ from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, Stor
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
-from ckpt_tasks.policy.cadence import AutoCadence
+from ckpt_tasks.policy.cadence import AutoCadence, SavePoint
 from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.copying import copy_tensors
 from ckpt_tasks.state.memory import SLOTS
+from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot, signature_of
 
 __all__ = ["Saver"]
@@ -44,22 +49,36 @@ class Saver:
         self._history = history
         self._config = config
         self._pruner = pruner
+        self._owner: Owner | None = None
+        self._run_key = ""
         self._generations = generations
         self.cadence: AutoCadence | None = None
         self._happened: deque[Happening] = deque()
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}
         self._taking = threading.Lock()
-        self._pipeline = Pipeline(self._seal, self._flush, config.flush_timeout_s)
+        self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
         self._warned_stuck = False
         self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
 
-    def look_back(self) -> None:
-        """Begin with the interval that the run's history asks for, where the cadence is automatic."""
+    def begin(self, owner: Owner, run_key: str) -> None:
+        """Save as this owner from now on; an automatic cadence begins with what the run's history asks for."""
+        self._owner, self._run_key = owner, run_key
         if self._config.cadence == "auto":
             self._happened = recent(self._history)
             observed, cadence = summarize(self._happened), AutoCadence(overhead_cap=self._config.overhead_cap)
             self.cadence = cadence if observed is None else cadence.updated(observed)
+
+    def due(self, last: SavePoint, now: SavePoint) -> bool:
+        """Say whether a snapshot is due: by policy, by cadence, or in the place of one that was torn."""
+        torn, self._pipeline.torn = self._pipeline.torn, False
+        timely = self.cadence is not None and self.cadence.due(last, now)
+        return torn or timely or self._config.save_policy.due(last, now)
+
+    def preserves(self, step: int) -> bool:
+        """Say whether the policy keeps this step for ever, so that no newer snapshot may take its place."""
+        every = self._config.keep_every_n_steps
+        return every is not None and step % every == 0
 
     @property
     def prepared(self) -> bool:
@@ -81,28 +100,42 @@ class Saver:
 
     def snapshot(
         self,
-        saving: steps.Saving,
+        step: int,
         captured: Captured,
+        groups: Mapping[str, Mapping[str, object]],
         *,
+        metrics: Mapping[str, float],
+        epochs: int | None,
         started_s: float,
         keep: bool,
         step_s: float | None = None,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
 
-        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. Raises StoreError where there is no
+        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What `optimizers` change in their
+        steps is copied until the next of these. Raises StoreError where there is no
         memory for it.
         """
+        assert self._owner is not None
+        saving = steps.Saving(
+            attempt=steps.new_attempt(step, self._owner),
+            run_key=self._run_key,
+            owner=self._owner,
+            groups=groups,
+            metrics={name: float(value) for name, value in metrics.items()},
+            epochs=epochs,
+        )
         slot = self._pipeline.take_slot()
         images = self._images(slot, captured)
         self._generations.memory.unseal(slot)
-        images.fill(captured.tensors)
+        copy = self._fill(images, captured, optimizers)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         self._pipeline.submit(
-            Snapshot(slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed)
+            Snapshot(slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed, copy=copy)
         )
-        self._warn_if_stuck(saving.attempt.step)
+        self._warn_if_stuck(step)
 
     def prepare(self, captured: Captured) -> None:
         """Have the memory of the first snapshot made ready in the background.
@@ -112,7 +145,7 @@ class Saver:
         self._plan = plan_snapshot(captured.tensors, captured.frozen)
         self._generations.make_room(self._plan.size_bytes)
         slot = self._pipeline.next_slot()
-        threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take", daemon=True).start()
+        threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take").start()
 
     def wait(self) -> None:
         """Return when everything is committed; raise what went wrong, and StoreError where it takes too long."""
@@ -146,6 +179,15 @@ class Saver:
             self._sets.clear()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fill(self, images: ImageSet, captured: Captured, optimizers: Sequence[Optimizer]) -> OverlappedCopy | None:
+        pairs = images.pairs(captured.tensors)
+        if not optimizers:
+            copy_tensors([place for place, _ in pairs], [live for _, live in pairs])
+            return None
+        copy = OverlappedCopy(pairs, optimizers, at_once=self._pipeline.moved)
+        copy.start()
+        return copy
 
     def _images(self, slot: str, captured: Captured) -> ImageSet:
         if self._plan is None or self._plan.signature != signature_of(captured.tensors, captured.frozen):
@@ -188,8 +230,10 @@ class Saver:
             self._generations.memory.seal(snapshot.slot, files, seal.to_bytes())
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", snapshot.saving.attempt.step, error)
+
+    def _take_other(self, snapshot: Snapshot) -> None:
+        # Only once a snapshot is sealed: until then the other slot may hold the last process's.
         if self._plan is not None and not snapshot.given_up:
-            # Only now: until this snapshot was sealed, the other slot may have held the last process's.
             self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot), self._plan)
 
     def _flush(self, snapshot: Snapshot) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
-from ckpt_tasks.state.copying import copy_tensors
 
 __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "signature_of", "tensor_at"]
 
@@ -57,14 +56,13 @@ class ImageSet:
             Image(group, name, layout, take(name, layout.size_bytes)) for group, name, layout in plan.files
         )
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor (by full key) to its place; the images then are the files."""
-        into, out_of = [], []
-        for image in self.images:
-            for name, view in image.views.items():
-                into.append(view)
-                out_of.append(_storable(tensors[f"{image.group}/{name}"]))
-        copy_tensors(into, out_of)
+    def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair every place in the images with the live tensor whose values belong there."""
+        return [
+            (view, _storable(tensors[f"{image.group}/{name}"]))
+            for image in self.images
+            for name, view in image.views.items()
+        ]
 
 
 Signature = tuple[tuple[str, str, tuple[int, ...], bool], ...]

@@ -135,6 +135,46 @@ def test_a_committed_step_is_restored_from_memory_as_well(run_dir: Path, memory:
     assert source.startswith(str(memory))
 
 
+class InTurn(WatchedCalls):
+    """Write the objects of step 2 once told to, and those of step 3 never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.over = threading.Event(), threading.Event()
+
+    def cut(self, fd: int, piece: Any) -> Any:
+        if "checkpoint_000000000002/" in self._paths[fd]:
+            self.second.wait(60)
+        elif "checkpoint_000000000003/" in self._paths[fd]:
+            self.over.wait(60)
+            raise OSError(errno.EIO, "the test is over")
+        return piece
+
+
+def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path, memory: Path) -> None:
+    """P71: step 3 is sealed while step 2 is written; step 2 lands; killed then, the run goes on from 3, not from 2."""
+    calls = InTurn()
+    _train(run_dir, memory, 1)
+    ckpt = Checkpointer(_config(run_dir, memory))
+    ckpt.restore(state_of(0, SIZE))
+    ckpt._history.store._calls = calls  # type: ignore[attr-defined]
+    ckpt.step(2, state_of(2, SIZE))
+    ckpt.step(3, state_of(3, SIZE))
+    last = ckpt._saver._pipeline._last
+    assert last is not None
+    last.known.wait(30)
+    calls.second.set()
+    while _committed(run_dir) != [1, 2]:
+        time.sleep(0.01)
+    assert ckpt._heartbeat is not None
+    ckpt._heartbeat.stop()
+    ckpt._generations.close(keep=True)
+    restored, source, _ = _train(run_dir, memory, 0)
+    calls.over.set()
+    assert restored == 3
+    assert source.startswith(str(memory))
+
+
 @pytest.mark.parametrize("file", ["one-00000-of-00001-0.safetensors", "index.arrow", "manifest.json", "seal.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_snapshot_is_passed_over(run_dir: Path, memory: Path, stuck: Stuck, file: str, damage: str) -> None:

@@ -160,7 +160,7 @@ def test_a_hole_that_was_committed_is_not_restored(fast_dir: Path) -> None:
 def resources() -> tuple[int, int, int, int]:
     """Count open files, threads and buffers (what mmap(-1) maps), and the bytes of the buffers."""
     gc.collect()
-    while any(thread.name in ("ckpt-seal", "ckpt-flush") for thread in threading.enumerate()):
+    while any(thread.name in ("ckpt-seal", "ckpt-flush", "ckpt-take") for thread in threading.enumerate()):
         time.sleep(0.001)  # they end by themselves, a moment after what they did was waited for
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]

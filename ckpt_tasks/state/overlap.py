@@ -1,0 +1,297 @@
+"""Copy a state while training goes on, and prove that the copy is of one moment: that of the call to start().
+
+Parameters and what an optimizer keeps for them change in its step, so they may be copied late, during the next forward
+and backward. Everything else is copied at once: buffers (a forward changes them), random streams, whatever no optimizer
+knows, parameters without gradients, tensors on a device.
+
+What proves it
+
+1. Before any optimizer of torch takes a step, the copy is finished, and before one of the state's own does, it is
+   checked, in the thread that is about to take it. However a step writes, it comes after: fused kernels and `.data`
+   move no counter (2).
+2. An operation of torch on a tensor, on a view of it or on what detach() returned moves its version counter. A counter
+   that has moved by the time of the check condemns the snapshot. An operation writes first and counts then, so the
+   check is made on the side that trains, between its operations, never by the thread that copies.
+3. One spot of every large tensor, 64 bytes in its middle, has the same bytes before, afterwards and in the copy.
+
+What it does not see are writes outside of a step that are not counted and miss the spot: a row of an embedding through
+`.data`, NumPy, DLPack or C code, by a collective, by torch._fused_adamw_ called by hand. (Whoever writes over a whole
+large tensor in one of these ways is found by its spot.) Where training does that, or frees the memory of parameters
+between steps (untyped_storage().resize_, as FSDP 1 does), capture eagerly. Neither kind of capture keeps other
+processes and threads from writing while it copies.
+
+What changed is taken again, but not at the same moment: the old value is gone. wait() then says False, the snapshot
+must not be used, and the caller takes an eager one at the next boundary of steps. `moved` says what it was; what moves
+between steps (nn.Embedding with max_norm, a weight that is perturbed) does so again, so it belongs in `at_once` then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckpt_tasks.state.copying import copy_tensors, is_plain
+
+__all__ = ["OverlappedCopy"]
+
+_LARGE_BYTES = 64 << 10
+_PIECE_BYTES = 2 << 20  # 0.2 ms, the longest that a step waits for a thread which others keep from its core
+_SMALL_TOGETHER = 1024
+_ONE_THREAD_ELEMENTS = 32768  # torch copies more than these in several threads, which wait for each other
+_SPOT_BYTES = 64
+_NICENESS = 19
+_THREADS = max(2, min(8, os.cpu_count() or 2))
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Piece = tuple[Callable[..., object], tuple[Any, ...]]
+
+# The copies that are not settled yet, whoever made them: _before_step asks each.
+_running: set[OverlappedCopy] = set()
+
+
+class OverlappedCopy:
+    """Copy live tensors to their places in an image while training goes on, and prove that nothing was torn.
+
+    `pairs` are (place in the image, live tensor), fit for copy_tensors(). Late are those on the CPU that `optimizers`
+    change in their steps, but none whose number is in `at_once`; without late ones this is an eager copy. One object
+    takes one snapshot. `moved`, once it is settled: the numbers of the pairs that changed too early.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair], optimizers: Sequence[Optimizer], *, at_once: Collection[int] = ()):
+        self.moved: frozenset[int] = frozenset()
+        self._pairs = pairs
+        self._optimizers = tuple(optimizers)
+        self._at_once = frozenset(at_once)
+        self._owner: threading.Thread | None = None
+        self._watch = _Watch()
+        self._pieces: deque[_Piece] = deque()
+        self._count = -1
+        self._done: list[None] = []  # one for each piece; appending is atomic
+        self._errors: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self._settling = threading.RLock()  # a signal handler of the same thread may come here too
+        self._settled = threading.Event()
+        self._good = False
+
+    def start(self) -> None:
+        """Copy what must be copied now and begin with the rest; the copy will be of the state as it is in this call.
+
+        Call it between operations of training, in the thread that trains. Raises RuntimeError the second time.
+        """
+        if self._owner is not None:
+            raise RuntimeError("an OverlappedCopy takes one snapshot, and this one has been started")
+        self._owner = threading.current_thread()
+        pairs, self._pairs = self._pairs, ()
+        kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers)}
+        late, into, out_of = [], [], []
+        for number, (place, live) in enumerate(pairs):
+            own = kept.get(live.data_ptr())
+            if own is not None and number not in self._at_once and _may_wait(live):
+                self._watch.note(number, live, own)
+                late.append((number, place, live))
+            else:
+                into.append(place)
+                out_of.append(live)
+        copy_tensors(into, out_of)
+        self._pieces.extend(_pieces(late, self._watch))
+        self._count = len(self._pieces)
+        if not self._count:
+            self._conclude()
+            return
+        _guard_steps()
+        _running.add(self)
+        self._start_thread("ckpt-overlap", _NICENESS)
+
+    def settle(self) -> bool:
+        """Finish the copy now and check it; True: it is the moment of start(), False: it is torn and must not be used.
+
+        For whoever trains, between its operations: the caller answers for it that nobody changes the state meanwhile.
+        Raises what went wrong while copying, and RuntimeError before start().
+        """
+        if self._owner is None:
+            raise RuntimeError("an OverlappedCopy must be started before it can be settled")
+        self._conclude()
+        return self._verdict()
+
+    def wait(self) -> bool:
+        """Say what settle() says: in the thread that called start() by settling, in others once training has settled.
+
+        Training settles in the next step of an optimizer or in settle(); if neither comes, other threads wait forever.
+        """
+        if self._owner in (None, threading.current_thread()):
+            return self.settle()
+        self._settled.wait()
+        return self._verdict()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Settle, where the optimizer that is about to take a step is the state's own; errors are for wait().
+
+        Another one may have the same parameters, or be another thread's, whose word on this state is worth nothing: it
+        steps after the copy, and the check comes later.
+        """
+        if optimizer in self._optimizers:
+            self._conclude()
+        else:
+            with self._settling:
+                self._finish()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _conclude(self) -> None:
+        with self._settling:
+            if not self._settled.is_set():
+                self._finish()
+            if not self._settled.is_set():  # a signal handler may have been here
+                complete = len(self._done) == self._count and not self._errors
+                self.moved = self._watch.moved() if complete else frozenset()
+                self._good = complete and not self.moved
+                _running.discard(self)
+                self._watch = _Watch()
+                self._settled.set()
+
+    def _finish(self) -> None:
+        """Copy what no thread has come to yet, as fast as an eager copy would, and let every thread end."""
+        for _ in range(min(_THREADS - 1, len(self._pieces) // 4)):
+            self._start_thread("ckpt-overlap-rest", 0)
+        self._copy(0)
+        for thread in self._threads:
+            if thread.ident is not None:  # an interrupt may have come before its start
+                thread.join()
+
+    def _start_thread(self, name: str, niceness: int) -> None:
+        # Not by an executor: these refuse work when the interpreter is about to exit.
+        thread = threading.Thread(target=self._copy, args=(niceness,), name=name)
+        self._threads.append(thread)
+        thread.start()
+
+    @torch.no_grad()
+    def _copy(self, niceness: int) -> None:
+        if niceness and sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        try:
+            for move, arguments in iter(self._next_piece, None):
+                move(*arguments)
+                self._done.append(None)
+        except Exception as error:  # noqa: BLE001 (kept for wait(), which raises it)
+            self._errors.append(error)
+
+    def _next_piece(self) -> _Piece | None:
+        with suppress(IndexError):
+            return self._pieces.popleft()
+        return None
+
+    def _verdict(self) -> bool:
+        if self._errors:
+            raise self._errors[0]
+        return self._good
+
+
+class _Watch:
+    """Note how late tensors are, so that it can be told later which of them have moved."""
+
+    def __init__(self) -> None:
+        self._versions: list[tuple[int, torch.Tensor, int]] = []
+        self._addresses: list[tuple[int, torch.Tensor, int]] = []
+        self._spots: list[tuple[int, int, int, bytes]] = []
+        self._held: list[torch.UntypedStorage] = []
+
+    def note(self, number: int, live: torch.Tensor, own: torch.Tensor) -> None:
+        """Note the counter of a live tensor, and of the optimizer's own: it may be another one in the same memory."""
+        self._versions.append((number, live, live._version))
+        if own is not live:
+            self._versions.append((number, own, own._version))
+        self._addresses.append((number, live, live.data_ptr()))
+
+    def note_spot(self, number: int, place: torch.Tensor, live: torch.Tensor) -> None:
+        """Note a few bytes of a tensor that is copied byte by byte, and hold on to its memory."""
+        middle = live.nbytes // 2
+        address = live.data_ptr() + middle
+        self._spots.append((number, place.data_ptr() + middle, address, _spot(address)))
+        self._held.append(live.untyped_storage())  # who assigns to `.data` lets go of memory that is being copied
+
+    def moved(self) -> frozenset[int]:
+        """Return the numbers of those that are not as they were, or not as in their copies."""
+        counted = {number for number, tensor, version in self._versions if tensor._version != version}
+        replaced = {number for number, live, address in self._addresses if live.data_ptr() != address}
+        touched = {number for number, place, live, spot in self._spots if not spot == _spot(live) == _spot(place)}
+        return frozenset(counted | replaced | touched)
+
+
+@cache
+def _guard_steps() -> None:
+    """Have every optimizer of the process wait for copies before it steps, from now on.
+
+    One hook for all that stays, not one for each snapshot: to take one away while torch goes through them (within a
+    step, or in another thread) is an error; it comes before those of the user's, which may change parameters; and an
+    optimizer that is not in the state may share them.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    for copy in tuple(_running):
+        copy.before_step(optimizer)
+
+
+def _kept_by(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield what optimizers change in their steps. Parameters without gradients are changed elsewhere, if at all."""
+    for optimizer in optimizers:
+        if getattr(type(optimizer).step, "hooked", False):
+            for group in optimizer.param_groups:
+                yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+            for kept in optimizer.state.values():
+                if isinstance(kept, dict):
+                    yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
+
+def _may_wait(live: torch.Tensor) -> bool:
+    # A tensor on a device waits for its stream, which a copy into pageable memory does anyway: taken at once, it is
+    # right. Into pinned memory it could go by a stream of its own, with an event before the step: not done yet.
+    # Inference tensors have no version counter.
+    # What is empty has no address.
+    return live.is_cpu and not live.is_inference() and live.data_ptr() != 0
+
+
+def _pieces(late: Iterable[tuple[int, torch.Tensor, torch.Tensor]], watch: _Watch) -> Iterator[_Piece]:
+    """Cut copies into calls: each runs without the GIL, and not for long."""
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for number, place, live in late:
+        size_bytes = live.nbytes
+        if size_bytes < _LARGE_BYTES:
+            small[0].append(place)
+            small[1].append(live)
+            if len(small[0]) == _SMALL_TOGETHER:
+                yield torch._foreach_copy_, small
+                small = ([], [])
+        elif place.dtype == live.dtype and is_plain(place) and is_plain(live):
+            watch.note_spot(number, place, live)
+            to, source = place.data_ptr(), live.data_ptr()
+            for at in range(0, size_bytes, _PIECE_BYTES):
+                yield ctypes.memmove, (to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
+        else:
+            yield _copy_by_rows, (place, live)
+    if small[0]:
+        yield torch._foreach_copy_, small
+
+
+def _copy_by_rows(place: torch.Tensor, live: torch.Tensor) -> None:
+    """Copy by torch what is transposed or the like, so little at once that it takes one thread for it."""
+    rows = max(1, _ONE_THREAD_ELEMENTS * len(live) // live.numel())
+    for at in range(0, len(live), rows):
+        place[at : at + rows].copy_(live[at : at + rows])
+
+
+def _spot(address: int) -> bytes:
+    return ctypes.string_at(address, _SPOT_BYTES)

@@ -1,0 +1,145 @@
+"""Saves whose copy runs during the next forward and backward: every checkpoint is one moment of training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.state.tensors import same_bits
+
+
+class Training:
+    """A small model with batch norm, AdamW, and a copy of what it was at every step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.moments: dict[int, dict[str, torch.Tensor]] = {}
+
+    def train_step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.moments[step] = self.now()
+
+    def now(self) -> dict[str, torch.Tensor]:
+        found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        for number, kept in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{name}": value.clone() for name, value in kept.items()}
+        return found
+
+
+def _opened(run_dir: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(
+        CheckpointConfig(
+            checkpoint_dir=str(run_dir),
+            step_interval=1,
+            max_num_checkpoints=None,
+            memory_dir=None,
+            capture="overlapped",
+            **options,
+        )
+    )
+
+
+def _check(run_dir: Path, moments: dict[int, dict[str, torch.Tensor]]) -> list[int]:
+    """Compare every committed checkpoint with its moment; return the steps."""
+    run = open_run(str(run_dir))
+    for checkpoint in run.checkpoints():
+        fresh = Training()
+        run.restore(checkpoint, fresh.state)
+        found = fresh.now()
+        assert found.keys() == moments[checkpoint.step].keys()
+        assert all(same_bits(value, moments[checkpoint.step][name]) for name, value in found.items()), checkpoint.step
+    return [checkpoint.step for checkpoint in reversed(run.checkpoints())]
+
+
+def test_every_checkpoint_is_the_moment_of_its_step(run_dir: Path) -> None:
+    """P1: parameters, moments and batch-norm counters of every checkpoint are those of one step, bit for bit."""
+    training = Training()
+    with _opened(run_dir) as ckpt:
+        for step in range(1, 21):
+            training.train_step(step)
+            ckpt.step(step, training.state)
+    steps = _check(run_dir, training.moments)
+    assert steps[0] == 1
+    assert steps[-1] == 20
+
+
+def test_what_changes_outside_of_the_step_is_found_and_taken_again(run_dir: Path) -> None:
+    """P1: a parameter written between call and optimizer step condemns the snapshot; the next step takes one."""
+    training = Training()
+    with _opened(run_dir) as ckpt:
+        training.train_step(1)
+        ckpt.save(1, training.state)
+        training.train_step(2)
+        ckpt.step(2, training.state)
+        with torch.no_grad():
+            next(training.model.parameters()).add_(1)
+        training.train_step(3)
+        ckpt._saver.settle()
+        ckpt._last = ckpt._last.__class__(step=3, epoch=None, clock_s=0.0)  # by policy alone nothing is due
+        training.train_step(4)
+        assert ckpt.step(4, training.state)
+    steps = _check(run_dir, training.moments)
+    assert 2 not in steps
+    assert steps[-1] == 4
+    run = open_run(str(run_dir))
+    events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
+    assert [2] in [event.get("superseded") for event in events]
+
+
+def test_the_last_step_needs_no_further_one(run_dir: Path) -> None:
+    """P72: without another optimizer step `wait` finishes the copy; `save` and a preserved step copy at once."""
+    training = Training()
+    with _opened(run_dir, keep_every_n_steps=2) as ckpt:
+        for step in (1, 2, 3):
+            training.train_step(step)
+            ckpt.step(step, training.state)
+            ckpt.wait()
+    assert _check(run_dir, training.moments) == [1, 2, 3]
+
+
+def test_a_process_that_ends_right_after_a_step_has_saved_it(run_dir: Path) -> None:
+    """P72: the interpreter's end finishes the copy and commits it."""
+    code = f"""
+        import torch
+        from ckpt_tasks import CheckpointConfig, Checkpointer
+        from torch import nn
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ckpt = Checkpointer(CheckpointConfig(
+            checkpoint_dir={str(run_dir)!r}, step_interval=1, memory_dir=None, capture="overlapped"))
+        for step in (1, 2):
+            model(torch.randn(4, 512)).sum().backward()
+            optimizer.step()
+            ckpt.step(step, {{"model": model, "optimizer": optimizer}})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert open_run(str(run_dir)).checkpoints()[0].step == 2
+
+
+@pytest.mark.parametrize("capture", ["eager", "overlapped"])
+def test_a_state_without_optimizers_is_copied_at_once(run_dir: Path, capture: str) -> None:
+    """P3: with nothing to wait for, overlapped capture is eager."""
+    state = {"weights": torch.ones(1 << 16)}
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None, capture=capture)
+    with Checkpointer(config) as ckpt:
+        ckpt.step(1, state)
+        state["weights"].zero_()
+    run, found = open_run(str(run_dir)), {"weights": torch.zeros(1 << 16)}
+    run.restore(run.find("latest"), found)
+    assert bool((found["weights"] == 1).all())
