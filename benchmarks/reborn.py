@@ -16,12 +16,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.states import Trained, build, flat, states
 
-__all__ = ["BARE", "CONTENDERS", "save", "start"]
+if TYPE_CHECKING:
+    from ckpt_tasks import Checkpointer
+
+__all__ = ["BARE", "CONTENDERS", "MEMORY", "opened", "save", "start"]
 
 
 _Restore = Callable[[], object]
@@ -32,9 +36,12 @@ def _bare(directory: Path, target: Trained) -> _Restore:
 
 
 def _ours(directory: Path, target: Trained) -> _Restore:
-    from ckpt_tasks import CheckpointConfig, Checkpointer
+    ckpt = opened(directory, memory=False)
+    return lambda: (ckpt, ckpt.restore(target.state))
 
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench"))
+
+def _from_memory(directory: Path, target: Trained) -> _Restore:
+    ckpt = opened(directory, memory=True)
     return lambda: (ckpt, ckpt.restore(target.state))
 
 
@@ -72,10 +79,12 @@ def _dcp_into(directory: Path, target: Trained) -> _Restore:
 BARE = "nothing (a bare start)"
 OURS = "ckpt-tasks (verified, into model and optimizer)"
 ANEW = "ckpt-tasks, into an optimizer without moments"
+MEMORY = "ckpt-tasks, from the memory of the process that was killed"
 CONTENDERS: dict[str, Callable[[Path, Trained], _Restore]] = {
     BARE: _bare,
     OURS: _ours,
     ANEW: _ours,
+    MEMORY: _from_memory,
     "torch.load": _torch_load,
     "torch.load + load_state_dict": _torch_load_into,
     "torch.load(mmap=True) + load_state_dict (unverified)": partial(_torch_load_into, mmap=True),
@@ -84,15 +93,22 @@ CONTENDERS: dict[str, Callable[[Path, Trained], _Restore]] = {
 }
 
 
+def opened(directory: Path, *, memory: bool) -> Checkpointer:
+    """Open one of our two runs: with snapshots that outlive the process, and without."""
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+
+    where = str(directory / ("in-memory" if memory else "ours"))
+    return Checkpointer(CheckpointConfig(checkpoint_dir=where, run_key="bench", memory_dir="auto" if memory else None))
+
+
 def save(directory: Path, trained: Trained) -> None:
     """Write the state as every contender wants it; in this process, which then no longer holds the run directory."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import state_dict_saver
 
-    from ckpt_tasks import CheckpointConfig, Checkpointer
-
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "ours"), run_key="bench")) as ckpt:
-        ckpt.save(1, trained.state)
+    for memory in (False, True):
+        with opened(directory, memory=memory) as ckpt:
+            ckpt.save(1, trained.state)
     torch.save(states(trained), directory / "torch.pt")
     save_file(flat(trained), directory / "all.safetensors")
     state_dict_saver.save(states(trained), checkpoint_id=directory / "dcp", no_dist=True)
@@ -106,6 +122,11 @@ def start(contender: str, directory: Path, *, tiny: bool, device: str) -> dict[s
         raise RuntimeError(f"{contender} ended with status {done.returncode}:\n{done.stderr}")
     report: dict[str, float] = json.loads(done.stdout)
     return report
+
+
+def _save_again(restored: Any, target: Trained) -> None:
+    ckpt, step = restored
+    ckpt.save(step + 1, target.state)
 
 
 def main() -> None:
@@ -126,7 +147,8 @@ def main() -> None:
     target.step()
     sys.stdout.write(json.dumps({"restore_s": restore_s, "stepped_at": time.time()}) + "\n")
     sys.stdout.flush()
-    del kept
+    if options.contender == MEMORY:
+        _save_again(kept, target)  # for the next one
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -54,6 +54,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     directory.mkdir()
     with _quiet():
         reborn.save(directory, trained)
+        reborn.start(reborn.MEMORY, directory, tiny=tiny, device=device)  # the first one has nothing in memory yet
     for _ in range(rounds):
         for cache, prepare in (("warm", _warm), ("cold", _drop)):
             for name in random.sample(sorted(reborn.CONTENDERS), len(reborn.CONTENDERS)):
@@ -66,6 +67,8 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                     restores.setdefault(name, []).append(report["restore_s"])
                 starts = found.setdefault(f"kill -9, then start to first new step, page cache {cache}", {})
                 starts.setdefault(name, []).append(report["stepped_at"] - born)
+    with reborn.opened(directory, memory=True) as ckpt:
+        ckpt.prune()  # what the last one that was killed left in memory
     shutil.rmtree(directory)
     cells = {row: {name: _summary(times) for name, times in by_name.items()} for row, by_name in found.items()}
     return {"size_bytes": size_bytes(trained), "rounds": rounds, "device": device, "rows": cells}

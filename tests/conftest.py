@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,15 @@ settings.register_profile("dev", deadline=None, suppress_health_check=[HealthChe
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
+    yield
+    for lock in Path("/dev/shm").glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
+        if lock.read_text().startswith(str(tmp_path_factory.getbasetemp())):
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

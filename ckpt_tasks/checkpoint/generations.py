@@ -84,7 +84,7 @@ class Generations:
         # The same path can have another run by now: format.json says which one it is.
         run = digest_hex(self._store.url.encode() + b"\0" + self._store.get(FORMAT_NAME, 1 << 20))
         try:
-            self.memory = MemoryDirectory(private_root(directory), run)
+            self.memory = MemoryDirectory(private_root(directory), run, self._store.url)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise

@@ -3,7 +3,7 @@
 A memory directory (`/dev/shm` where it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
 what describes them. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
 
-    lock                           held by the one process that uses the slots
+    lock                           held by the one process that uses the slots; its text is the run directory
     a/model-00000-of-00001-0.safetensors …   the images
     a/index.arrow, a/manifest.json           as on storage
     a/seal.json                    put last and taken away first: a slot with a seal is complete
@@ -78,9 +78,12 @@ class PrivateMemory:
 
 
 class MemoryDirectory:
-    """The slots of one run in a memory directory; raises StoreError where another process holds them."""
+    """The slots of one run in a memory directory; raises StoreError where another process holds them.
 
-    def __init__(self, root: Path, run: str):
+    `about` is written into the lock file, for people: whose slots these are.
+    """
+
+    def __init__(self, root: Path, run: str, about: str = ""):
         self.path = root / run
         self.url = str(self.path)
         if self.path in _HELD:
@@ -97,6 +100,7 @@ class MemoryDirectory:
         except OSError as error:
             os.close(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
+        os.pwrite(lock, about.encode(), 0)  # for people: the directory's own name says nothing
         _HELD.add(self.path)
         self._unlock = weakref.finalize(self, _unlock, self.path, lock)
 
