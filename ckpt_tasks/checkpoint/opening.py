@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, read_index
@@ -52,6 +53,11 @@ class Opened:
 
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
+    with uncollected():
+        return _open(store, checkpoint)
+
+
+def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -90,7 +91,7 @@ def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
             raise IntegrityError("the index has other columns than this version's", key=name)
         columns = [_values(table.column(field.name), field) for field in _SCHEMA]
         rows = [
-            IndexRow(group, key, dtype, tuple(full), Box(tuple(offset), tuple(shape)), place, begin, end, digest_)
+            IndexRow(group, key, dtype, full, Box(offset, shape), place, begin, end, digest_)
             for group, key, dtype, full, offset, shape, place, begin, end, digest_ in zip(*columns, strict=True)
         ]
         _check(rows, name)
@@ -101,16 +102,21 @@ def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
 
 def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
     """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
+    whole: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
     tensors: dict[str, list[IndexRow]] = {}
     for row in rows:
-        tensors.setdefault(row.full_key, []).append(row)
+        key = row.full_key
+        if key not in whole and key not in tensors and row.box.shape == row.tensor_shape and not any(row.box.offset):
+            whole[key] = row
+        elif key in whole:
+            tensors[key] = [whole.pop(key), row]
+        else:
+            tensors.setdefault(key, []).append(row)
     faults = []
     for key, found in tensors.items():
         first = found[0]
         if any(row.tensor_shape != first.tensor_shape or row.dtype != first.dtype for row in found):
             faults.append(f"{key}: its regions disagree on shape or dtype")
-            continue
-        if len(found) == 1 and first.box.shape == first.tensor_shape and not any(first.box.offset):
             continue
         fault = tiling_fault(first.tensor_shape, (row.box for row in found))
         if fault:
@@ -138,7 +144,21 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
         raise ValueError(f"a value is missing in the column {field.name}")
     if numbers is not column and (pc.min(numbers).as_py() or 0) < 0:
         raise ValueError(f"a negative number in the column {field.name}")
-    values: list[Any] = column.to_pylist()
+    return _listed(column)
+
+
+def _listed(column: pa.ChunkedArray) -> list[Any]:
+    """Do what to_pylist() does, in a third of its time: 10⁵ short lists and repeated texts."""
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # of no chunks
+        return []
+    if pa.types.is_dictionary(array.type):
+        words = array.dictionary.to_pylist()
+        return [words[number] for number in array.indices.to_pylist()]
+    if pa.types.is_list(array.type):
+        ends, numbers = array.offsets.to_pylist(), array.values.to_pylist()
+        return [tuple(numbers[begin:end]) for begin, end in pairwise(ends)]
+    values: list[Any] = array.to_pylist()
     return values
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, frozen_keys, parameter_names
@@ -17,7 +18,7 @@ from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
 from ckpt_tasks.state.tensors import TensorSet
-from ckpt_tasks.state.values import pack, uncollected
+from ckpt_tasks.state.values import pack
 
 __all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.groups import Differences, GroupState, Guard, Maker, Part, Stored, needed_keys
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, parameter_names
@@ -25,7 +26,7 @@ from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
 from ckpt_tasks.state.sources import TensorSource
-from ckpt_tasks.state.values import uncollected, unpack
+from ckpt_tasks.state.values import unpack
 
 __all__ = ["RestorePlan", "plan_restore"]
 

@@ -6,10 +6,8 @@ training goes on; tensors and arrays are collected, not copied. `unpack` makes t
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from typing import Any
 
@@ -20,7 +18,7 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import MAX_DEPTH, NumpyScalar, TensorRef, TorchName, encode
 from ckpt_tasks.state.tensors import TensorSet
 
-__all__ = ["has_state", "pack", "uncollected", "unpack"]
+__all__ = ["has_state", "pack", "unpack"]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
 _DICTS = (dict, OrderedDict, Counter)
@@ -36,19 +34,6 @@ _ARRAY_DTYPES = frozenset(
     }.items()
     for bits in widths
 ) | {"bool"}
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (40 % of the time)."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def has_state(value: Any) -> bool:
