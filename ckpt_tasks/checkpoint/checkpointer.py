@@ -217,19 +217,23 @@ class Checkpointer:
         self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
+        keep = keep or not self._knows_line  # who never trained leaves all as it was
         try:
             self.wait()
+        except BaseException:
+            keep = True  # storage may lack what is in memory
+            raise
         finally:
             self._interrupt.uninstall()
             self._release()
             self._saver.forget_plan()
-            self._generations.close(keep=keep or not self._knows_line)  # who never trained leaves all as it was
+            self._generations.close(keep=keep)
 
     def _release(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        if self._owner is not None:
+        if self._owner is not None and not self._saver.stuck:  # a store that hangs would not take this either
             owner, self._owner = self._owner, None
             # Fenced: there is nothing to let go. Else an error under way is the one to report, and whoever comes next
             # sees that this process is gone, or that its heartbeat grows old.

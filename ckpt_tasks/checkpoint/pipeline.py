@@ -33,6 +33,7 @@ from ckpt_tasks.state.snapshot import ImageSet
 __all__ = ["Pipeline", "Snapshot", "be_nice"]
 
 _NICENESS = 10  # training keeps its cores
+_LOOK_S = 1.0  # how often whoever waits looks whether the store is stuck
 
 
 @dataclass(eq=False, kw_only=True)
@@ -113,10 +114,9 @@ class Pipeline:
 
     def take_slot(self) -> str:
         """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
-        stuck = self.stuck
         with self._changed:
-            while self._flushing and self._waiting and self._waiting.keep and not stuck:
-                self._changed.wait(1.0)
+            while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
+                self._changed.wait(_LOOK_S)
             waiting, flushing = self._waiting, self._flushing
             if waiting and flushing:
                 waiting.given_up = True
@@ -164,14 +164,18 @@ class Pipeline:
         if start:
             threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is on its way; False where that takes longer than `timeout_s`."""
+    def wait(self) -> bool:
+        """Wait until nothing is on its way; False where the flush under way is stuck."""
         with self._changed:
             snapshots = [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
         for snapshot in snapshots:
             snapshot.settle()
         with self._changed:
-            return self._changed.wait_for(lambda: self._flushing is None and self._waiting is None, timeout_s)
+            while self._flushing or self._waiting:
+                if self.stuck:
+                    return False
+                self._changed.wait(min(_LOOK_S, self._timeout_s))
+            return True
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong since the last call; whoever asks has been told."""
@@ -243,7 +247,7 @@ class Pipeline:
         """See to it, at the interpreter's end, that the last snapshot is committed, or say that it is not."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads
-        if not self.wait(self._timeout_s):
+        if not self.wait():
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")

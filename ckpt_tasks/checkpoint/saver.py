@@ -148,8 +148,8 @@ class Saver:
         threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take").start()
 
     def wait(self) -> None:
-        """Return when everything is committed; raise what went wrong, and StoreError where it takes too long."""
-        done = self._pipeline.wait(self._config.flush_timeout_s)
+        """Return when everything is committed; raise what went wrong, and StoreError where the store is stuck."""
+        done = self._pipeline.wait()
         failure = self._pipeline.take_failure()
         if failure is not None:
             raise failure
@@ -161,7 +161,12 @@ class Saver:
 
     def settle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
-        self._pipeline.wait(self._config.flush_timeout_s)
+        self._pipeline.wait()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the store has not ended a write for longer than it may."""
+        return self._pipeline.stuck
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""

@@ -27,7 +27,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.state.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.memory_loop import state_of, step_of
-from tests.storage.calls import WatchedCalls
+from tests.storage.calls import FailingCalls, WatchedCalls
 
 SIZE = 1 << 14
 
@@ -247,6 +247,19 @@ def test_memory_is_cleaned_when_the_run_ends(run_dir: Path, memory: Path) -> Non
     assert len(_slots(memory)) == 1
     assert _train(run_dir, memory, 1)[0] == 1
     assert [*memory.rglob("*-00000*")] == []
+
+
+def test_a_close_that_fails_leaves_what_storage_lacks(run_dir: Path, memory: Path) -> None:
+    """P43: where the last snapshot could not be committed, closing says so and keeps it in memory."""
+    ckpt = Checkpointer(_config(run_dir, memory))
+    ckpt.save(1, state_of(1, SIZE))
+    ckpt._history.store._calls = FailingCalls(1, "refused", below="/checkpoint_")  # type: ignore[attr-defined]
+    ckpt.step(2, state_of(2, SIZE))
+    with pytest.raises(StoreError):
+        ckpt.close()
+    restored, source, _ = _train(run_dir, memory, 0)
+    assert restored == 2
+    assert source.startswith(str(memory))
 
 
 def test_pruning_from_outside_cleans_memory_but_for_what_storage_lacks(

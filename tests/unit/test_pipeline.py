@@ -181,9 +181,21 @@ def test_a_store_that_blocks_forever_does_not_stop_training(
     with pytest.raises(StoreError, match="has not taken a checkpoint"):
         ckpt.wait()
     gate.opened.set()
-    ckpt._saver.settle()
+    while ckpt._saver.stuck:
+        time.sleep(0.01)
     ckpt.close()
     assert _committed(run_dir) == [1, 7]
+
+
+def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> None:
+    """P43: `close` raises once the flush is stuck, and does not hang in letting the directory go."""
+    ckpt = _opened(run_dir, gate, flush_timeout_s=0.2)
+    ckpt.step(1, _state(1))
+    gate.reached.wait(30)
+    with pytest.raises(StoreError, match="has not taken a checkpoint"):
+        ckpt.close()
+    gate.opened.set()
+    ckpt._saver.settle()
 
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
