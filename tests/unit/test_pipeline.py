@@ -273,7 +273,7 @@ def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> 
 
 
 def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:
-    """P45: after a hundred snapshots there are as many threads, open files and images as after five."""
+    """P45: after a hundred snapshots there are no more threads and open files than after five."""
     with _opened(run_dir, max_num_checkpoints=2) as ckpt:
         for step in range(5):
             ckpt.step(step, _state(step))
@@ -282,7 +282,8 @@ def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:
         for step in range(5, 105):
             ckpt.step(step, _state(step))
         ckpt.wait()
-        assert _resources() == before
+        # Not ==: a thread that another test left may have ended meanwhile.
+        assert all(now <= then for now, then in zip(_resources(), before, strict=True))
 
 
 def _resources() -> tuple[int, int]:

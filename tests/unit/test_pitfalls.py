@@ -169,7 +169,7 @@ def resources() -> tuple[int, int, int, int]:
 
 
 def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None:
-    """P45: after 40 more saves and restores there are as many open files, threads and buffers as after five."""
+    """P45: after 40 more saves and restores there are no more open files, threads and buffers than after five."""
     state, start = state_of(0), resources()
     with opened(fast_dir / "many", max_num_checkpoints=2) as ckpt:
         for step in range(5):
@@ -179,7 +179,8 @@ def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None
         for step in range(5, 45):
             ckpt.save(step, state)
             ckpt.restore(state)
-        assert resources() == before
+        # Not ==: a thread that another test left may have ended meanwhile.
+        assert all(now <= then for now, then in zip(resources(), before, strict=True))
     assert resources()[:2] == start[:2]  # closed: the heartbeat has ended
 
 
