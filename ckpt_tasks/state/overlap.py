@@ -93,12 +93,13 @@ class OverlappedCopy:
             raise RuntimeError("an OverlappedCopy takes one snapshot, and this one has been started")
         self._owner = threading.current_thread()
         pairs, self._pairs = self._pairs, ()
-        kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers)}
+        kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers) if _may_wait(tensor)}
         late, into, out_of = [], [], []
         for number, (place, live) in enumerate(pairs):
-            own = kept.get(live.data_ptr())
+            address = live.data_ptr()
+            own = kept.get(address) if address else None  # what is empty has none
             if own is not None and number not in self._at_once and _may_wait(live):
-                self._watch.note(number, live, own)
+                self._watch.notes.append((number, live, live._version, own, own._version, address))
                 late.append((number, place, live))
             else:
                 into.append(place)
@@ -202,31 +203,26 @@ class _Watch:
     """Note how late tensors are, so that it can be told later which of them have moved."""
 
     def __init__(self) -> None:
-        self._versions: list[tuple[int, torch.Tensor, int]] = []
-        self._addresses: list[tuple[int, torch.Tensor, int]] = []
+        # Number, live tensor, its version, the optimizer's own tensor (which may be another one in the same memory, and
+        # then has a counter of its own), its version, the address.
+        self.notes: list[tuple[int, torch.Tensor, int, torch.Tensor, int, int]] = []
         self._spots: list[tuple[int, int, int, bytes]] = []
         self._held: list[torch.UntypedStorage] = []
 
-    def note(self, number: int, live: torch.Tensor, own: torch.Tensor) -> None:
-        """Note the counter of a live tensor, and of the optimizer's own: it may be another one in the same memory."""
-        self._versions.append((number, live, live._version))
-        if own is not live:
-            self._versions.append((number, own, own._version))
-        self._addresses.append((number, live, live.data_ptr()))
-
-    def note_spot(self, number: int, place: torch.Tensor, live: torch.Tensor) -> None:
-        """Note a few bytes of a tensor that is copied byte by byte, and hold on to its memory."""
-        middle = live.nbytes // 2
-        address = live.data_ptr() + middle
-        self._spots.append((number, place.data_ptr() + middle, address, _spot(address)))
+    def note_spot(self, number: int, live: torch.Tensor, copied: int, source: int) -> None:
+        """Note a few bytes of a tensor that is copied byte by byte, and hold on to its memory; takes two addresses."""
+        self._spots.append((number, copied, source, _spot(source)))
         self._held.append(live.untyped_storage())  # who assigns to `.data` lets go of memory that is being copied
 
     def moved(self) -> frozenset[int]:
         """Return the numbers of those that are not as they were, or not as in their copies."""
-        counted = {number for number, tensor, version in self._versions if tensor._version != version}
-        replaced = {number for number, live, address in self._addresses if live.data_ptr() != address}
+        counted = {
+            number
+            for number, live, version, own, own_version, address in self.notes
+            if live._version != version or own._version != own_version or live.data_ptr() != address
+        }
         touched = {number for number, place, live, spot in self._spots if not spot == _spot(live) == _spot(place)}
-        return frozenset(counted | replaced | touched)
+        return frozenset(counted | touched)
 
 
 @cache
@@ -260,8 +256,7 @@ def _may_wait(live: torch.Tensor) -> bool:
     # A tensor on a device waits for its stream, which a copy into pageable memory does anyway: taken at once, it is
     # right. Into pinned memory it could go by a stream of its own, with an event before the step: not done yet.
     # Inference tensors have no version counter.
-    # What is empty has no address.
-    return live.is_cpu and not live.is_inference() and live.data_ptr() != 0
+    return live.is_cpu and not live.is_inference()
 
 
 def _pieces(late: Iterable[tuple[int, torch.Tensor, torch.Tensor]], watch: _Watch) -> Iterator[_Piece]:
@@ -276,8 +271,8 @@ def _pieces(late: Iterable[tuple[int, torch.Tensor, torch.Tensor]], watch: _Watc
                 yield torch._foreach_copy_, small
                 small = ([], [])
         elif place.dtype == live.dtype and is_plain(place) and is_plain(live):
-            watch.note_spot(number, place, live)
             to, source = place.data_ptr(), live.data_ptr()
+            watch.note_spot(number, live, to + size_bytes // 2, source + size_bytes // 2)
             for at in range(0, size_bytes, _PIECE_BYTES):
                 yield ctypes.memmove, (to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
         else:
