@@ -5,7 +5,7 @@ takes the one that waits by then. A third snapshot takes the place of the one th
 
 Invariants
 
-1. A slot is filled only while no thread reads it.
+1. A slot is filled only while no thread reads it, and once the newest snapshot is sealed in the other one.
 2. Snapshots are committed in the order in which they were taken.
 3. A failure is kept until somebody has been told.
 """
@@ -114,6 +114,9 @@ class Pipeline:
 
     def take_slot(self) -> str:
         """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
+        if self._last is not None:
+            self._last.settle()
+            self._last.known.wait()  # until it is sealed, the other slot has the only complete snapshot
         with self._changed:
             while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
                 self._changed.wait(_LOOK_S)
@@ -135,6 +138,8 @@ class Pipeline:
     def next_slot(self) -> str:
         """Return the slot that does not hold the newest snapshot."""
         used = self._waiting or self._flushing or self._last
+        if used is not None and used is self._last and used.error is not None and used is not self._flushing:
+            return used.slot  # it has come to nothing
         return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str) -> None:

@@ -3,3 +3,10 @@
 from tests.flows.conftest import server
 
 __all__ = ["server"]
+
+
+@pytest.fixture
+def memory(fast_dir: Path) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(dir=fast_dir))
+    yield made
+    shutil.rmtree(made)
