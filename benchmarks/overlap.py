@@ -28,9 +28,10 @@ _Begin = Callable[[], "OverlappedCopy | None"]
 def measure(*, tiny: bool, rounds: int, tokens: int = 256, save_every: int = 1) -> dict[str, Any]:
     """Time `save_every` steps of training after a copy of each kind, in shuffled order, `rounds` times.
 
-    Returns seconds: a step without copies, and for each kind of capture what a copy adds in all (between medians, and
-    between the fastest), how long the call blocks, and the share of copies that were good. Only the copies differ: the
-    state is captured, and the image is there, beforehand.
+    Returns seconds: a step without copies, and for each kind of capture what a copy adds in all (differences within a
+    round: median and quartiles, for a step itself varies by more than that), how long the call blocks, and the share of
+    copies that were good. Only the copies differ: the state is captured, and the image is there, beforehand. On a CPU
+    the figures depend on how threads wait for each other: compare OMP_WAIT_POLICY=passive with the default.
     """
     trained = build(tiny=tiny)
     inputs = torch.randint(0, 256, (max(1, tokens // 64), 64))
@@ -54,8 +55,7 @@ def measure(*, tiny: bool, rounds: int, tokens: int = 256, save_every: int = 1) 
         "step_s": median(bare) / save_every,
         "captures": {
             name: {
-                "adds_s": median(sample.total_s for sample in found) - median(bare),
-                "adds_at_best_s": min(sample.total_s for sample in found) - min(bare),
+                **_adds([sample.total_s - without for sample, without in zip(found, bare, strict=True)]),
                 "call_s": median(sample.call_s for sample in found),
                 "call_max_s": max(sample.call_s for sample in found),
                 "good": sum(sample.good for sample in found) / rounds,
@@ -63,6 +63,12 @@ def measure(*, tiny: bool, rounds: int, tokens: int = 256, save_every: int = 1) 
             for name, found in samples.items()
         },
     }
+
+
+def _adds(differences: list[float]) -> dict[str, float]:
+    ordered = sorted(differences)
+    low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+    return {"adds_s": median(ordered), "adds_low_s": low, "adds_high_s": high}
 
 
 @dataclass

@@ -50,7 +50,7 @@ _PIECE_BYTES = 2 << 20  # 0.2 ms, the longest that a step waits for a thread whi
 _SMALL_TOGETHER = 1024
 _ONE_THREAD_ELEMENTS = 32768  # torch copies more than these in several threads, which wait for each other
 _SPOT_BYTES = 64
-_NICENESS = 19
+_NICENESS = 10  # with 19 or 0 a copy cost training no less, and 19 may wait long for a core that others use as well
 _THREADS = max(2, min(8, os.cpu_count() or 2))
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
