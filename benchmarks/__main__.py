@@ -15,15 +15,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, loop, many, overlap, save_restore, stall
+from benchmarks import cadence, ledger, loop, many, overlap, save_restore, stall
 
 __all__ = ["main"]
 
 _CONSOLE = Console()
 
 
-_TABLES = {"save_restore": save_restore, "stall": stall, "loop": loop, "many": many}
+_TABLES = {"save_restore": save_restore, "stall": stall, "loop": loop, "many": many, "ledger": ledger}
 _NAMES = [*_TABLES, "overlap", "cadence", "prefect"]
+_CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a state of some KiB: checks that the benchmarks run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", help="where the state lives: cpu or cuda")
-    parser.add_argument("--only", choices=_NAMES, nargs="+", default=_NAMES, help="some benchmarks instead of all")
+    parser.add_argument("--only", choices=_CHOICES, nargs="+", default=_NAMES, help="some benchmarks instead of all")
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory here)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     options = parser.parse_args(argv)
@@ -47,8 +48,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    if name in _TABLES:
-        measure: Callable[..., dict[str, Any]] = _TABLES[name].measure
+    if name in _TABLES or name == "s3":
+        from benchmarks import s3  # brings the clients that we are compared with
+
+        measure: Callable[..., dict[str, Any]] = _TABLES.get(name, s3).measure
         return measure(directory, tiny=options.tiny, rounds=options.rounds, device=options.device)
     if name == "overlap":
         return overlap.measure(tiny=options.tiny, rounds=options.rounds)
@@ -62,7 +65,7 @@ def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[st
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
-    if name in _TABLES:
+    if name in _TABLES or name == "s3":
         for row, cells in found["rows"].items():
             _table(row, cells, found)
         for contender, why in found.get("absent", {}).items():
@@ -80,15 +83,16 @@ def _show(name: str, found: dict[str, Any]) -> None:
 
 def _table(row: str, cells: dict[str, dict[str, float]], found: dict[str, Any]) -> None:
     ours = next((times["median_s"] for name, times in cells.items() if name.startswith("ckpt-tasks")), None)
+    size = f"{found['size_bytes'] / 2**20:.0f} MiB, " if found["size_bytes"] else ""
     table = Table(
-        title=f"{row}: {found['size_bytes'] / 2**20:.0f} MiB, {found['rounds']} rounds, {found['device']}",
+        title=f"{row}: {size}{found['rounds']} rounds, {found['device']}",
         title_justify="left",
     )
     for name, justify in (("", "left"), ("median", "right"), ("min – max", "right"), ("× ckpt-tasks", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, times in sorted(cells.items(), key=lambda cell: cell[1]["median_s"]):
         ratio = f"{times['median_s'] / ours:.2f}" if ours and ours > 0 else ""
-        table.add_row(name, f"{times['median_s']:.3f} s", f"{times['min_s']:.3f} – {times['max_s']:.3f}", ratio)
+        table.add_row(name, f"{times['median_s']:.4f} s", f"{times['min_s']:.4f} – {times['max_s']:.4f}", ratio)
     _CONSOLE.print(table)
 
 

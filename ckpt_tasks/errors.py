@@ -150,7 +150,14 @@ class NoGoodCheckpointError(IntegrityError):
 
 
 class StoreError(CkptError, OSError):
-    """The store refused or failed a request; `key` is the object's name."""
+    """The store refused or failed a request; `key` is the object's name.
+
+    `transient`: the same request may succeed a moment later (no answer, overload), so it is worth another try.
+    `refused`: so it is, and the store said that it did nothing.
+    """
+
+    transient: bool = False
+    refused: bool = False
 
 
 class ObjectNotFoundError(StoreError):

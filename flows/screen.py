@@ -75,7 +75,7 @@ class LiveLine:
 def print_run(out: Console, config: CheckpointConfig) -> None:
     """Print the checkpoints of a run, oldest first."""
     table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
-    newest_first = open_run(config.checkpoint_dir, config.run_key).checkpoints()
+    newest_first = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options).checkpoints()
     metrics = _first({name for one in newest_first for name in one.metrics}, _MOST_METRICS)
     for name in ("step", *metrics, "size", "took", "saved (UTC)"):
         table.add_column(name, justify="right")

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.servers.fixtures"]  # servers, each started by the first test that asks for it
+
 # A home of its own: a test never sees, writes or upgrades the developer's Prefect profile and database.
 _PREFECT_HOME = tempfile.TemporaryDirectory(prefix="ckpt-tasks-prefect-")
 
-for _name in [name for name in os.environ if name.startswith(("PREFECT_", "CKPT_"))]:
+for _name in [name for name in os.environ if name.startswith(("PREFECT_", "CKPT_", "AWS_", "FSSPEC_"))]:
     del os.environ[_name]
 
 os.environ |= {
@@ -34,6 +36,13 @@ os.environ |= {
     "PREFECT_HOME": _PREFECT_HOME.name,
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
+    # Nor the developer's keys and buckets: what a test reaches has keys of its own.
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "FSSPEC_CONFIG_DIR": os.devnull,
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
 }
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.

@@ -21,13 +21,7 @@ from ckpt_tasks.checkpoint.reading import Run, open_store
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
 from ckpt_tasks.checkpoint.save import encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
-from ckpt_tasks.errors import (
-    CommitUncertainError,
-    FencedError,
-    OwnerError,
-    StateError,
-    StoreError,
-)
+from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StateError, StoreError
 from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.cadence import SavePoint
@@ -59,7 +53,7 @@ class Checkpointer:
         self.config = config
         self.attempt_hooks = AttemptHooks()
         self.last_restore: RestoreReport | None = None
-        self._history = History(open_store(config.checkpoint_dir))
+        self._history = History(open_store(config.checkpoint_dir, config.storage_options))
         self._take_over = take_over
         self._flow_run_id = flow_run_id
         self._owner: Owner | None = None
@@ -68,7 +62,7 @@ class Checkpointer:
         self._interrupt = Interrupt()
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
-        self._generations = Generations(self._history.store, config.memory_dir)
+        self._generations = Generations(self._history.store, config.memory_dir, config.local_dir)
         self._saver = Saver(self._history, config, self._pruner, self._generations)
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has seen that nobody else has committed anything
@@ -208,7 +202,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when everything that was saved is committed; raise what went wrong.
 
-        Raises StoreError where a flush takes longer than `flush_timeout_s`.
+        What the policy no longer keeps may go a moment later. Raises StoreError where a flush takes longer than
+        `flush_timeout_s`.
         """
         self._saver.wait()
 
@@ -230,6 +225,7 @@ class Checkpointer:
             self._generations.close(keep=keep)
 
     def _release(self) -> None:
+        self._saver.settle()
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -243,7 +239,8 @@ class Checkpointer:
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(self) -> list[Checkpoint]:
-        """List the live checkpoints, newest commit first."""
+        """List the live checkpoints, newest commit first, once what is on its way is there and the policy applied."""
+        self._saver.settle()
         return lineage(self._history.head().state.live)
 
     def pin(self, step: int, reason: str = "by hand") -> None:
@@ -272,6 +269,7 @@ class Checkpointer:
         """
         owner = None if dry_run else self._own()
         self.wait()
+        self._saver.settle()
         parent = self._saver.parent.manifest_digest if self._saver.parent else None
         if owner is None:
             return self._pruner.plan(parent)
@@ -313,7 +311,7 @@ class Checkpointer:
         if self._owner is None:
             self._generations.check()
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
-            self._history.create(key)
+            self._history.create(key, single_writer=config.single_writer)
             self._run_key = self._history.check(config.run_key) or key
             self._damaged = damage(self._history)  # the owner's entry will stand above it
             self._owner = acquire(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ckpt_tasks.errors import ConfigError
@@ -27,10 +27,11 @@ class AttemptHooks:
 class CheckpointConfig:
     """Say where a run's checkpoints live, when to save and what to keep.
 
-    `checkpoint_dir` is a directory. `run_key` names the run (default: the directory's name); a directory of another run
-    is refused. Save when `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have passed,
-    whichever comes first. `cadence="auto"` chooses the seconds between saves from what the run measures: what a save
-    costs and how often the run fails (Young and Daly); saves take at most the share `overhead_cap` of its time.
+    `checkpoint_dir` is a directory, or a place in an object store (s3://bucket/run). `run_key` names the run (default:
+    the directory's name); a directory of another run is refused. Save when `step_interval` steps, `epoch_interval`
+    epochs or `save_interval_secs` seconds have passed, whichever comes first. `cadence="auto"` chooses the seconds
+    between saves from what the run measures: what a save costs and how often the run fails (Young and Daly); saves take
+    at most the share `overhead_cap` of its time.
     With none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None: all),
     every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
@@ -42,6 +43,14 @@ class CheckpointConfig:
     it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
     fails in the background does: "raise" in the next `step()`, or "warn" and go on. A flush that takes longer than
     `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
+
+    `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there
+    before they are sent, and are read from there where they are good; what the store has not got when the process ends
+    is restored and sent by the next one on this host.
+
+    `storage_options` go to the store's file system (s3fs, adlfs, gcsfs); without them credentials come from the usual
+    places. `single_writer` does without the store's put-if-absent where it has none: you see to it that one process at
+    a time writes.
 
     Raises ConfigError, a ValueError. The first five names are those of Paddle Fluid's CheckpointConfig and
     TensorFlow's CheckpointManager.
@@ -67,6 +76,9 @@ class CheckpointConfig:
     memory_dir: str | None = "auto"
     on_flush_failure: str = "raise"
     flush_timeout_s: float = 600.0
+    local_dir: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    single_writer: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
@@ -89,11 +101,18 @@ class CheckpointConfig:
             raise ConfigError("cadence='auto' chooses save_interval_secs itself: give one of them")
         if type(self.overhead_cap) not in (int, float) or not 0 < self.overhead_cap < 1:
             raise ConfigError(f"overhead_cap must be a share between 0 and 1, not {self.overhead_cap!r}")
+        options = self.storage_options
+        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+            raise ConfigError("storage_options must be a dict of the file system's options")  # its values may be secret
+        if type(self.single_writer) is not bool:
+            raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
         self._check_memory()
 
     def _check_memory(self) -> None:
         if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
             raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
+        if self.local_dir is not None and (not isinstance(self.local_dir, str) or not self.local_dir):
+            raise ConfigError(f"local_dir must be a directory or None, not {self.local_dir!r}")
         choices = {
             "on_flush_failure": ("raise", "warn"),
             "best_mode": ("min", "max"),

@@ -25,7 +25,7 @@ from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.state.copying import is_plain
 from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.tensors import copy_all
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = ["StoredTensors"]
 
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 class StoredTensors:
     """The tensors of `rows`, read from a store; see `TensorSource`."""
 
-    def __init__(self, store: Store, rows: Iterable[IndexRow]):
+    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
         self._store = store
         self._rows = _by_key(rows)
         self._fills: list[_Pair] = []

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ckpt_tasks.checkpoint.copies import LocalCopies
+from ckpt_tasks.checkpoint.fetch import StoredTensors
 from ckpt_tasks.checkpoint.opening import change
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
@@ -33,7 +35,9 @@ from ckpt_tasks.state.memory import (
     private_root,
 )
 from ckpt_tasks.state.snapshot import tensor_at
+from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Generation", "Generations", "MappedTensors", "usable"]
@@ -45,10 +49,14 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True)
 class Generation:
-    """A complete snapshot in a memory directory: the checkpoint that it is or would become, and its bytes."""
+    """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
+
+    `slot` is where it lies in the memory directory, None for a copy in the local directory.
+    """
 
     seal: Seal
-    store: SlotStore
+    store: SlotStore | LocalStore
+    slot: str | None
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -56,16 +64,21 @@ class Generation:
         return self.seal.checkpoint
 
     @property
-    def slot(self) -> str:
-        """The slot that it lies in."""
-        return self.store.slot
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "in memory" if self.slot else "in the local directory"
+
+    def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
+        """Return the tensors of its `rows`."""
+        return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
 class Generations:
     """The memory of one run's snapshots, in this process and from the one before it on this host."""
 
-    def __init__(self, store: Store, memory_dir: str | None):
+    def __init__(self, store: Store, memory_dir: str | None, local_dir: str | None = None):
         self.memory: SnapshotMemory = PrivateMemory()
+        self.copies = LocalCopies(local_dir) if local_dir is not None else None
         self._store = store
         self._memory_dir = memory_dir
         self._run_key = ""
@@ -78,6 +91,8 @@ class Generations:
     def open(self, run_key: str) -> None:
         """Look for the run's memory directory, and take it; what cannot be had is said, and private memory used."""
         self._run_key = run_key
+        if self.copies is not None:
+            self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
         if directory is None or isinstance(self.memory, MemoryDirectory):
             return
@@ -91,10 +106,23 @@ class Generations:
             self._do_without(str(error))
 
     def found(self, live: Iterable[Checkpoint]) -> list[Generation]:
-        """List the snapshots in memory that may be restored, given the live checkpoints; the newest first."""
+        """List the snapshots of this host that may be restored, given the live checkpoints.
+
+        Those in memory come first, and of each kind the newest.
+        """
+        live = tuple(live)
+        found = self._in_memory(live)
+        if self.copies is not None:
+            seals, store = self.copies.seals(), self.copies.store
+            found += [Generation(seal, store, None) for seal in seals if self._belongs(seal, live)]
+        return found
+
+    def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
+        return seal.run_key == self._run_key and usable(seal, live)
+
+    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[Generation]:
         if not isinstance(self.memory, MemoryDirectory):
             return []
-        live = tuple(live)
         found = []
         for slot in SLOTS:
             data = self.memory.sealed(slot)
@@ -105,8 +133,8 @@ class Generations:
             except CkptError as error:
                 _log.warning("A snapshot in memory is left alone: %s", error)
                 continue
-            if seal.run_key == self._run_key and usable(seal, live):
-                found.append(Generation(seal, SlotStore(self.memory, slot)))
+            if self._belongs(seal, live):
+                found.append(Generation(seal, SlotStore(self.memory, slot), slot))
         # Of two that storage lacks, one was on its way when the other was taken.
         return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
 
@@ -114,7 +142,7 @@ class Generations:
         """Empty the slots, unless one holds a snapshot that could be restored and that storage does not have."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
-        lacking = any(one.checkpoint.manifest_digest not in known for one in self.found(live))
+        lacking = any(one.checkpoint.manifest_digest not in known for one in self._in_memory(tuple(live)))
         if isinstance(self.memory, MemoryDirectory) and not lacking:
             for slot in SLOTS:
                 self.memory.clear(slot)
@@ -164,10 +192,13 @@ def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
 class SlotStore:
     """The reading half of a store over one slot: its files under the names that they have on storage, or would have."""
 
+    near = True
+    gap_bytes = 0
+
     def __init__(self, memory: MemoryDirectory, slot: str):
         self.url = memory.url
         self._memory = memory
-        self.slot = slot
+        self._slot = slot
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a file's bytes."""
@@ -190,7 +221,7 @@ class SlotStore:
     def map(self, name: str) -> mmap.mmap:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
         try:  # of whichever attempt the object is: a slot holds all of a snapshot, also what storage has from before
-            return self._memory.open(self.slot, name.rpartition("/")[2])
+            return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
         except (OSError, ValueError) as error:

@@ -39,10 +39,11 @@ from ckpt_tasks.format.ledger import (
 )
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.probe import prove
 
 __all__ = ["Head", "History", "now_iso"]
 
-_SAME_NUMBER_TRIES = 3
+_SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names that are looked at before all of them are
 _NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
 
@@ -68,14 +69,19 @@ class History:
     def __init__(self, store: Store):
         self.store = store
 
-    def create(self, run_key: str) -> None:
-        """Make the run directory's format.json unless it is there; check that it is this run's."""
-        body = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso(), "single_writer": False}
-        try:
-            data = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
-            self.store.put_if_absent(FORMAT_NAME, data)
-        except ObjectExistsError:
-            return
+    def create(self, run_key: str, *, single_writer: bool = False) -> None:
+        """Make the run directory's format.json unless it is there.
+
+        A store that is a server is tried first, once for every endpoint that the directory is reached through. Raises
+        ConfigError where it does not do what commits rest on; `single_writer` does without put-if-absent.
+        """
+        body = self._format()
+        if body is None:
+            new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
+            with suppress(ObjectExistsError):  # somebody else made it meanwhile
+                self.store.put_if_absent(FORMAT_NAME, self._proved(new, single_writer))
+        elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
+            self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
     def check(self, run_key: str | None) -> str | None:
         """Return the run's key, None where format.json is damaged (every manifest holds the key as well).
@@ -83,29 +89,44 @@ class History:
         Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another one's, and
         FormatVersionError where a newer version wrote it.
         """
-        try:
-            data = self.store.get(FORMAT_NAME, 1 << 20)
-        except ObjectNotFoundError as error:
+        body = self._format()
+        if body is None:
             raise CheckpointNotFoundError(
                 f"{self.store.url} is no run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
-            ) from error
-        except IntegrityError:
+            )
+        if not body:
             return None
-        try:
-            body = json.loads(data)
-            digest = body.pop("digest")
-            if digest_hex(canonical_json(body)) != digest:
-                return None
-            check_version(body["version"], FORMAT_NAME)
-            found = str(body["run_key"])
-        except (IntegrityError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
+        found: str = body["run_key"]
         if run_key is not None and found != run_key:
             raise RunMismatchError(
                 f"{self.store.url} holds the run {found!r}, not {run_key!r}",
                 hint="Use another directory, or the run's own key.",
             )
+        if body.get("single_writer") is True:
+            self.store.assume_single_writer()
         return found
+
+    def _format(self) -> dict[str, Any] | None:
+        """Read format.json: None where there is none, empty where it is damaged."""
+        try:
+            body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
+            if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
+                return {}
+            check_version(body["version"], FORMAT_NAME)
+            return {**body, "run_key": str(body["run_key"])}
+        except ObjectNotFoundError:
+            return None
+        except (IntegrityError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def _proved(self, body: Mapping[str, Any], single_writer: bool) -> bytes:
+        new = {key: value for key, value in body.items() if key != "digest"}
+        new |= {"single_writer": single_writer}
+        if single_writer:
+            self.store.assume_single_writer()
+        if self.store.endpoint is not None:
+            new |= {"endpoint": self.store.endpoint, "proved": prove(self.store, single_writer=single_writer)}
+        return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
 
     def head(self) -> Head:
         """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported."""

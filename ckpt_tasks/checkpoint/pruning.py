@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Owner, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 
 __all__ = ["Pruner"]
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 class Pruner:
@@ -51,12 +57,23 @@ class Pruner:
         doomed = list(state.retired)
         if not self._swept:  # what dead owners left can only shrink while we hold the directory: one look is enough
             doomed += orphans(self._history.store, state)
-            self._swept = True
         self.deleted = delete_retired(self._history.store, doomed)
+        if not self._swept:
+            self._drop_unfinished(owner)
+            self._swept = True
         return verdicts
 
     def _knows_good(self, verdicts: list[Verdict]) -> bool:
         return any(v.keep and v.manifest_digest in self.verified for v in verdicts)
+
+    def _drop_unfinished(self, owner: Owner) -> None:
+        try:
+            self._history.store.drop_unfinished(lambda name: is_older(name, owner.epoch))
+        except StoreError as error:
+            if error.transient:
+                raise
+            # Not every store lists unfinished uploads, nor to everybody who may write: the rest is pruned all the same.
+            _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
     def _verify_newest(self, owner: Owner) -> None:
         newest = lineage(self._history.head().state.live)[0]
@@ -66,3 +83,9 @@ class Pruner:
             return
         event = {"kind": "note", "note": "damaged", "step": newest.step, "faults": faults[:5]}
         self._history.append(event, lambda state, n: state, owner=owner)
+
+
+def is_older(name: str, epoch: int) -> bool:
+    """Say whether an object's name is an attempt's of an owner before `epoch`."""
+    attempt = parse_attempt(name)
+    return attempt is not None and attempt.epoch < epoch

@@ -23,17 +23,24 @@ if TYPE_CHECKING:
 __all__ = ["Run", "open_run", "open_store"]
 
 
-def open_store(checkpoint_dir: str) -> Store:
-    """Return the store of a run directory: today a local directory."""
-    if "://" in checkpoint_dir and not checkpoint_dir.startswith("file://"):
-        scheme = checkpoint_dir.split("://", 1)[0]
-        raise ConfigError(f"there is no store for {scheme}:// yet", hint="Use a local directory.")
-    return LocalStore(checkpoint_dir.removeprefix("file://"))
+def open_store(checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Return the store of a run directory: a local one, or a place in an object store (s3://bucket/run)."""
+    scheme, separator, path = checkpoint_dir.partition("://")
+    if not separator:
+        return LocalStore(checkpoint_dir)
+    if scheme == "file":
+        return LocalStore(path)
+    from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
+    from ckpt_tasks.storage.retrying import RetryingStore
+
+    return RetryingStore(ObjectStore(checkpoint_dir, storage_options))
 
 
-def open_run(checkpoint_dir: str, run_key: str | None = None) -> Run:
+def open_run(
+    checkpoint_dir: str, run_key: str | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> Run:
     """Open a run directory for reading; raises CheckpointNotFoundError where there is no run."""
-    history = History(open_store(checkpoint_dir))
+    history = History(open_store(checkpoint_dir, storage_options))
     key = history.check(run_key)
     return Run(history, key)
 

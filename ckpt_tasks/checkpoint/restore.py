@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tasks.checkpoint.download import DownloadedTensors
 from ckpt_tasks.checkpoint.fetch import StoredTensors
-from ckpt_tasks.checkpoint.generations import Generation, MappedTensors
+from ckpt_tasks.checkpoint.generations import Generation
 from ckpt_tasks.checkpoint.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.errors import (
     IntegrityError,
@@ -62,7 +63,8 @@ def restore_newest(
 ) -> tuple[Checkpoint, RestoreReport]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
 
-    `in_memory` are snapshots of this host: those that storage lacks are tried first, the others each before storage.
+    `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
+    the others each before storage.
 
     A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
     """
@@ -73,10 +75,10 @@ def restore_newest(
                 report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
             else:
                 report = restore_one(
-                    generation.store, checkpoint, state, partial=partial, run_key=run_key, source=MappedTensors
+                    generation.store, checkpoint, state, partial=partial, run_key=run_key, source=generation.tensors
                 )
         except (IntegrityError, ObjectNotFoundError) as error:
-            skipped.append((checkpoint.step, f"in memory: {error}" if generation else str(error)))
+            skipped.append((checkpoint.step, f"{generation.place}: {error}" if generation else str(error)))
             continue
         return checkpoint, RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
     raise NoGoodCheckpointError(
@@ -91,11 +93,9 @@ def _sources(
 ) -> Iterator[tuple[Checkpoint, Generation | None]]:
     committed = list(candidates)
     known = {checkpoint.manifest_digest for checkpoint in committed}
-    held = {generation.checkpoint.manifest_digest: generation for generation in in_memory}
     yield from ((g.checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest not in known)
     for checkpoint in committed:
-        if checkpoint.manifest_digest in held:
-            yield checkpoint, held[checkpoint.manifest_digest]
+        yield from ((checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest == checkpoint.manifest_digest)
         yield checkpoint, None
 
 
@@ -106,7 +106,7 @@ def restore_one(
     *,
     partial: bool = False,
     run_key: str | None = None,
-    source: Callable[[Any, Sequence[IndexRow]], TensorSource] = StoredTensors,
+    source: Callable[[Any, Sequence[IndexRow]], TensorSource] | None = None,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
@@ -128,6 +128,7 @@ def restore_one(
     for record in opened.manifest.objects:
         if record.name in names:
             check_header(store, record)
+    source = source or (StoredTensors if store.near else DownloadedTensors)
     plan.apply(source(store, wanted))
     return RestoreReport(
         step=checkpoint.step,

@@ -26,6 +26,7 @@ from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.policy.cadence import AutoCadence, SavePoint
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.copying import copy_tensors
+from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.memory import SLOTS
 from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot, signature_of
@@ -54,6 +55,7 @@ class Saver:
         self._generations = generations
         self.cadence: AutoCadence | None = None
         self._happened: deque[Happening] = deque()
+        self._devices = Devices()
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}
         self._taking = threading.Lock()
@@ -160,8 +162,8 @@ class Saver:
             )
 
     def settle(self) -> None:
-        """Wait like `wait`, and leave what went wrong to whoever asks next."""
-        self._pipeline.wait()
+        """Wait until nothing is under way, pruning included, and leave what went wrong to whoever asks next."""
+        self._pipeline.rest()
 
     @property
     def stuck(self) -> bool:
@@ -172,7 +174,7 @@ class Saver:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
         return self._pipeline.take_failure()
 
-    def hold(self, slot: str) -> None:
+    def hold(self, slot: str | None) -> None:
         """Leave a slot for as long as possible: it has what the last process left."""
         self._pipeline.hold(slot)
 
@@ -187,10 +189,11 @@ class Saver:
 
     def _fill(self, images: ImageSet, captured: Captured, optimizers: Sequence[Optimizer]) -> OverlappedCopy | None:
         pairs = images.pairs(captured.tensors)
-        if not optimizers:
+        assert self._plan is not None
+        if not optimizers and not self._plan.devices:
             copy_tensors([place for place, _ in pairs], [live for _, live in pairs])
             return None
-        copy = OverlappedCopy(pairs, optimizers, at_once=self._pipeline.moved)
+        copy = OverlappedCopy(pairs, optimizers, at_once=self._pipeline.moved, devices=self._devices)
         copy.start()
         return copy
 
@@ -207,6 +210,9 @@ class Saver:
             found = self._sets.get(slot)
             if found is None:
                 found = self._sets[slot] = self._generations.take(slot, lambda take: ImageSet(plan, take))
+                for image in found.images:
+                    if image.name in plan.devices:
+                        self._devices.pin(image.buffer, image, plan.devices[image.name])
             return found
 
     def _take_ahead(self, slot: str, plan: SnapshotPlan) -> None:
@@ -222,19 +228,23 @@ class Saver:
             found.append(steps.reuse(part, base))
             snapshot.digested.put((part, found[-1]))  # the flush has been waiting for it
         described = steps.describe(snapshot.saving, [steps.joined(found)])
-        newest = self.parent.manifest_digest if self.parent else None
-        seal = Seal(
-            run_key=snapshot.saving.run_key,
-            checkpoint=described.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
-            newest=newest,
-            in_flight=before.described.digest if before is not None and before.described is not None else None,
-        )
+        in_flight = before.described.digest if before is not None and before.described is not None else None
+        seal = self._seal_of(snapshot, described, in_flight)
         snapshot.described = described
         files = {INDEX_NAME: described.index_bytes, MANIFEST_NAME: described.manifest_bytes}
         try:
             self._generations.memory.seal(snapshot.slot, files, seal.to_bytes())
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", snapshot.saving.attempt.step, error)
+
+    def _seal_of(self, snapshot: Snapshot, described: steps.Described, in_flight: str | None) -> Seal:
+        newest = self.parent.manifest_digest if self.parent else None
+        return Seal(
+            run_key=snapshot.saving.run_key,
+            checkpoint=described.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
+            newest=newest,
+            in_flight=in_flight,
+        )
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only once a snapshot is sealed: until then the other slot may hold the last process's.
@@ -245,6 +255,7 @@ class Saver:
         state = self._history.head().state
         check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
         try:
+            self._copy(snapshot)
             described = self._write(snapshot, state)
         except CkptError:
             steps.discard(self._history.store, snapshot.saving.attempt)
@@ -268,6 +279,9 @@ class Saver:
         self.last_commit = self.parent = saved
         self.known_n = saved.n
         self._learn(entry)
+        if self._generations.copies is not None:
+            self._generations.copies.retain(entry.state.live)
+        self._pipeline.landed(snapshot)  # pruning reads a checkpoint back, and nobody need wait for that
         with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
             self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
 
@@ -277,6 +291,18 @@ class Saver:
             self._happened.append(one)
             observed = summarize(self._happened)
             self.cadence = self.cadence if observed is None else self.cadence.updated(observed)
+
+    def _copy(self, snapshot: Snapshot) -> None:
+        """Write the snapshot to the local directory, where there is one; what fails there is said, and no more."""
+        copies = self._generations.copies
+        if copies is None:
+            return
+        described = snapshot.description()
+        images = {image.name: image.bytes for image in snapshot.images.images}
+        try:
+            copies.write(described, images, self._seal_of(snapshot, described, None))
+        except StoreError as error:
+            _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
     def _write(self, snapshot: Snapshot, state: State) -> steps.Described:
         store, prefix = self._history.store, attempt_prefix(snapshot.saving.attempt)

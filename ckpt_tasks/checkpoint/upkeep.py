@@ -8,8 +8,10 @@ names in `retired`, and the next owner deletes them.
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.history import Head, History
@@ -34,6 +36,8 @@ __all__ = [
     "verify_run_directory",
 ]
 
+_FAR_READS = 8
+
 
 @dataclass(frozen=True)
 class RunFaults:
@@ -56,7 +60,6 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
     except (IntegrityError, StoreError) as error:
         return [str(error)]
     faults: list[str] = []
-    buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # one for all: fresh memory costs more than the reads
     by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
     for row in opened.rows:
         by_object[row.object].append(row)
@@ -64,13 +67,34 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
         try:
             check_header(store, record)
             faults += _header_faults(store, record, by_object[record.name])
-            for run in merge_runs(by_object[record.name]):
-                data = buffer[: run[-1].end - run[0].begin]
-                store.read(record.name, run[0].begin, data)
-                faults += verify_run(run, data)
         except (IntegrityError, StoreError) as error:
             faults.append(str(error))
-    return faults
+            by_object[record.name].clear()
+    runs = [run for rows in by_object.values() for run in merge_runs(rows)]
+    return [*faults, *_run_faults(store, runs)]
+
+
+def _run_faults(store: Store, runs: Iterable[list[IndexRow]]) -> list[str]:
+    """Read and digest runs, several at a time where the store is far away; an object is given up at its first error."""
+    buffers, given_up = threading.local(), set[str]()
+
+    def check(run: list[IndexRow]) -> list[str]:
+        name, begin, end = run[0].object, run[0].begin, run[-1].end
+        if name in given_up:
+            return []
+        if not hasattr(buffers, "one"):  # one for all: fresh memory costs more than the reads
+            buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
+        try:
+            store.read(name, begin, buffers.one[: end - begin])
+        except (IntegrityError, StoreError) as error:
+            given_up.add(name)
+            return [str(error)]
+        return verify_run(run, buffers.one[: end - begin])
+
+    if store.near:
+        return [fault for run in runs for fault in check(run)]
+    with ThreadPoolExecutor(_FAR_READS, thread_name_prefix="ckpt-verify") as threads:
+        return [fault for faults in threads.map(check, runs) for fault in faults]
 
 
 def verify_run_directory(history: History) -> RunFaults:

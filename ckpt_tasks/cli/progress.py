@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.cli.output import Output, console
 from ckpt_tasks.cli.words import size, span
+from ckpt_tasks.storage.wrapping import WrappedStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.storage.port import Store
@@ -17,40 +18,21 @@ __all__ = ["WatchedStore", "reading"]
 _SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
 
 
-class WatchedStore:
-    """A store that tells how many bytes were read from it; everything else it hands on."""
+class WatchedStore(WrappedStore):
+    """A store that tells how many bytes were read from it."""
 
-    def __init__(self, store: Store, told: Callable[[int], None]):
-        self.url = store.url
-        self._store = store
+    def __init__(self, inner: Store, told: Callable[[int], None]):
+        super().__init__(inner)
         self._told = told
 
-    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        self._store.put(name, body)
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self._store.put_if_absent(name, body)
-
-    def replace(self, name: str, body: bytes) -> None:
-        self._store.replace(name, body)
-
     def get(self, name: str, max_bytes: int) -> bytes:
-        data = self._store.get(name, max_bytes)
+        data = super().get(name, max_bytes)
         self._told(len(data))
         return data
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        self._store.read(name, begin, into)
+        super().read(name, begin, into)
         self._told(into.nbytes)
-
-    def size(self, name: str) -> int:
-        return self._store.size(name)
-
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return self._store.names(prefix, limit)
-
-    def delete(self, name: str) -> None:
-        self._store.delete(name)
 
 
 @contextmanager

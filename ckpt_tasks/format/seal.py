@@ -1,4 +1,4 @@
-"""The seal of a snapshot in a memory directory: what it is a snapshot of, and where in the run's line it belongs."""
+"""The seal of a snapshot on this host: what it is a snapshot of, and where in the run's line it belongs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import check_version
 
-__all__ = ["SEAL_VERSION", "Seal"]
+__all__ = ["MAX_SEAL_BYTES", "SEAL_NAME", "SEAL_VERSION", "Seal"]
 
+SEAL_NAME = "seal.json"
 SEAL_VERSION = 1
+MAX_SEAL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,8 @@ class Seal:
             body: dict[str, Any] = json.loads(data)
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
-                raise IntegrityError("the seal of a snapshot in memory has changed")
-            check_version(body.pop("version"), "seal.json")
+                raise IntegrityError("the seal of a snapshot has changed")
+            check_version(body.pop("version"), SEAL_NAME)
             saved = body.pop("checkpoint")
             if saved.keys() != {field.name for field in fields(Checkpoint)}:
                 raise ValueError("a checkpoint has other fields")
@@ -52,4 +54,4 @@ class Seal:
             saved["reuses"] = tuple(saved["reuses"])
             return cls(checkpoint=Checkpoint(metrics=metrics, **saved), **body)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"the seal of a snapshot in memory is malformed: {error}") from error
+            raise IntegrityError(f"the seal of a snapshot is malformed: {error}") from error

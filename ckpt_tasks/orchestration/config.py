@@ -35,7 +35,7 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     run is read in full, as no restore would do it, and counts if it is good. Raises RunMismatchError.
     """
     try:
-        run = open_run(config.checkpoint_dir, config.run_key)
+        run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
     except CheckpointNotFoundError:
         return 0
     for one in run.checkpoints():

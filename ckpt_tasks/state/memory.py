@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.format.seal import SEAL_NAME
 
 __all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root"]
 
 SLOTS = ("a", "b")
-_SEAL = "seal.json"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # of what the images need must be free
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
@@ -123,7 +123,7 @@ class MemoryDirectory:
             raise StoreError(f"{size_bytes} bytes for {name} in {directory}: {error.strerror}") from error
 
     def unseal(self, slot: str) -> None:
-        (self.path / slot / _SEAL).unlink(missing_ok=True)
+        (self.path / slot / SEAL_NAME).unlink(missing_ok=True)
 
     def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
         directory = self.path / slot
@@ -131,16 +131,16 @@ class MemoryDirectory:
             for name, data in described.items():
                 (directory / name).write_bytes(data)
             # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
-            temporary = directory / f".{_SEAL}"
+            temporary = directory / f".{SEAL_NAME}"
             temporary.write_bytes(seal)
-            temporary.rename(directory / _SEAL)
+            temporary.rename(directory / SEAL_NAME)
         except OSError as error:
             raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
 
     def sealed(self, slot: str) -> bytes | None:
         """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
         try:
-            return (self.path / slot / _SEAL).read_bytes()
+            return (self.path / slot / SEAL_NAME).read_bytes()
         except OSError:
             return None
 

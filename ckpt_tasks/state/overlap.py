@@ -2,7 +2,7 @@
 
 Parameters and what an optimizer keeps for them change in its step, so they may be copied late, during the next forward
 and backward. Everything else is copied at once: buffers (a forward changes them), random streams, whatever no optimizer
-knows, parameters without gradients, tensors on a device.
+knows, parameters without gradients.
 
 What proves it
 
@@ -13,6 +13,15 @@ What proves it
    that has moved by the time of the check condemns the snapshot. An operation writes first and counts then, so the
    check is made on the side that trains, between its operations, never by the thread that copies.
 3. One spot of every large tensor, 64 bytes in its middle, has the same bytes before, afterwards and in the copy.
+
+On a CUDA device (device.py) copies, writes and looks at spots are queued in streams, in the order of the host's calls
+wherever an event says so. "At once" is: before anything that is queued after start(). (1) is: before anything that is
+queued after the hook has returned, in the streams that are current in the thread that is about to step; the host goes
+on. (2) holds as it stands: an operation moves its counter in the call that queues it. One that was called before the
+check, and so may write beside the copy, has moved it by then; one that is called later is queued behind the copy. (3)
+is looked at in the order of the streams, where start() and the check are, and compared once it has come to the host;
+every late tensor there has a spot, small ones too, since a CUDA graph that is replayed calls no hook and moves no
+counter. A stream of the user's that writes what is saved must wait for the current one, as it must for the forward.
 
 What it does not see are writes outside of a step that are not counted and miss the spot: a row of an embedding through
 `.data`, NumPy, DLPack or C code, by a collective, by torch._fused_adamw_ called by hand. (Whoever writes over a whole
@@ -41,7 +50,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.state.copying import copy_tensors, is_plain
+from ckpt_tasks.state.device import DeviceCopy, Devices
 
 __all__ = ["OverlappedCopy"]
 
@@ -54,25 +65,37 @@ _NICENESS = 10  # with 19 or 0 a copy cost training no less, and 19 may wait lon
 _THREADS = max(2, min(8, os.cpu_count() or 2))
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+_Late = tuple[int, torch.Tensor, torch.Tensor]  # the number of a pair, its place, its live tensor
 _Piece = tuple[Callable[..., object], tuple[Any, ...]]
 
-# The copies that are not settled yet, whoever made them: _before_step asks each.
+# The copies that are not settled or have not arrived yet, whoever made them: _before_step asks each.
 _running: set[OverlappedCopy] = set()
 
 
 class OverlappedCopy:
     """Copy live tensors to their places in an image while training goes on, and prove that nothing was torn.
 
-    `pairs` are (place in the image, live tensor), fit for copy_tensors(). Late are those on the CPU that `optimizers`
-    change in their steps, but none whose number is in `at_once`; without late ones this is an eager copy. One object
-    takes one snapshot. `moved`, once it is settled: the numbers of the pairs that changed too early.
+    `pairs` are (place in the image, live tensor), fit for copy_tensors(). Late are those that `optimizers` change in
+    their steps, but none whose number is in `at_once`; without late ones this is an eager copy. `devices` copy what is
+    on a CUDA device. One object takes one snapshot. `moved`, after wait() or settle(): the numbers of the pairs that
+    changed too early.
     """
 
-    def __init__(self, pairs: Sequence[_Pair], optimizers: Sequence[Optimizer], *, at_once: Collection[int] = ()):
+    def __init__(
+        self,
+        pairs: Sequence[_Pair],
+        optimizers: Sequence[Optimizer],
+        *,
+        at_once: Collection[int] = (),
+        devices: Devices | None = None,
+    ):
         self.moved: frozenset[int] = frozenset()
         self._pairs = pairs
         self._optimizers = tuple(optimizers)
         self._at_once = frozenset(at_once)
+        self._devices = Devices() if devices is None else devices
+        self._from_devices: list[DeviceCopy] = []
+        self._spots = _DeviceSpots(())
         self._owner: threading.Thread | None = None
         self._watch = _Watch()
         self._pieces: deque[_Piece] = deque()
@@ -93,32 +116,41 @@ class OverlappedCopy:
             raise RuntimeError("an OverlappedCopy takes one snapshot, and this one has been started")
         self._owner = threading.current_thread()
         pairs, self._pairs = self._pairs, ()
-        kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers) if _may_wait(tensor)}
-        late, into, out_of = [], [], []
+        there = self._devices.present
+        kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers) if _may_wait(tensor, there)}
+        late: list[_Late] = []
+        late_there: list[_Late] = []
+        at_once_there: list[_Pair] = []
+        into, out_of = [], []
         for number, (place, live) in enumerate(pairs):
             address = live.data_ptr()
             own = kept.get(address) if address else None  # what is empty has none
-            if own is not None and number not in self._at_once and _may_wait(live):
+            if own is not None and number not in self._at_once and _may_wait(live, there):
                 self._watch.notes.append((number, live, live._version, own, own._version, address))
-                late.append((number, place, live))
+                (late_there if there and live.is_cuda else late).append((number, place, live))
+            elif there and live.is_cuda:
+                at_once_there.append((place, live))
             else:
                 into.append(place)
                 out_of.append(live)
+        if at_once_there or late_there:
+            self._start_devices(at_once_there, late_there)  # first: they go on by themselves
         copy_tensors(into, out_of)
         self._pieces.extend(_pieces(late, self._watch))
         self._count = len(self._pieces)
-        if not self._count:
+        if not self._count and not late_there:
             self._conclude()
             return
         _guard_steps()
         _running.add(self)
-        self._start_thread("ckpt-overlap", _NICENESS)
+        if self._count:
+            self._start_thread("ckpt-overlap", _NICENESS)
 
     def settle(self) -> bool:
         """Finish the copy now and check it; True: it is the moment of start(), False: it is torn and must not be used.
 
         For whoever trains, between its operations: the caller answers for it that nobody changes the state meanwhile.
-        Raises what went wrong while copying, and RuntimeError before start().
+        Raises what went wrong while copying, StateError where a device did, and RuntimeError before start().
         """
         if self._owner is None:
             raise RuntimeError("an OverlappedCopy must be started before it can be settled")
@@ -141,7 +173,7 @@ class OverlappedCopy:
         Another one may have the same parameters, or be another thread's, whose word on this state is worth nothing: it
         steps after the copy, and the check comes later.
         """
-        if optimizer in self._optimizers:
+        if optimizer in self._optimizers and not self._settled.is_set():
             self._conclude()
         else:
             with self._settling:
@@ -149,15 +181,25 @@ class OverlappedCopy:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _start_devices(self, at_once: Sequence[_Pair], late: Sequence[_Late]) -> None:
+        self._spots = _DeviceSpots(late)
+        first = self._devices.start(at_once, self._spots.live)
+        self._from_devices.append(first)
+        first.hold_back()
+        self._spots.seen.append(first.read)
+        self._from_devices.append(self._devices.start([(place, live) for _, place, live in late]))
+
     def _conclude(self) -> None:
         with self._settling:
             if not self._settled.is_set():
                 self._finish()
+                self._look_again()
             if not self._settled.is_set():  # a signal handler may have been here
                 complete = len(self._done) == self._count and not self._errors
                 self.moved = self._watch.moved() if complete else frozenset()
                 self._good = complete and not self.moved
-                _running.discard(self)
+                if not self._spots.live:
+                    _running.discard(self)
                 self._watch = _Watch()
                 self._settled.set()
 
@@ -169,6 +211,39 @@ class OverlappedCopy:
         for thread in self._threads:
             if thread.ident is not None:  # an interrupt may have come before its start
                 thread.join()
+        for copy in self._from_devices:
+            self._hold_back(copy)
+
+    def _hold_back(self, copy: DeviceCopy) -> None:
+        try:
+            copy.hold_back()
+        except StateError as error:
+            self._errors.append(error)
+
+    def _look_again(self) -> None:
+        """Have the spots on devices read once more, before anything that is queued from now on."""
+        if self._spots.live:
+            try:
+                last = self._devices.start((), self._spots.live)
+            except StateError as error:
+                self._errors.append(error)
+                return
+            self._from_devices.append(last)
+            self._hold_back(last)
+            self._spots.seen.append(last.read)
+
+    def _arrive(self) -> None:
+        """Wait until what devices copy has arrived, and compare its spots; only here a host waits for a device."""
+        spots = self._spots
+        try:
+            for copy in self._from_devices:
+                copy.wait()
+            if self._good and spots.live:
+                moved = spots.moved()
+                self.moved, self._good = moved, not moved
+        finally:
+            _running.discard(self)
+            self._spots = _DeviceSpots(())
 
     def _start_thread(self, name: str, niceness: int) -> None:
         # Not by an executor: these refuse work when the interpreter is about to exit.
@@ -194,6 +269,7 @@ class OverlappedCopy:
         return None
 
     def _verdict(self) -> bool:
+        self._arrive()  # first of all: until then nobody may touch the image
         if self._errors:
             raise self._errors[0]
         return self._good
@@ -225,6 +301,24 @@ class _Watch:
         return frozenset(counted | touched)
 
 
+class _DeviceSpots:
+    """The middles of late tensors on devices, `live`, and what was `seen` there: at the start, and at the check."""
+
+    def __init__(self, late: Sequence[_Late]):
+        self._late = [(number, place) for number, place, _ in late]
+        self.live = [_middle(live) for _, _, live in late]
+        self.seen: list[list[torch.Tensor]] = []
+
+    def moved(self) -> frozenset[int]:
+        """Return the numbers of those that are not as they were, or not as in their copies."""
+        first, *later = self.seen  # more than one where an interrupt came in between
+        return frozenset(
+            number
+            for (number, place), before, after in zip(self._late, first, later[-1], strict=True)
+            if not (torch.equal(before, after) and torch.equal(before, _middle(place)))
+        )
+
+
 @cache
 def _guard_steps() -> None:
     """Have every optimizer of the process wait for copies before it steps, from now on.
@@ -252,14 +346,12 @@ def _kept_by(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
                     yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
-def _may_wait(live: torch.Tensor) -> bool:
-    # A tensor on a device waits for its stream, which a copy into pageable memory does anyway: taken at once, it is
-    # right. Into pinned memory it could go by a stream of its own, with an event before the step: not done yet.
-    # Inference tensors have no version counter.
-    return live.is_cpu and not live.is_inference()
+def _may_wait(live: torch.Tensor, devices: bool) -> bool:
+    # Inference tensors have no version counter, and what is on a device and not in C order has no middle.
+    return (live.is_cpu or (devices and live.is_cuda and live.is_contiguous())) and not live.is_inference()
 
 
-def _pieces(late: Iterable[tuple[int, torch.Tensor, torch.Tensor]], watch: _Watch) -> Iterator[_Piece]:
+def _pieces(late: Iterable[_Late], watch: _Watch) -> Iterator[_Piece]:
     """Cut copies into calls: each runs without the GIL, and not for long."""
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for number, place, live in late:
@@ -290,3 +382,10 @@ def _copy_by_rows(place: torch.Tensor, live: torch.Tensor) -> None:
 
 def _spot(address: int) -> bytes:
     return ctypes.string_at(address, _SPOT_BYTES)
+
+
+def _middle(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes in the middle of a tensor in C order."""
+    count = min(tensor.numel(), _SPOT_BYTES // tensor.itemsize)
+    begin = tensor.storage_offset() + (tensor.numel() - count) // 2
+    return tensor.as_strided((count,), (1,), begin).view(torch.uint8)

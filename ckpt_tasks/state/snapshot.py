@@ -1,8 +1,8 @@
 """A snapshot: a copy of the state in host memory that already is the bytes of its files.
 
-The plan (which tensor at which offset of which file) depends only on names, dtypes and shapes, and is kept while
-these stay the same. Images are filled by plain copies; nothing is serialised a second time. Where their memory comes
-from, and whether it outlives the process, is memory.py's.
+The plan (which tensor at which offset of which file) depends only on names, dtypes, shapes and devices, and is kept
+while these stay the same. Images are filled by plain copies; nothing is serialised a second time. Where their memory
+comes from, and whether it outlives the process, is memory.py's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,10 +24,14 @@ MAX_SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The files of one state structure: (group, name, layout) each; `signature` says which structure."""
+    """The files of one state structure: (group, name, layout) each; `signature` says which structure.
+
+    `devices` names the files whose tensors come from CUDA devices, and one such device for each.
+    """
 
     signature: Signature
     files: tuple[tuple[str, str, ImageLayout], ...]
+    devices: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -65,13 +69,21 @@ class ImageSet:
         ]
 
 
-Signature = tuple[tuple[str, str, tuple[int, ...], bool], ...]
+Signature = tuple[tuple[str, str, tuple[int, ...], bool, torch.device | None], ...]
 
 
 def signature_of(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Signature:
     """Describe the structure that a plan depends on."""
+    there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
     return tuple(
-        (key, str(t.dtype).removeprefix("torch."), tuple(t.shape), key in frozen) for key, t in tensors.items()
+        (
+            key,
+            str(t.dtype).removeprefix("torch."),
+            tuple(t.shape),
+            key in frozen,
+            t.device if there and t.is_cuda else None,
+        )
+        for key, t in tensors.items()
     )
 
 
@@ -86,15 +98,22 @@ def plan_snapshot(
     """Lay out one file per group: several where a group is large, and others for what is frozen."""
     signature = signature_of(tensors, frozen)
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
-    for full_key, dtype, shape, still in signature:
+    for full_key, dtype, shape, still, _ in signature:
         group, _, key = full_key.partition("/")
         groups.setdefault(group, ([], []))[still].append(TensorSpec(key, dtype, shape))
-    files = (
+    files = tuple(
         (group, shard_name(group, rank, world_size, number), plan_image(specs))
         for group, kinds in groups.items()
         for number, specs in enumerate(part for specs in kinds for part in plan_parts(specs, max_shard_bytes))
     )
-    return SnapshotPlan(signature, tuple(files))
+    there = {key: device for key, *_, device in signature if device is not None}
+    devices = {
+        name: there[key]
+        for group, name, layout in (files if there else ())
+        for slot in layout.slots
+        if (key := f"{group}/{slot.spec.name}") in there
+    }
+    return SnapshotPlan(signature, files, devices)
 
 
 def tensor_at(buffer: mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:

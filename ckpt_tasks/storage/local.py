@@ -21,8 +21,10 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +77,10 @@ class LocalStore:
     `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with
     `group_access`. `calls` are the system calls to use.
     """
+
+    near = True
+    gap_bytes = 0
+    endpoint: str | None = None
 
     def __init__(self, root: str | Path, *, group_access: bool = False, calls: Calls = os):
         text = os.fspath(root)
@@ -144,8 +150,7 @@ class LocalStore:
         if base and not is_object_name(base):
             raise ConfigError(f"{prefix!r} is no prefix")
         with _errors(prefix, self.root):
-            names = sorted(self._walk(self.root / base if base else self.root, base))
-        return names if limit is None else names[:limit]
+            return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -156,6 +161,12 @@ class LocalStore:
                 self._calls.unlink(path)
             self._remove_empty(path.parent)
 
+    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
+        """Do nothing: what was not finished has its own name and goes with it."""
+
+    def assume_single_writer(self) -> None:
+        """Do nothing: `link` is a condition that every local file system has."""
+
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _path(self, name: str) -> Path:
@@ -164,15 +175,16 @@ class LocalStore:
         return self.root / name
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
+        """Give the names below a directory in order; who takes only the first ones pays for no more than a listing."""
         try:
-            entries = list(os.scandir(directory))
+            entries = [(f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in os.scandir(directory)]
         except (FileNotFoundError, NotADirectoryError):
             return
-        for entry in entries:
+        for part, entry in sorted(entries, key=itemgetter(0)):
             name = f"{prefix}/{entry.name}" if prefix else entry.name
             if not is_object_name(name):
                 continue  # temporary names, .nfs*, .DS_Store and what else is not ours
-            if entry.is_dir(follow_symlinks=False):
+            if part.endswith("/"):
                 yield from self._walk(Path(entry.path), name)
             elif entry.is_file(follow_symlinks=False):
                 yield name
@@ -366,7 +378,16 @@ def _errors(name: str, path: Path) -> Iterator[None]:
 
 
 # Errors of one object, which an older checkpoint does not share; the others are the store's.
-_DAMAGED = (errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
+# ext4 and xfs say EUCLEAN or EBADMSG where they find an inode damaged.
+_DAMAGED = (
+    errno.EIO,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENXIO,
+    errno.EBADMSG,
+    getattr(errno, "EUCLEAN", 0),
+)
 
 _HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",

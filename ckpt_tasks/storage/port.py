@@ -17,16 +17,24 @@ The interface follows restic's (github.com/restic/restic, internal/backend).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 __all__ = ["ReadableStore", "Store"]
 
 
 class ReadableStore(Protocol):
-    """What a restore needs of a store."""
+    """What a restore needs of a store.
+
+    `near`: a byte costs little more than a copy in memory, so that reading it twice is cheaper than keeping it.
+    `gap_bytes`: so many bytes that nobody wants cost less than another request.
+    """
 
     url: str
+    near: bool
+
+    @property
+    def gap_bytes(self) -> int: ...
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return an object's bytes; raise StoreError where there are more than `max_bytes`."""
@@ -39,7 +47,13 @@ class ReadableStore(Protocol):
 
 
 class Store(ReadableStore, Protocol):
-    """A place for objects; see the module's docstring for the contract."""
+    """A place for objects; see the module's docstring for the contract.
+
+    `endpoint` says who answers, where that is a server; None for a local directory.
+    """
+
+    @property
+    def endpoint(self) -> str | None: ...
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
@@ -55,3 +69,9 @@ class Store(ReadableStore, Protocol):
 
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is no error."""
+
+    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
+        """Free what unfinished writes left of the names that `dead` says nobody writes any more."""
+
+    def assume_single_writer(self) -> None:
+        """Look before `put_if_absent` instead of asking for a condition that the store does not have."""

@@ -34,6 +34,10 @@ BAD: list[dict[str, Any]] = [
     ),
     {"owner_timeout_s": None},
     {"flush_timeout_s": None},
+    {"local_dir": ""},
+    {"storage_options": "key=1"},
+    {"storage_options": {1: "key"}},
+    {"single_writer": 1},
     {"cadence": "often"},
     {"cadence": 3},
     {"overhead_cap": 0},
@@ -117,6 +121,9 @@ def test_the_list_of_options_is_pinned() -> None:
         "memory_dir": "auto",
         "on_flush_failure": "raise",
         "flush_timeout_s": 600.0,
+        "local_dir": None,
+        "storage_options": None,
+        "single_writer": False,
     }
 
 

@@ -140,18 +140,6 @@ def test_an_optimizer_whose_step_is_not_watched_has_no_late_tensors() -> None:
     assert _is_eager(training, [Outer(training.optimizer)])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_device_are_copied_at_once() -> None:
-    """What lies on a device is copied before start() returns, whatever the caller asks for."""
-    live = torch.randn(200, 200, device="cuda")
-    place, now = torch.zeros(200, 200), live.cpu()
-    copy = OverlappedCopy([(place, live)], [torch.optim.SGD([live.requires_grad_()])])
-    copy.start()
-    live.detach().add_(1)
-    assert copy.wait()
-    assert same_bits(place, now)
-
-
 def test_every_size_is_copied() -> None:
     """Tensors of several pieces, more small ones than go together, empty ones and numbers arrive in every bit."""
     shapes = [(3 << 20,), (5, 7), (0,), (), (2, 0, 3), (1000, 999), *[(3,)] * 2500]

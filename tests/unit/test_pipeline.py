@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
@@ -168,11 +169,11 @@ def test_a_store_that_blocks_forever_does_not_stop_training(
     run_dir: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P43: after the deadline snapshots are kept in memory only, it is said, and `wait` raises; later all is well."""
-    ckpt = _opened(run_dir, gate, flush_timeout_s=0.2, keep_every_n_steps=1)
+    ckpt = _opened(run_dir, gate, flush_timeout_s=2.0, keep_every_n_steps=1)
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
         ckpt.step(1, _state(1))
         gate.reached.wait(30)
-        time.sleep(0.3)
+        time.sleep(2.5)
         started = time.monotonic()
         for step in range(2, 8):
             ckpt.step(step, _state(step))
@@ -196,6 +197,27 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
         ckpt.close()
     gate.opened.set()
     ckpt._saver.settle()
+
+
+def test_a_save_does_not_wait_for_pruning(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save` and `wait` return when the checkpoint is committed; what looks at the run waits for pruning too."""
+    pruning, go = threading.Event(), threading.Event()
+    run = Pruner.run
+
+    def held(self: Pruner, *arguments: Any) -> Any:
+        pruning.set()
+        assert go.wait(30)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Pruner, "run", held)
+    ckpt = _opened(run_dir, max_num_checkpoints=1)
+    assert ckpt.save(1, _state(1)).step == 1
+    assert pruning.wait(30)
+    ckpt.step(2, _state(2))  # the next one waits in its slot, and training does not
+    assert not go.is_set()
+    go.set()
+    assert [c.step for c in ckpt.checkpoints()] == [2]
+    ckpt.close()
 
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:

@@ -1,0 +1,96 @@
+"""A local directory beside a store that is far away: checkpoints land there first, and are read from there if they can.
+
+The directory holds copies under the names that the objects have in the store, and a seal for every checkpoint that is
+whole. It has no ledger: what is committed, and what follows what, the store's ledger alone says, as for snapshots in
+memory (`generations`). Unlike those, copies survive the host.
+
+Invariants
+
+1. A seal is written when every object that it stands for is durable; a copy without one is never read.
+2. A copy goes when its checkpoint is neither live nor the newest here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt_tasks.checkpoint.save import Described
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
+from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, parse_attempt
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
+from ckpt_tasks.storage.local import LocalStore
+
+__all__ = ["LocalCopies"]
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class LocalCopies:
+    """The copies of one run in a local directory."""
+
+    def __init__(self, local_dir: str | Path):
+        self.store = LocalStore(local_dir)
+        self._newest: str | None = None
+
+    def open(self, format_bytes: bytes) -> None:
+        """Take the directory for the run with this format.json; raise ConfigError where it is another run's."""
+        try:
+            self.store.put_if_absent(FORMAT_NAME, format_bytes)
+        except ObjectExistsError:
+            if _identity(self.store.get(FORMAT_NAME, 1 << 20)) != _identity(format_bytes):
+                raise ConfigError(
+                    f"local_dir {self.store.url} holds copies of another run", hint="Give every run one of its own."
+                ) from None
+
+    def write(self, described: Described, images: Mapping[str, memoryview], seal: Seal) -> None:
+        """Make a snapshot durable here, images by name; raise StoreError where the disk refuses."""
+        prefix = attempt_prefix(described.saving.attempt)
+        manifest = described.manifest
+        for record in manifest.objects:
+            with suppress(ObjectExistsError):  # reused: an older checkpoint's copy has it
+                self.store.put(record.name, [images[record.name.rpartition("/")[2]]])
+        self.store.put(manifest.index.name, [described.index_bytes])
+        self.store.put(prefix + MANIFEST_NAME, [described.manifest_bytes])
+        self.store.put(prefix + SEAL_NAME, [seal.to_bytes()])
+        self._newest = prefix
+
+    def seals(self) -> list[Seal]:
+        """List the checkpoints that are whole here, the newest first."""
+        found = []
+        for name in self.store.names(""):
+            attempt = parse_attempt(name)
+            if attempt is not None and name == attempt_prefix(attempt) + SEAL_NAME:
+                try:
+                    found.append(Seal.from_bytes(self.store.get(name, MAX_SEAL_BYTES)))
+                except (IntegrityError, StoreError) as error:
+                    _log.warning("A local copy is left alone: %s", error)
+        return sorted(found, key=lambda seal: (seal.checkpoint.step, seal.checkpoint.saved_at), reverse=True)
+
+    def retain(self, live: Iterable[Checkpoint]) -> None:
+        """Delete what belongs to no live checkpoint and not to the newest copy."""
+        kept: set[str | None] = {self._newest}
+        objects: set[str] = set()
+        for checkpoint in live:
+            kept.add(checkpoint.manifest.removesuffix(MANIFEST_NAME))
+            objects.update(checkpoint.reuses)
+        with suppress(CkptError):  # what stays is looked at after the next save
+            doomed = [name for name in self.store.names("") if self._belongs_to_none(name, kept, objects)]
+            for name in sorted(doomed, key=lambda name: not name.endswith(SEAL_NAME)):
+                self.store.delete(name)
+
+    def _belongs_to_none(self, name: str, kept: set[str | None], objects: set[str]) -> bool:
+        attempt = parse_attempt(name)
+        return attempt is not None and attempt_prefix(attempt) not in kept and name not in objects
+
+
+def _identity(format_bytes: bytes) -> tuple[object, object] | None:
+    try:
+        body = json.loads(format_bytes)
+        return body["run_key"], body["created_at"]  # what else is in it may change with the endpoint
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

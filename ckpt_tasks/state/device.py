@@ -1,0 +1,197 @@
+"""Copy tensors from CUDA devices to their places in an image, while the device goes on and no host waits.
+
+Each device copies on a stream of its own. What comes first between two streams is said by an event: one stream
+records it, the other one waits for it, and the host that says so goes on at once.
+
+Invariants
+
+1. A copy has what was queued before start(), in the streams that were current then, and nothing of what is queued after
+   hold_back() in those that are current there.
+2. Nobody reads a place before wait(), the one call for which a host stands still, and for these copies alone.
+3. The memory of the tensors is held until wait() has returned, and that of a place for as long as anything is under
+   way: it is unpinned first and unmapped then.
+
+A device writes by itself to pages that are pinned (cudaHostRegister: also to those of shared memory, as the
+StateDictStager of torch.distributed.checkpoint does it). To others it writes through the driver: as right, but slower,
+and start() may stand still for it (CUDA Runtime API, "API synchronization behavior"). So nothing here asks which
+pages are which.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tasks.errors import StateError
+
+__all__ = ["DeviceCopy", "Devices"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_log = logging.getLogger("ckpt_tasks")
+
+
+class DeviceCopy:
+    """Copies under way from devices; `read` are those for which start() made memory, on the host after wait()."""
+
+    def __init__(self, cuda: Any, held: Sequence[Any], read: list[torch.Tensor]):
+        self.read = read
+        self._cuda = cuda
+        self._held = held
+        self._ends: list[tuple[torch.device, Any]] = []  # of each device, and the event that says it
+
+    def add(self, device: torch.device, event: Any) -> None:
+        """Say that a device has copied everything when an event has come."""
+        self._ends.append((device, event))
+
+    def hold_back(self) -> None:
+        """Have what this thread queues from now on, in the current stream of each device, come after these copies."""
+        with _told():
+            for device, event in self._ends:
+                self._cuda.current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Return when everything is in its place; raises StateError where a device failed, and then nothing is."""
+        with _told():
+            for device, event in self._ends:
+                with self._cuda.device(device):  # a new thread stands on the first one, which others may be using
+                    event.synchronize()
+        self._held = ()
+
+
+class _Share(NamedTuple):
+    """What one device has to copy: to places, and to memory of its own, numbered."""
+
+    into: list[torch.Tensor]
+    out_of: list[torch.Tensor]
+    read: list[tuple[int, torch.Tensor]]
+
+
+class Devices:
+    """The CUDA devices of this process, as far as copying needs them; `cuda` is torch.cuda."""
+
+    def __init__(self, cuda: Any = torch.cuda):
+        self._cuda = cuda
+        self._streams: dict[torch.device, Any] = {}
+        self._warned = False
+
+    @property
+    def present(self) -> bool:
+        """Whether this process uses any; else none of its tensors need be asked, which takes its time."""
+        return bool(self._cuda.is_initialized())
+
+    @torch.no_grad()
+    def start(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], read: Sequence[torch.Tensor] = ()
+    ) -> DeviceCopy:
+        """Queue copies of `read` (flat and uint8), and of the second of every pair into the first.
+
+        Raises StateError where a device cannot take them.
+        """
+        pairs = tuple(pairs)
+        copy = DeviceCopy(self._cuda, (pairs, read), [torch.empty(0)] * len(read))
+        with _told():
+            for device, share in _shares(pairs, read):
+                stream = self._stream(device)
+                stream.wait_stream(self._cuda.current_stream(device))
+                with self._cuda.stream(stream):
+                    _queue(share, copy.read)
+                    event = self._cuda.Event(blocking=True)  # who waits for it sleeps, and leaves the core to training
+                    event.record(stream)
+                copy.add(device, event)
+        return copy
+
+    def pin(self, memory: mmap.mmap, owner: object, device: torch.device) -> None:
+        """Pin memory for copies from devices until `owner`, which keeps it mapped, is no more.
+
+        Where it cannot be pinned, that is said once and nothing else changes. It takes as long as touching every page.
+        """
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        failures: list[str] = []
+        # In a thread of its own: CUDA keeps a failure as the last error of the thread that met it, and torch would
+        # raise it from the next kernel that this thread launches, which may be training's.
+        thread = threading.Thread(target=self._register, args=(address, len(memory), device, failures), name="ckpt-pin")
+        thread.start()
+        thread.join()
+        if failures and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%d bytes of memory for snapshots cannot be pinned (%s): saving the state of %s takes several times as "
+                "long, and training waits for it; see whether the host limits locked memory",
+                len(memory),
+                failures[0],
+                device,
+            )
+        # It comes before the memory is unmapped: what finalize calls, it calls while `owner` still holds what it holds.
+        end = weakref.finalize(owner, self._let_go, None if failures else address, device)
+        end.atexit = False  # the driver unpins what a process leaves
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = self._cuda.Stream(device)
+        return self._streams[device]
+
+    def _register(self, address: int, size_bytes: int, device: torch.device, failures: list[str]) -> None:
+        try:
+            with self._cuda.device(device):
+                cudart = self._cuda.cudart()
+                code = cudart.cudaHostRegister(address, size_bytes, _PORTABLE)
+                if int(code):
+                    failures.append(f"cudaHostRegister: {cudart.cudaGetErrorString(code)}")
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    def _let_go(self, address: int | None, device: torch.device) -> None:
+        with suppress(RuntimeError):  # a device that failed writes no more, and whoever waited for it was told
+            for stream in tuple(self._streams.values()):
+                stream.synchronize()
+        if address is not None:
+            with self._cuda.device(device):
+                code = self._cuda.cudart().cudaHostUnregister(address)
+            if int(code):
+                _log.warning("Memory of a snapshot could not be unpinned: cudaHostUnregister gave %d", int(code))
+
+
+def _shares(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], read: Iterable[torch.Tensor]
+) -> Iterable[tuple[torch.device, _Share]]:
+    found: dict[torch.device, _Share] = {}
+    for into, out_of in pairs:
+        share = found.setdefault(out_of.device, _Share([], [], []))
+        share.into.append(into)
+        share.out_of.append(out_of)
+    for number, tensor in enumerate(read):
+        found.setdefault(tensor.device, _Share([], [], [])).read.append((number, tensor))
+    return found.items()
+
+
+def _queue(share: _Share, read: list[torch.Tensor]) -> None:
+    """Queue what one device has to copy, in the current stream."""
+    if share.read:
+        numbers, tensors = zip(*share.read, strict=True)
+        # torch pins the memory that it makes for this, and hands it out again only after its stream has come so far.
+        together = torch.cat(tensors).to("cpu", non_blocking=True)
+        for number, part in zip(numbers, torch.split(together, [tensor.numel() for tensor in tensors]), strict=True):
+            read[number] = part
+    if share.into:
+        # One by one, in C++. What is not in C order is first made so on the device, in memory of this stream.
+        torch._foreach_copy_(share.into, share.out_of, non_blocking=True)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise StateError(
+            f"the state could not be copied from its device: {error}",
+            hint="What a kernel did wrong is told later than its launch: CUDA_LAUNCH_BLOCKING=1 says which one it was.",
+        ) from error

@@ -1,0 +1,130 @@
+"""What a server's answer, or its silence, means: one of our errors, and whether another try makes sense.
+
+Clients disagree on which exception a refused condition is (412 with and without `<Condition>`, 409, EINVAL), so the
+answer itself is looked at: its status and its code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+
+__all__ = ["answer_of", "as_ours", "is_expired", "without_secrets"]
+
+_MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
+_EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
+_OVERLOADED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "ServerBusy"})
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"})
+# The session that these end can be made again; what a client took for an upload may be gone or half done.
+_AGAIN = _OVERLOADED | _EXPIRED | {"OperationAborted", "ConditionalRequestConflict", "NoSuchUpload", "InternalError"}
+
+_HINTS = {
+    "NoSuchBucket": "Create the bucket first, or check its name and the endpoint.",
+    "NoSuchContainer": "Create the container first, or check its name and the account.",
+    "ContainerNotFound": "Create the container first, or check its name and the account.",
+    "AccessDenied": "The credentials may not do this; they must be allowed to read, write, list and delete here.",
+    "InvalidAccessKeyId": "The credentials are of no user of this endpoint.",
+    "SignatureDoesNotMatch": "The secret key is wrong, or something on the way changes requests.",
+    "RequestTimeTooSkewed": "The clock of this host is wrong: set it.",
+    "EntityTooLarge": "The store takes no object so large.",
+    "NotImplemented": "The store does not know this request; one without conditions needs single_writer=True.",
+    "PermanentRedirect": "The bucket is in another region: name it (region_name in client_kwargs).",
+}
+_EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
+
+# Raised by clients where no credentials, or no good options, were given; by name, since no client is imported here.
+_OURS_TO_MEND = frozenset({
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "ParamValidationError",
+    "NoRegionError",
+    "InvalidRegionError",
+    "TokenRetrievalError",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+})  # fmt: skip
+# In a URL: who asks, with a password, and what stands after the question mark (a signature).
+_SECRET = re.compile(r"(?<=://)[^/\s@]*@|[^/\s@:]+:[^/\s@]+@|(?<=[\w/])\?[^\s\"']+")
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "azure", "google", "gcsfs", "urllib3", "requests")
+
+
+def as_ours(error: BaseException, name: str) -> CkptError:
+    """Turn what a client raised into our error about the object `name`; `transient` where another try makes sense."""
+    if isinstance(error, CkptError):
+        error.key = name
+        return error
+    status, code = answer_of(error)
+    if status is None and isinstance(error, FileNotFoundError):
+        status, code = 404, "NotFound"
+    if status is None and isinstance(error, FileExistsError):
+        status, code = 412, "PreconditionFailed"
+    if code in _MISSING or (status == 404 and code in ("", "404")):
+        return ObjectNotFoundError("no such object", key=name)
+    if code in _EXISTS or status == 412:
+        return ObjectExistsError("the object exists already", key=name)
+    if status == 416:
+        return IntegrityError("the object ends before the bytes that are wanted", key=name)
+    if status is None:
+        return _without_answer(error, name)
+    expired = is_expired(error)
+    hint = _EXPIRED_HINT if expired else _HINTS.get(code or ("AccessDenied" if status == 403 else ""))
+    failure = StoreError(f"the store answered {status} {code}".rstrip(), key=name, hint=hint)
+    failure.refused = code in _OVERLOADED | _EXPIRED or status in (409, 429, 503)
+    again = expired or code in _AGAIN or status == 408
+    failure.transient = failure.refused or again or (status >= 500 and status != 501)
+    return failure
+
+
+def is_expired(error: BaseException) -> bool:
+    """Say whether the credentials have expired, so that a client that reads them anew may succeed."""
+    return answer_of(error)[1] in _EXPIRED
+
+
+def without_secrets(text: str) -> str:
+    """Return a client's words without the passwords and signatures of the URLs in them."""
+    return _SECRET.sub("", text)
+
+
+def answer_of(error: BaseException) -> tuple[int | None, str]:
+    """Return status and code of the answer that an exception, or one behind it, stands for; (None, "") for none."""
+    for one in _behind(error):
+        response: Any = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(response.get("Error", {}).get("Code", ""))
+            return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
+        status = getattr(one, "status_code", None) or getattr(one, "status", None)
+        if isinstance(status, int):  # azure.core; aiohttp
+            return status, str(getattr(one, "error_code", "") or "")
+        if type(one).__name__ == "HttpError" and str(getattr(one, "code", "")).isdecimal():  # gcsfs
+            return int(one.code), ""  # type: ignore[attr-defined]
+    return None, ""
+
+
+def _without_answer(error: BaseException, name: str) -> StoreError:
+    names = {type(one).__name__ for one in _behind(error)}
+    roots = {type(one).__module__.partition(".")[0] for one in _behind(error)}
+    mend = bool(names & _OURS_TO_MEND)
+    known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))
+    words = " ".join(without_secrets(str(error)).split())[:300]
+    what = words or type(error).__name__
+    if not mend:
+        what = f"no answer from the store ({what})" if known else f"the request failed: {type(error).__name__} {words}"
+    hint = "Give credentials: a profile, the environment, an instance role, or storage_options." if mend else None
+    failure = StoreError(what.rstrip(), key=name, hint=hint)
+    failure.transient = known and not mend
+    return failure
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,329 @@
+"""An object store below a prefix: S3 and what speaks like it, Azure and Google through fsspec.
+
+Invariants
+
+1. A request is made once. Whether to try again is decided in `retrying`, and for a commit by who reads it back.
+2. `put_if_absent` is one small request with a condition that the server checks, never a look followed by a write
+   (but where the run's creator said that there is nobody else, and the store has no such condition).
+3. Nothing is cached: no listings, no file-system instances; and a process made by fork opens its own connections.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+import fsspec
+from fsspec.asyn import sync
+
+from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.storage.answers import as_ours, is_expired, without_secrets
+from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
+
+__all__ = ["SCHEMES", "ObjectStore"]
+
+SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
+_EXTRAS = {"abfs": "azure", "gs": "gcs"}
+# A stalled connection is noticed within seconds; the client's own retries would hide failures and repeat commits.
+_S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
+_ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # whatever the options say
+_IN_MEMORY = threading.Lock()  # fsspec's memory file system looks and then writes; it is this process' alone
+
+_LEAST_GAP_BYTES, _MOST_GAP_BYTES = 64 << 10, 8 << 20
+
+_stores: WeakSet[ObjectStore] = WeakSet()
+_inherited: list[object] = []
+
+_T = TypeVar("_T")
+
+
+class Requests(Protocol):
+    """What is asked of a server, one attempt each."""
+
+    async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None: ...
+    async def get(self, key: str, max_bytes: int) -> bytes: ...
+    async def read(self, key: str, begin: int, into: memoryview) -> None: ...
+    async def size(self, key: str) -> int: ...
+    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]: ...
+    async def delete(self, key: str) -> None: ...
+    async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None: ...
+
+
+class ObjectStore:
+    """Keep objects below a URL like s3://bucket/run-7; see `Store` for what each method does.
+
+    `storage_options` go to the file system of fsspec (s3fs, adlfs, gcsfs); without them credentials come from where
+    the client looks: profile, environment, instance role.
+    """
+
+    near = False
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        parts = urlsplit(url)
+        # One string is enough to make fsspec open quite something else (simplecache::http://…).
+        if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or "@" in parts.netloc:
+            shown = without_secrets(url)
+            raise ConfigError(f"{shown!r:.200} is no place for checkpoints", hint="Write s3://bucket/directory.")
+        prefix = parts.path.strip("/")
+        if not parts.netloc or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
+            raise ConfigError(f"{url!r:.200} names no bucket and directory", hint="Write s3://bucket/directory.")
+        self.url = f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
+        self._protocol = SCHEMES[parts.scheme]
+        self._bucket = parts.netloc
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._options = dict(storage_options or {})
+        self._single_writer = False
+        self._opening = threading.Lock()
+        self._opened: tuple[Any, Requests] | None = None
+        _stores.add(self)
+        self._measured = _Measured()
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, (self.url, self._options)
+
+    @property
+    def gap_bytes(self) -> int:
+        """Latency × bandwidth, as the requests so far had them."""
+        return self._measured.gap_bytes
+
+    @property
+    def endpoint(self) -> str:
+        """Who answers: the server's URL where one is named, else the protocol's own."""
+        options, client = self._options, self._options.get("client_kwargs") or {}
+        named = options.get("endpoint_url") or client.get("endpoint_url") or options.get("connection_string")
+        if self._protocol == "s3":
+            named = named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return _host(str(named)) if named else self._protocol
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        key = self._key(name)
+        pieces = [memoryview(piece).cast("B") for piece in body]
+        self._write(name, key, pieces)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._write(name, self._key(name), [memoryview(body)])
+
+    def replace(self, name: str, body: bytes) -> None:
+        key = self._key(name)
+        self._run(name, lambda requests: requests.put(key, [memoryview(body)], absent=False))
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        key = self._key(name)
+        return self._run(name, lambda requests: requests.get(key, max_bytes))
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        key = self._key(name)
+        if not into.nbytes:
+            self.size(name)  # no request asks for nothing
+            return
+        began = time.perf_counter()
+        self._run(name, lambda requests: requests.read(key, begin, into))
+        self._measured.add(into.nbytes, time.perf_counter() - began)
+
+    def size(self, name: str) -> int:
+        key = self._key(name)
+        return self._run(name, lambda requests: requests.size(key))
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        base = prefix.rstrip("/")
+        if base and not is_object_name(base):
+            raise ConfigError(f"{prefix!r} is no prefix")
+        if limit == 0:
+            return []
+        below = self._prefix + (f"{base}/" if base else "")
+        cut = len(self._prefix)
+
+        def enough(keys: list[str]) -> bool:
+            return limit is not None and sum(is_object_name(key[cut:]) for key in keys) >= limit
+
+        page = 1000 if limit is None else limit
+        keys = self._run(prefix, lambda requests: requests.keys(below, enough, page))
+        return sorted(key[cut:] for key in keys if is_object_name(key[cut:]))[:limit]
+
+    def delete(self, name: str) -> None:
+        key = self._key(name)
+        try:
+            self._run(name, lambda requests: requests.delete(key))
+        except ObjectNotFoundError:
+            return
+
+    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
+        cut = len(self._prefix)
+        self._run("", lambda requests: requests.abort_uploads(self._prefix, lambda key: dead(key[cut:])))
+
+    def assume_single_writer(self) -> None:
+        self._single_writer = True
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _write(self, name: str, key: str, pieces: Sequence[memoryview]) -> None:
+        if self._single_writer:
+            try:
+                self.size(name)
+            except ObjectNotFoundError:
+                self._run(name, lambda requests: requests.put(key, pieces, absent=False))
+                return
+            raise ObjectExistsError("the object exists already", key=name)
+        self._run(name, lambda requests: requests.put(key, pieces, absent=True))
+
+    def _key(self, name: str) -> str:
+        if not is_object_name(name):
+            raise ConfigError(f"{name!r:.100} is no object name")
+        return self._prefix + name
+
+    def _run(self, name: str, work: Callable[[Requests], Coroutine[Any, Any, _T]]) -> _T:
+        try:
+            fs, requests = self._requests()
+            if fs.async_impl:
+                result: _T = sync(fs.loop, lambda: work(requests))
+                return result
+            with _IN_MEMORY:
+                return _drive(work(requests))
+        except Exception as error:
+            if is_expired(error):
+                self._opened = None  # the next try reads the credentials anew
+            ours = as_ours(error, name)
+            if ours is error:
+                raise
+            raise ours from error
+
+    def _requests(self) -> tuple[Any, Requests]:
+        with self._opening:
+            if self._opened is None:
+                fs = self._open()
+                requests = S3Requests(fs, self._bucket) if self._protocol == "s3" else _Others(fs, self._bucket)
+                self._opened = (fs, requests)
+            return self._opened
+
+    def _leave_to_parent(self) -> None:
+        """Begin anew in a forked child; what closed the parent's connections here would stop its event loop's ears."""
+        _inherited.append(self._opened)
+        self._opening, self._opened = threading.Lock(), None
+
+    def _open(self) -> Any:
+        options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False}
+        try:
+            if self._protocol == "s3":
+                import s3fs  # takes a quarter of a second
+
+                once = {**_ONCE, "http_session_cls": sending_once()}
+                options["config_kwargs"] = {**_S3_CONFIG, **(self._options.get("config_kwargs") or {}), **once}
+                fs = s3fs.S3FileSystem(**options)
+                sync(fs.loop, fs.set_session)  # now it looks at the options
+                return fs
+            return fsspec.filesystem(self._protocol, **options)
+        except ImportError as error:
+            extra = _EXTRAS.get(self._protocol, self._protocol)
+            raise ConfigError(f"{self.url} needs pip install 'ckpt-tasks[{extra}]'") from error
+        except (TypeError, ValueError) as error:
+            why = without_secrets(str(error))
+            raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}") from error
+
+
+class _Measured:
+    """What a request costs: the shortest one says the latency, the fastest large one the bandwidth."""
+
+    def __init__(self) -> None:
+        self._latency_s = 0.05
+        self._bandwidth = 50e6  # bytes per second
+        self._seen = False
+
+    @property
+    def gap_bytes(self) -> int:
+        return min(max(int(self._latency_s * self._bandwidth), _LEAST_GAP_BYTES), _MOST_GAP_BYTES)
+
+    def add(self, size_bytes: int, took_s: float) -> None:
+        if size_bytes <= _LEAST_GAP_BYTES:
+            self._latency_s = min(self._latency_s, took_s) if self._seen else took_s
+            self._seen = True
+        elif took_s > self._latency_s:
+            self._bandwidth = max(self._bandwidth, size_bytes / (took_s - self._latency_s))
+
+
+class _Others:
+    """The same requests through fsspec's own verbs; an object is held in memory as a whole while it is written."""
+
+    def __init__(self, fs: Any, bucket: str):
+        self._fs = fs
+        self._bucket = bucket
+
+    async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
+        size_bytes = sum(piece.nbytes for piece in body)
+        data = next(slices(body, size_bytes), io.BytesIO()).getvalue()
+        await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        size_bytes = await self.size(key)
+        if size_bytes > max_bytes:
+            raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=key)
+        return bytes(await self._do("cat_file", self._path(key))) if size_bytes else b""
+
+    async def read(self, key: str, begin: int, into: memoryview) -> None:
+        data = await self._do("cat_file", self._path(key), start=begin, end=begin + into.nbytes)
+        if len(data) != into.nbytes:
+            raise IntegrityError(f"the object ends {into.nbytes - len(data)} bytes too early", key=key)
+        into[:] = data
+
+    async def size(self, key: str) -> int:
+        found = await self._do("info", self._path(key))
+        if found["type"] != "file":
+            raise FileNotFoundError(key)
+        return int(found["size"])
+
+    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
+        try:
+            found = await self._do("find", self._path(prefix))
+        except FileNotFoundError:
+            return []
+        cut = len(self._path(""))
+        return [path.lstrip("/")[cut:] for path in found]
+
+    async def delete(self, key: str) -> None:
+        await self._do("rm_file", self._path(key))
+
+    async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
+        """Do nothing: what was not finished is never seen, and these stores drop it by themselves."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._bucket}/{key}"
+
+    async def _do(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        if self._fs.async_impl:
+            return await getattr(self._fs, f"_{verb}")(*arguments, **options)
+        return getattr(self._fs, verb)(*arguments, **options)
+
+
+def _drive(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run what never waits to its end."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+    raise StoreError("a store without requests waits for something")
+
+
+def _host(endpoint: str) -> str:
+    """Return scheme, host and port of an endpoint: never credentials or keys."""
+    parts = urlsplit(endpoint)
+    if not parts.hostname:
+        return "named"
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+
+
+def _after_fork() -> None:
+    for store in _stores:
+        store._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

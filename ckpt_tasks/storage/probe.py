@@ -1,0 +1,97 @@
+"""See whether a store does what commits rest on; some accept the condition of a put and ignore it.
+
+What is tried is what STORAGE has been seen to get wrong: two writers of one name, one after the other and eight at
+once, and what was written read, listed in order and read in part at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["prove"]
+
+_RACERS = 8
+_ROUNDS = 5
+_HINT = (
+    "Use another store, or set single_writer=True if you make sure yourself that one process at a time writes to this"
+    " directory."
+)
+
+
+def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
+    """Try a store below `probe/` and return what it was seen to do; nothing is left there.
+
+    Raises ConfigError where it lets a second writer win, unless `single_writer`, and where it does not show at once
+    what was written.
+    """
+    place = f"probe/{secrets.token_hex(8)}"
+    written: list[str] = []
+    try:
+        exclusive = single_writer or (_refuses_second(store, place, written) and _one_of_many(store, place, written))
+        if not exclusive:
+            raise ConfigError(f"{store.url} lets a second writer replace what the first one wrote", hint=_HINT)
+        if not _shows(store, place, written):
+            raise ConfigError(f"{store.url} does not show at once what was written", hint="Use another store.")
+        return {"put_if_absent": not single_writer, "read_after_write": True, "ordered_listing": True}
+    finally:
+        for name in written:
+            with suppress(StoreError):  # a few bytes may stay; the names are nobody's
+                store.delete(name)
+
+
+def _refuses_second(store: Store, place: str, written: list[str]) -> bool:
+    name = f"{place}/twice"
+    written.append(name)
+    failures = [_put(store, name, body) for body in (b"first", b"second")]
+    return _keeps_word(store, name, {b"first": failures[0], b"second": failures[1]})
+
+
+def _one_of_many(store: Store, place: str, written: list[str]) -> bool:
+    bodies = [f"{racer}".encode() for racer in range(_RACERS)]
+    with ThreadPoolExecutor(_RACERS, thread_name_prefix="ckpt-probe") as threads:
+        for round_ in range(_ROUNDS):
+            name = f"{place}/race-{round_}"
+            written.append(name)
+            failures = [*threads.map(lambda body, name=name: _put(store, name, body), bodies)]
+            if not _keeps_word(store, name, dict(zip(bodies, failures, strict=True))):
+                return False
+    return True
+
+
+def _shows(store: Store, place: str, written: list[str]) -> bool:
+    names = [f"{place}/shown-{n}" for n in (2, 0, 1)]
+    for name in names:
+        written.append(name)
+        store.put(name, [b"0123456789"])
+    part = bytearray(3)
+    store.read(names[0], 4, memoryview(part))
+    listed = [name for name in store.names(f"{place}/") if "/shown-" in name]
+    return (
+        bytes(part) == b"456" and listed == sorted(names) and store.names(f"{place}/", limit=1) == sorted(written)[:1]
+    )
+
+
+def _put(store: Store, name: str, body: bytes) -> StoreError | None:
+    try:
+        store.put_if_absent(name, body)
+    except StoreError as error:
+        return error
+    return None
+
+
+def _keeps_word(store: Store, name: str, told: Mapping[bytes, StoreError | None]) -> bool:
+    """Say whether nobody was told "done" whose bytes do not lie there; who was told less may have had his answer lost.
+
+    Raises what the writers were told where nothing lies there.
+    """
+    try:
+        there = store.get(name, 16)
+    except ObjectNotFoundError as error:
+        raise next((failure for failure in told.values() if failure is not None), error) from None
+    return all(body == there for body, failure in told.items() if failure is None)

@@ -1,0 +1,150 @@
+"""The one place where a request is made again.
+
+Every verb but one may be repeated without a thought: reads change nothing, and whole objects under names of their own
+are the same the second time. `put_if_absent` is repeated only where the store answered that it did nothing; a lost
+answer and a lost request look the same, so whoever commits looks at what is there first (`History.append`).
+
+Waits grow and are spread at random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many
+writers that were refused together do not come back together. The dice are our own: Python's generator belongs to the
+training, and is saved with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import tenacity
+
+from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage.answers import is_expired
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.wrapping import WrappedStore
+
+__all__ = ["RetryingStore", "send_part"]
+
+_DEADLINE_S = 120.0  # from a request's first failure on; beyond it the store is down, and the caller's policy speaks
+_FIRST_S = 0.2
+_MOST_S = 10.0
+_QUIET_TRIES = 2  # a refusal or two is an ordinary day
+_PART_TRIES = 5
+_LOOK_BYTES = 16 << 20
+
+_T = TypeVar("_T")
+_log = logging.getLogger("ckpt_tasks")
+_dice = random.SystemRandom()
+
+
+class RetryingStore(WrappedStore):
+    """Another store, with requests that failed for the moment made again for `deadline_s` seconds."""
+
+    def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
+        super().__init__(inner)
+        self._deadline_s = deadline_s
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        failed = False
+
+        def ours() -> bool:
+            # Our own try, whose answer was lost to us or to a proxy that made it again: names are one attempt's alone.
+            # Once a try has failed the size is enough.
+            try:
+                return self._holds(name, body, size_only=failed)
+            except ObjectNotFoundError:
+                return False
+
+        def write() -> None:
+            nonlocal failed
+            try:
+                if not (failed and ours()):
+                    self.inner.put(name, body)
+            except ObjectExistsError:
+                if not ours():
+                    raise
+            except StoreError:
+                failed = True
+                raise
+
+        self._again(write)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._again(lambda: self.inner.put_if_absent(name, body), _was_refused)
+
+    def replace(self, name: str, body: bytes) -> None:
+        self._again(lambda: self.inner.replace(name, body))
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return self._again(lambda: self.inner.get(name, max_bytes))
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        self._again(lambda: self.inner.read(name, begin, into))
+
+    def size(self, name: str) -> int:
+        return self._again(lambda: self.inner.size(name))
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return self._again(lambda: self.inner.names(prefix, limit))
+
+    def delete(self, name: str) -> None:
+        self._again(lambda: self.inner.delete(name))
+
+    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
+        self._again(lambda: self.inner.drop_unfinished(dead))
+
+    def _holds(self, name: str, body: Sequence[bytes | memoryview], *, size_only: bool) -> bool:
+        """Say whether an object is these buffers, one after the other."""
+        pieces = [memoryview(piece).cast("B") for piece in body]
+        if self.inner.size(name) != sum(piece.nbytes for piece in pieces):
+            return False
+        begin = 0
+        for piece in [] if size_only else pieces:
+            for at in range(0, piece.nbytes, _LOOK_BYTES):
+                wanted = piece[at : at + _LOOK_BYTES]
+                found = bytearray(wanted.nbytes)
+                self.inner.read(name, begin + at, memoryview(found))
+                if found != wanted:
+                    return False
+            begin += piece.nbytes
+        return True
+
+    def _again(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
+        failed_s: float | None = None
+
+        def left_s() -> float:
+            # An upload may take longer than the deadline before it fails for the first time.
+            return self._deadline_s if failed_s is None else self._deadline_s - (time.monotonic() - failed_s)
+
+        def over(state: tenacity.RetryCallState) -> bool:
+            nonlocal failed_s
+            if failed_s is None:
+                failed_s = time.monotonic()
+            return state.upcoming_sleep > left_s()
+
+        def say(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number > _QUIET_TRIES and state.outcome is not None:
+                _log.warning("%s: %s; trying again for %.0f s more", self.url, state.outcome.exception(), left_s())
+
+        retry = tenacity.retry_if_exception(worth or _is_transient)
+        return tenacity.Retrying(retry=retry, wait=_wait_s, stop=over, before_sleep=say, reraise=True)(request)
+
+
+async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
+    """Make the request for one part of a large upload, again where need be: nothing else is sent again for it."""
+    retry = tenacity.retry_if_exception(lambda error: _is_transient(error) and not is_expired(error))
+    stop = tenacity.stop_after_attempt(_PART_TRIES)
+    return await tenacity.AsyncRetrying(retry=retry, wait=_wait_s, stop=stop, reraise=True)(request)
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    return _dice.uniform(0, min(_MOST_S, _FIRST_S * 2 ** (state.attempt_number - 1)))
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and error.transient
+
+
+def _was_refused(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and error.refused

@@ -1,0 +1,217 @@
+"""Requests to an S3 server: one attempt each, straight from and to the caller's memory.
+
+s3fs keeps the session, the credentials and the regions; the requests are made with its client, so that nothing behind
+our back tries again. Only a part of a large upload, which nobody sees, is sent again here. Conditions are
+`If-None-Match: *` on a single PUT, which AWS, Ceph and the emulators hold to; on a multipart upload some servers ignore
+it, so nothing rests on it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError, StoreError
+from ckpt_tasks.storage.answers import answer_of, as_ours
+from ckpt_tasks.storage.retrying import send_part
+
+__all__ = ["S3Requests", "sending_once", "slices"]
+
+PART_BYTES = 16 << 20
+_MOST_PARTS = 10_000
+_IN_FLIGHT = 8  # parts: what is held beside the image is their bytes
+_PAGE = 1000
+_WORDLESS = ((400, ""), (403, ""))  # the answer to a HEAD has no document: expired credentials, or no permission?
+
+
+class S3Requests:
+    """Requests to one bucket; `fs` is an s3fs.S3FileSystem, and every method runs on its loop."""
+
+    def __init__(self, fs: Any, bucket: str):
+        self._fs = fs
+        self._bucket = bucket
+
+    async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
+        """Write an object, in parallel parts where it is large; nothing of it is seen before all of it."""
+        size_bytes = sum(piece.nbytes for piece in body)
+        condition = {"IfNoneMatch": "*"} if absent else {}
+        if size_bytes <= PART_BYTES:
+            data = next(slices(body, size_bytes), io.BytesIO())
+            await self._call("put_object", Key=key, Body=data, **condition)
+            return
+        started = await self._call("create_multipart_upload", Key=key)
+        upload = {"Key": key, "UploadId": started["UploadId"]}
+        try:
+            parts = await self._put_parts(upload, body, size_bytes)
+            whole = {"MultipartUpload": {"Parts": parts}, **upload, **condition}
+            answer = await self._call("complete_multipart_upload", **whole)
+            if not answer.get("ETag") and not answer.get("Key"):  # 200 comes first: only the document says "done"
+                raise _short("the store broke off while it put the parts together", key)
+        except BaseException:
+            await self._abort(upload)
+            raise
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        """Return a whole object, unless it is larger."""
+        found = await self._call("get_object", Key=key)
+        async with found["Body"] as body:
+            size_bytes = found["ContentLength"]
+            if size_bytes > max_bytes:
+                raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=key)
+            data = bytearray(size_bytes)
+            await _receive(body, memoryview(data), key)
+            return bytes(data)
+
+    async def read(self, key: str, begin: int, into: memoryview) -> None:
+        """Fill a buffer from one range of an object."""
+        end = begin + into.nbytes
+        found = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
+        async with found["Body"] as body:
+            if found["ResponseMetadata"]["HTTPStatusCode"] != 206 and (begin or found["ContentLength"] != into.nbytes):
+                raise StoreError("the store ignores which range of an object is wanted", key=key)
+            if found["ContentLength"] < into.nbytes:
+                missing = into.nbytes - found["ContentLength"]
+                raise IntegrityError(f"the object ends {missing} bytes too early", key=key)
+            await _receive(body, into, key)
+
+    async def size(self, key: str) -> int:
+        """Return an object's size in bytes."""
+        try:
+            found = await self._call("head_object", Key=key)
+        except Exception as error:
+            if answer_of(error) not in _WORDLESS:
+                raise
+            found = await self._call("get_object", Key=key)  # the same refusal, with its reason
+            found["Body"].close()
+        return int(found["ContentLength"])
+
+    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
+        """List keys below a prefix until there are `enough`, in the server's order, `page` in the first answer."""
+        found: list[str] = []
+        more: dict[str, Any] = {"MaxKeys": min(page, _PAGE)}
+        while True:
+            answer = await self._call("list_objects_v2", Prefix=prefix, **more)
+            found += [entry["Key"] for entry in answer.get("Contents", ())]
+            if not answer.get("IsTruncated") or enough(found):
+                return found
+            more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    async def delete(self, key: str) -> None:
+        """Delete an object; a missing one is no error."""
+        await self._call("delete_object", Key=key)
+
+    async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
+        """Abort the unfinished multipart uploads of keys that nobody writes any more."""
+        more: dict[str, Any] = {}
+        while True:
+            answer = await self._call("list_multipart_uploads", Prefix=prefix, **more)
+            for upload in answer.get("Uploads", ()):
+                if dead(upload["Key"]):
+                    await self._abort({"Key": upload["Key"], "UploadId": upload["UploadId"]})
+            if not answer.get("IsTruncated"):
+                return
+            more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+    async def _put_parts(
+        self, upload: dict[str, str], body: Sequence[memoryview], size_bytes: int
+    ) -> list[dict[str, Any]]:
+        part_bytes = max(PART_BYTES, -(-size_bytes // _MOST_PARTS))
+        free = asyncio.Semaphore(_IN_FLIGHT)
+        numbered = enumerate(slices(body, part_bytes), 1)
+        sent: list[asyncio.Task[dict[str, Any]]] = []
+
+        async def send(number: int, data: io.BytesIO) -> dict[str, Any]:
+            async def once() -> dict[str, Any]:
+                try:
+                    return await self._call("upload_part", PartNumber=number, Body=data, **upload)
+                except Exception as error:
+                    raise as_ours(error, upload["Key"]) from error
+
+            try:
+                answer = await send_part(once)
+            finally:
+                free.release()
+            named = {name: answer[name] for name in ("ETag", "ChecksumCRC32") if answer.get(name)}
+            return {"PartNumber": number, **named}
+
+        try:
+            while True:
+                await free.acquire()  # before the next part is copied: this is what bounds the memory
+                part = next(numbered, None)
+                if part is None:
+                    return [await task for task in sent]
+                failed = next((task for task in sent if task.done() and task.exception()), None)
+                if failed is not None:
+                    await failed
+                sent.append(asyncio.ensure_future(send(*part)))
+        except BaseException:
+            for task in sent:
+                task.cancel()
+            await asyncio.gather(*sent, return_exceptions=True)
+            raise
+
+    async def _abort(self, upload: dict[str, str]) -> None:
+        try:
+            await self._call("abort_multipart_upload", **upload)
+        except Exception:  # noqa: BLE001 (the error under way is the one to report; a later owner aborts what is left)
+            return
+
+    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        await self._fs.set_session()
+        client = await self._fs.get_s3(self._bucket)
+        answer: dict[str, Any] = await getattr(client, method)(Bucket=self._bucket, **arguments)
+        return answer
+
+
+def sending_once() -> type:
+    """Return the HTTP session to give to the client: aiohttp's own sends a PUT once more where its connection broke."""
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+
+    class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            session._retry_connection = False  # what aiohttp's own tests set; there is no option
+            return session
+
+    return SendingOnce
+
+
+def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
+    """Cut buffers that follow each other into copies of `part_bytes` each; the last one has the rest.
+
+    A stream of its own memory is what the client below needs: bytes it would copy once more.
+    """
+    part = io.BytesIO()
+    for piece in body:
+        at = 0
+        while at < piece.nbytes:
+            step = min(part_bytes - part.tell(), piece.nbytes - at)
+            part.write(piece[at : at + step])
+            at += step
+            if part.tell() == part_bytes:
+                part.seek(0)
+                yield part
+                part = io.BytesIO()
+    if part.tell():
+        part.seek(0)
+        yield part
+
+
+async def _receive(body: Any, into: memoryview, key: str) -> None:
+    """Copy an answer's body to where it belongs as it comes in."""
+    at = 0
+    async for data in body.raw_stream.content.iter_any():
+        if at + len(data) > into.nbytes:
+            raise IntegrityError("the store sent more bytes than it said", key=key)
+        into[at : at + len(data)] = data
+        at += len(data)
+    if at < into.nbytes:
+        raise _short(f"the answer ended {into.nbytes - at} bytes too early", key)
+
+
+def _short(message: str, key: str) -> StoreError:
+    failure = StoreError(message, key=key)
+    failure.transient = True
+    return failure

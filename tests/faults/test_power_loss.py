@@ -1,0 +1,288 @@
+"""What was saved survives a loss of power at any moment, on ext4, with every order of writes that a disk may choose.
+
+Needs root, loop devices and the right to mount; skipped with the reason otherwise. Each experiment also runs with some
+fsyncs left out, and must then find a loss: a test that finds none there would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.block_log import BLOCK_BYTES, ROOT, Event, Replay
+
+ONLY_AFTER_SAVES = {"every": 1 << 30, "first": -1}
+
+Experiment = Callable[..., list[dict[str, Any]]]
+
+
+def what_is_missing(tmp_path: Path) -> str | None:
+    """Say why an ext4 cannot be mounted from a file here; None where it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux: a file system is made and mounted"
+    needed = ("unshare", "mkfs.ext4", "debugfs", "mount", "umount")
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        return f"needs {', '.join(missing)} (util-linux, e2fsprogs)"
+    trial = 'truncate -s 8M "$0/d" && mkfs.ext4 -q "$0/d" && mkdir "$0/m" && mount -o loop "$0/d" "$0/m"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", trial, str(tmp_path)]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"an ext4 cannot be mounted here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def started(at: Path, *under: str) -> subprocess.Popen[str]:
+    """Start the process that makes the experiments, in a mount namespace of its own, `under` another command."""
+    own = ["unshare", "--mount", "--propagation", "private"]
+    command = [*under, *own, sys.executable, "-m", "tests.faults.power_loss", str(at)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def send(process: subprocess.Popen[str], **request: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+
+
+def ask(process: subprocess.Popen[str], **request: Any) -> list[dict[str, Any]]:
+    send(process, **request)
+    assert process.stdout is not None
+    answer = process.stdout.readline()
+    assert answer, f"the process ended with {process.wait(60)}; what it said stands above"
+    moments: list[dict[str, Any]] = json.loads(answer)
+    return moments
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an empty directory to mount on; skip where that cannot be."""
+    if missing := what_is_missing(tmp_path_factory.mktemp("trial")):
+        pytest.skip(missing)
+    return tmp_path_factory.mktemp("power")
+
+
+@pytest.fixture(scope="module")
+def experiment(room: Path) -> Iterator[Experiment]:
+    """Return what makes an experiment and returns its moments; one process makes them all: it imports torch."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def make(**request: Any) -> list[dict[str, Any]]:
+        if not processes or processes[-1].poll() is not None:  # an experiment that failed has ended its process
+            processes.append(started(room))
+        return ask(processes[-1], **request)
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def logged(experiment: Experiment) -> Experiment:
+    """Return the same for disks that log their writes; skip where there is no FUSE."""
+    if not Path("/dev/fuse").exists():
+        pytest.skip("needs /dev/fuse: the disk is a file that a process of ours serves")
+    return experiment
+
+
+def kinds(moments: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(kind for moment in moments for kind in {kind for kind, _ in moment["faults"]})
+
+
+def no_faults(moments: list[dict[str, Any]]) -> bool:
+    for moment in moments:
+        assert moment["faults"] == [], moment
+    return True
+
+
+# ── power is lost ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_saved_survives_a_loss_of_power(experiment: Experiment) -> None:
+    """P30, P35: before whatever call power is lost: each acknowledged save is there, bit for bit; the next works."""
+    moments = experiment(how="in order", leaves_out="nothing", saves=4, every=24, first=5)
+    assert no_faults(moments)
+    assert len(moments) >= 10
+    assert {moment["acked"] for moment in moments} == {0, 1, 2, 3, 4}
+
+
+def test_what_was_saved_survives_writes_in_any_order(logged: Experiment) -> None:
+    """P30, P35: the same where any part of what was not flushed is missing, and when power is lost once more."""
+    moments = logged(how="reordered", leaves_out="nothing", saves=2, lives=2, moments=4, lies=0, seed=1)
+    assert no_faults(moments)
+    assert len(moments) == 20
+    assert max(moment["acked"] for moment in moments) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(16))
+def test_there_is_no_call_before_which_power_must_not_be_lost(experiment: Experiment, first: int) -> None:
+    """P30, P35: every sixteenth call of five saves, beginning at each of the first sixteen."""
+    moments = experiment(how="in order", leaves_out="nothing", saves=5, every=16, first=first)
+    assert no_faults(moments)
+    assert len(moments) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 16))
+def test_there_is_no_order_of_writes_that_loses_a_save(logged: Experiment, seed: int) -> None:
+    """P30, P35: a hundred losses of power in three lives of one run, each begun on a disk that one of them left."""
+    moments = logged(how="reordered", leaves_out="nothing", saves=4, lives=3, moments=22, lies=0, seed=seed)
+    assert no_faults(moments)
+    assert len(moments) == 102
+
+
+# ── the experiments find what they look for ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("leaves_out", ["directories", "ledger", "data"])
+def test_without_these_fsyncs_a_save_is_lost(experiment: Experiment, leaves_out: str) -> None:
+    """Leave out the fsync of directories, of ledger entries or of data: an acknowledged save is gone or torn."""
+    moments = experiment(how="in order", leaves_out=leaves_out, saves=2, **ONLY_AFTER_SAVES)
+    found = kinds(moments)
+    assert found["lost"] + found["torn"] > 0, moments
+    assert found["wrong"] == 0, moments
+
+
+@pytest.mark.parametrize("leaves_out", ["directories", "ledger", "data"])
+def test_without_these_fsyncs_reordered_writes_lose_a_save(logged: Experiment, leaves_out: str) -> None:
+    """The same on the disk that logs its writes."""
+    moments = logged(how="reordered", leaves_out=leaves_out, saves=2, lives=1, moments=0, lies=0, seed=2)
+    found = kinds(moments)
+    assert found["lost"] + found["torn"] > 0, moments
+    assert found["wrong"] == 0, moments
+
+
+# ── fsync lies ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_save_that_a_lying_fsync_tore_is_passed_over(experiment: Experiment) -> None:
+    """P35: fsync did nothing for the last checkpoint's objects: restore says so, and takes the one before it."""
+    moments = experiment(how="in order", leaves_out="newest data", saves=3, **ONLY_AFTER_SAVES)
+    assert no_faults(moments[:2])
+    assert moments[2]["restored"] == 2
+    assert {kind for kind, _ in moments[2]["faults"]} == {"torn", "passed over"}, moments[2]
+
+
+def check_lying_disk(moments: list[dict[str, Any]]) -> None:
+    """Whatever is left of the disk, what is restored was saved, and what cannot be restored is an error of ours."""
+    found = kinds(moments)
+    assert found["wrong"] == found["stuck"] == 0, moments
+    assert found["lost"] > 0, moments
+    assert found["torn"] > 0, moments
+    assert found["passed over"] + found["refused"] > 0, moments
+
+
+def test_a_lying_disk_gives_an_older_save_or_an_error(logged: Experiment) -> None:
+    """P35: the last flushes did nothing: a save is restored bit for bit, an older one if need be, or it is an error."""
+    check_lying_disk(logged(how="reordered", leaves_out="nothing", saves=3, lives=1, moments=2, lies=20, seed=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lies", [20, 40, 80, 160])
+def test_no_lying_disk_restores_what_was_never_saved(logged: Experiment, lies: int) -> None:
+    """P35: the same for few and for many flushes that did nothing."""
+    check_lying_disk(logged(how="reordered", leaves_out="nothing", saves=5, lives=1, moments=45, lies=lies, seed=lies))
+
+
+def test_a_file_that_the_file_system_found_damaged_is_passed_over(experiment: Experiment) -> None:
+    """A file of the newest checkpoint has a damaged inode: restore says so, and takes the one before it."""
+    for moment in experiment(how="inodes"):
+        assert moment["restored"] == 1, moment
+        assert {kind for kind, _ in moment["faults"]} == {"torn", "passed over"}, moment
+
+
+# ── nothing stays ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def left_of(name: str) -> list[str]:
+    """List the loop devices above files, and the processes, that have this name in their paths or arguments."""
+    found = []
+    for path in [*Path("/sys/block").glob("loop*/loop/backing_file"), *Path("/proc").glob("[0-9]*/cmdline")]:
+        with suppress(OSError):  # it has gone meanwhile
+            found += [str(path)] if name in path.read_text() else []
+    return found
+
+
+def becomes(wanted: Callable[[], bool], within_s: float = 120) -> bool:
+    end_s = time.monotonic() + within_s
+    while not wanted() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return wanted()
+
+
+@pytest.mark.parametrize("how", ["reordered", pytest.param("in order", marks=pytest.mark.slow)])
+def test_nothing_stays_when_the_tests_are_killed(room: Path, tmp_path: Path, how: str) -> None:
+    """Kill whoever started an experiment while it saves: no loop device and no process is left, and nothing mounted."""
+    if how == "reordered" and not Path("/dev/fuse").exists():
+        pytest.skip("needs /dev/fuse")
+    at = tmp_path / f"killed-{os.getpid()}-{how[:2]}"
+    at.mkdir()
+    more = ONLY_AFTER_SAVES if how == "in order" else {"lives": 1, "moments": 0, "lies": 0, "seed": 4}
+    with started(at, "sh", "-c", '"$@"; exit', "sh") as process:  # the shell stands for the tests
+        send(process, how=how, leaves_out="nothing", saves=400, **more)
+        assert becomes(lambda: any("/sys/block" in path for path in left_of(at.name)))
+        time.sleep(0.5)  # it saves
+        process.kill()
+    assert becomes(lambda: left_of(at.name) == []), left_of(at.name)
+    assert list(at.iterdir()) == []
+
+
+# ── the disks that are looked at ─────────────────────────────────────────────────────────────────────────────────
+
+
+def blocks(disk: bytearray) -> str:
+    return disk[::BLOCK_BYTES].decode()
+
+
+def logged_blocks(*what: str) -> list[Event]:
+    """Make events: "2x" writes x to block 2, "2xy" also y to block 3, and "" is a flush."""
+    events = []
+    for n, one in enumerate(what):
+        data = b"".join(letter.encode() * BLOCK_BYTES for letter in one[1:])
+        events.append(Event(int(one[0]) * BLOCK_BYTES, memoryview(data), n) if one else Event(0, None, n))
+    return events
+
+
+def test_what_was_flushed_is_there_and_of_the_rest_any_part() -> None:
+    """Every disk that can be left is found, and no other: writes before the last flush, and any part of those after."""
+    base, events = b"-" * 4 * BLOCK_BYTES, logged_blocks("0a", "1b", "", "2c", "0de")
+    choose = random.Random(0)
+
+    def left(moment: int, keep: Any) -> set[str]:
+        return {blocks(Replay(base, events).disk(moment, keep, choose)) for _ in range(100)}
+
+    assert left(0, "all") == {"----"}
+    assert left(2, "all") == {"ab--"}
+    assert left(2, "none") == {"----"}
+    assert left(2, "writes") == {"----", "a---", "-b--", "ab--"}
+    assert left(3, "none") == {"ab--"}
+    assert left(5, "none") == {"ab--"}
+    assert left(5, "all") == {"dec-"}
+    assert left(5, "writes") == {"ab--", "abc-", "de--", "dec-"}
+    assert left(5, "blocks") == {"ab--", "abc-", "db--", "dbc-", "ae--", "aec-", "de--", "dec-"}
+
+
+def test_a_disk_that_lies_forgets_what_it_flushed() -> None:
+    """With one lie what was written before the last flush may be missing as well, and with two all of it."""
+    base, events = b"-" * 4 * BLOCK_BYTES, logged_blocks("0a", "", "1b", "", "2c")
+    for lies, expected in enumerate(["ab--", "a---", "----", "----"]):
+        assert blocks(Replay(base, events, lies=lies).disk(5, "none", random.Random())) == expected
+
+
+def test_moments_follow_one_another() -> None:
+    """One replay makes the disks of all moments, each as if it were the only one."""
+    base, events = b"-" * 4 * BLOCK_BYTES, logged_blocks("0a", "", "1b", "", "2c")
+    replay = Replay(base, events)
+    found = [blocks(replay.disk(moment, "all", random.Random())) for moment in range(6)]
+    assert found == ["----", "a---", "a---", "ab--", "ab--", "abc-"]

@@ -1,0 +1,238 @@
+"""What each answer means: the table of statuses and codes, and what clients make of them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+import pytest
+from azure.core.exceptions import HttpResponseError, ServiceRequestError
+from gcsfs.retry import HttpError
+from s3fs.errors import translate_boto_error
+
+from ckpt_tasks.errors import (
+    CkptError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+)
+from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired, without_secrets
+
+NAME = "ledger/1.json"
+
+
+def answered(status: int, code: str = "", **more: Any) -> boto.ClientError:
+    """Make what botocore raises; the answer to a HEAD has its status for a code."""
+    said = {"Code": code or str(status), "Message": "on purpose", **more}
+    return boto.ClientError({"Error": said, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+def through_s3fs(error: boto.ClientError) -> BaseException:
+    """Make what s3fs raises: some other exception, with the first one as its cause."""
+    found = translate_boto_error(error)
+    found.__cause__ = error
+    assert not isinstance(found, boto.ClientError)
+    return found  # type: ignore[no-any-return]
+
+
+def of_azure(status: int, code: str) -> HttpResponseError:
+    error = HttpResponseError("on purpose")
+    error.status_code, error.error_code = status, code  # type: ignore[attr-defined]
+    return error
+
+
+def of_google(status: int) -> Exception:
+    return HttpError({"code": status, "message": "on purpose"})  # type: ignore[no-any-return]
+
+
+# status, code → our class, whether another try makes sense, whether the store said that it did nothing
+TABLE: list[tuple[int, str, type[CkptError], bool, bool]] = [
+    (404, "NoSuchKey", ObjectNotFoundError, False, False),
+    (404, "", ObjectNotFoundError, False, False),
+    (404, "NoSuchBucket", StoreError, False, False),
+    (404, "NoSuchUpload", StoreError, True, False),
+    (412, "PreconditionFailed", ObjectExistsError, False, False),
+    (412, "", ObjectExistsError, False, False),
+    (409, "BlobAlreadyExists", ObjectExistsError, False, False),
+    (409, "ConditionalRequestConflict", StoreError, True, True),
+    (409, "OperationAborted", StoreError, True, True),
+    (416, "InvalidRange", IntegrityError, False, False),
+    (503, "SlowDown", StoreError, True, True),
+    (503, "", StoreError, True, True),
+    (429, "TooManyRequests", StoreError, True, True),
+    (400, "RequestTimeout", StoreError, True, True),
+    (500, "InternalError", StoreError, True, False),
+    (502, "", StoreError, True, False),
+    (504, "", StoreError, True, False),
+    (408, "", StoreError, True, False),
+    (501, "NotImplemented", StoreError, False, False),
+    (400, "ExpiredToken", StoreError, True, True),
+    (403, "ExpiredToken", StoreError, True, True),
+    (400, "", StoreError, False, False),
+    (403, "AccessDenied", StoreError, False, False),
+    (403, "RequestTimeTooSkewed", StoreError, False, False),
+    (403, "SignatureDoesNotMatch", StoreError, False, False),
+    (400, "InvalidArgument", StoreError, False, False),
+    (400, "EntityTooLarge", StoreError, False, False),
+    (301, "PermanentRedirect", StoreError, False, False),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "ours", "transient", "refused"), TABLE)
+def test_an_answer_means_one_of_our_errors(
+    status: int, code: str, ours: type[CkptError], transient: bool, refused: bool
+) -> None:
+    """P32: by status and code, never by the client's exception; it names the object and survives pickling."""
+    found = as_ours(answered(status, code), NAME)
+    assert type(found) is ours
+    assert found.key == NAME
+    assert (getattr(found, "transient", False), getattr(found, "refused", False)) == (transient, refused)
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again), vars(again)) == (ours, str(found), vars(found))
+    if ours is StoreError:
+        assert str(status) in str(found)
+        assert code in str(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "more"),
+    [
+        (412, "PreconditionFailed", {"Condition": "If-None-Match"}),  # S3: FileExistsError
+        (412, "PreconditionFailed", {}),  # Ceph and ministack: OSError(EINVAL)
+        (409, "ConditionalRequestConflict", {}),  # OSError(EIO)
+        (404, "NoSuchKey", {}),
+        (403, "AccessDenied", {}),
+        (503, "SlowDown", {}),
+        (400, "ExpiredToken", {}),
+    ],
+)
+def test_what_s3fs_makes_of_an_answer_changes_nothing(status: int, code: str, more: dict[str, str]) -> None:
+    """P32: s3fs turns a lost race into three different exceptions; the answer behind each is what counts."""
+    error = answered(status, code, **more)
+    straight, round_about = as_ours(error, NAME), as_ours(through_s3fs(error), NAME)
+    assert type(round_about) is type(straight)
+    assert vars(round_about) == vars(straight)
+
+
+@pytest.mark.parametrize(
+    ("error", "ours", "transient"),
+    [
+        (of_azure(409, "BlobAlreadyExists"), ObjectExistsError, False),
+        (of_azure(412, "ConditionNotMet"), ObjectExistsError, False),
+        (of_azure(404, "BlobNotFound"), ObjectNotFoundError, False),
+        (of_azure(404, "ContainerNotFound"), StoreError, False),
+        (of_azure(503, "ServerBusy"), StoreError, True),
+        (of_azure(403, "AuthenticationFailed"), StoreError, False),
+        (ServiceRequestError("cannot connect"), StoreError, True),
+        (of_google(404), ObjectNotFoundError, False),
+        (of_google(412), ObjectExistsError, False),
+        (of_google(429), StoreError, True),
+        (of_google(503), StoreError, True),
+        (of_google(403), StoreError, False),
+        (FileNotFoundError("bucket/key"), ObjectNotFoundError, False),
+        (FileExistsError("bucket/key"), ObjectExistsError, False),
+    ],
+    ids=lambda it: f"{type(it).__name__}" if isinstance(it, BaseException) else None,
+)
+def test_other_clients_say_the_same_in_their_words(error: Exception, ours: type[CkptError], transient: bool) -> None:
+    """P32: Azure's and Google's clients, and fsspec's own exceptions."""
+    found = as_ours(error, NAME)
+    assert type(found) is ours
+    assert getattr(found, "transient", False) == transient
+
+
+def no_answers() -> list[BaseException]:
+    url = "http://127.0.0.1:1/bucket/key"
+    return [
+        boto.EndpointConnectionError(endpoint_url=url, error="refused"),
+        boto.ConnectTimeoutError(endpoint_url=url, error="late"),
+        boto.ReadTimeoutError(endpoint_url=url, error="late"),
+        boto.ConnectionClosedError(endpoint_url=url, error="reset"),
+        boto.HTTPClientError(error="odd"),
+        boto.ResponseStreamingError(error="short"),
+        aiohttp.ClientPayloadError("short"),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.SocketTimeoutError("late"),
+        TimeoutError("late"),
+        ConnectionResetError(104, "reset"),
+        BrokenPipeError(),
+        OSError(101, "Network is unreachable"),
+    ]
+
+
+@pytest.mark.parametrize("error", no_answers(), ids=lambda error: type(error).__name__)
+def test_no_answer_is_worth_another_try_and_is_no_refusal(error: BaseException) -> None:
+    """P32: silence may be a lost answer: never `refused`, so nobody repeats a put-if-absent blindly."""
+    found = as_ours(error, NAME)
+    assert type(found) is StoreError
+    assert (found.transient, found.refused) == (True, False)
+    assert "no answer from the store" in str(found)
+    assert answer_of(error) == (None, "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        boto.NoCredentialsError(),
+        boto.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
+        boto.ProfileNotFound(profile="nobody"),
+        boto.NoRegionError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_user_has_to_mend_is_said_and_not_tried_again(error: BaseException) -> None:
+    """Without credentials no second try helps: the message says what to give."""
+    found = as_ours(error, NAME)
+    assert isinstance(found, StoreError)
+    assert not found.transient
+    assert "Give credentials" in str(found)
+
+
+@pytest.mark.parametrize("error", [KeyError("ContentLength"), TypeError("oops"), MemoryError(), RuntimeError("closed")])
+def test_a_mistake_is_not_taken_for_silence(error: BaseException) -> None:
+    """P28: what is neither an answer nor the network is named as what it is, and is not tried again."""
+    found = as_ours(error, NAME)
+    assert isinstance(found, StoreError)
+    assert not found.transient
+    assert type(error).__name__ in str(found)
+    assert "no answer" not in str(found)
+
+
+def test_our_own_errors_stay_and_get_the_objects_name() -> None:
+    """An error of ours keeps its class, and names the object as the run does, without the prefix."""
+    error = IntegrityError("too short", key="run/ledger/1.json")
+    assert as_ours(error, NAME) is error
+    assert error.key == NAME
+
+
+def test_expired_credentials_are_known() -> None:
+    """By the code, whatever the status and whatever s3fs has made of it."""
+    for code in ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"):
+        assert is_expired(answered(400, code))
+        assert is_expired(through_s3fs(answered(403, code)))
+        assert "have expired" in str(as_ours(answered(400, code), NAME))
+    for status, code in ((400, ""), (403, ""), (403, "AccessDenied"), (400, "InvalidArgument"), (404, "")):
+        assert not is_expired(answered(status, code))
+    assert not is_expired(TimeoutError())
+    assert "may not do this" in str(as_ours(answered(403), NAME))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("cannot reach http://me:hush@host:9000/bucket/key", "cannot reach http://host:9000/bucket/key"),
+        ('"https://a.blob.core.windows.net/c?sv=1&sig=hush"', '"https://a.blob.core.windows.net/c"'),
+        ("https://host/key?X-Amz-Signature=hush (timed out)", "https://host/key (timed out)"),
+        ("http://host:9/?sig=hush", "http://host:9/"),
+        ("http://hush@host:9/a", "http://host:9/a"),
+        ("Invalid endpoint: me:hush@nonsense", "Invalid endpoint: nonsense"),
+        ("what? me@home said so", "what? me@home said so"),
+        ("http://host/a@b", "http://host/a@b"),
+    ],
+)
+def test_urls_lose_passwords_and_signatures(text: str, left: str) -> None:
+    """Clients put the whole URL into their messages."""
+    assert without_secrets(text) == left

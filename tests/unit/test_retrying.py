@@ -1,0 +1,294 @@
+"""The wrapper that makes requests again: what it repeats and what it must not, how long, and at which distance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tenacity
+from botocore.exceptions import ClientError
+
+from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage import retrying
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.retrying import RetryingStore, send_part
+from tests.storage.conformance import StoreConformance
+
+NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
+
+
+def failing(*, transient: bool = True, refused: bool = False, key: str = NAME) -> StoreError:
+    error = StoreError("on purpose", key=key)
+    error.transient, error.refused = transient, refused
+    return error
+
+
+class Flaky(LocalStore):
+    """A store whose requests fail with what stands in `faults`, one after the other; `after`: once they are done."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.faults: list[Exception] = []
+        self.after = False
+        self.asked: list[str] = []
+
+    def _try(self, verb: str, request: Callable[[], Any]) -> Any:
+        self.asked.append(verb)
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is None:
+            return request()
+        if self.after:
+            request()
+        raise fault
+
+    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        self._try("put", lambda: super(Flaky, self).put(name, body))
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._try("put_if_absent", lambda: super(Flaky, self).put_if_absent(name, body))
+
+    def replace(self, name: str, body: bytes) -> None:
+        self._try("replace", lambda: super(Flaky, self).replace(name, body))
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return bytes(self._try("get", lambda: super(Flaky, self).get(name, max_bytes)))
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        self._try("read", lambda: super(Flaky, self).read(name, begin, into))
+
+    def size(self, name: str) -> int:
+        return int(self._try("size", lambda: super(Flaky, self).size(name)))
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return list(self._try("names", lambda: super(Flaky, self).names(prefix, limit)))
+
+    def delete(self, name: str) -> None:
+        self._try("delete", lambda: super(Flaky, self).delete(name))
+
+    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
+        self._try("drop_unfinished", lambda: super(Flaky, self).drop_unfinished(dead))
+
+
+@pytest.fixture
+def flaky(tmp_path: Path) -> Flaky:
+    return Flaky(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "_FIRST_S", 0.01)
+
+
+class TestContract(StoreConformance):
+    """In front of a good store it is that store."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> RetryingStore:
+        return RetryingStore(LocalStore(tmp_path / "run"))
+
+    def again(self, store: Any) -> RetryingStore:
+        return RetryingStore(LocalStore(store.url))
+
+    def stored(self, store: Any, name: str) -> bytes | None:
+        path = Path(store.url, name)
+        return path.read_bytes() if path.is_file() else None
+
+
+REQUESTS: dict[str, Callable[[RetryingStore], object]] = {
+    "put": lambda store: store.put(NAME, [b"abc"]),
+    "replace": lambda store: store.replace("beat", b"x"),
+    "get": lambda store: store.get("there", 10),
+    "read": lambda store: store.read("there", 0, memoryview(bytearray(2))),
+    "size": lambda store: store.size("there"),
+    "names": lambda store: store.names(""),
+    "delete": lambda store: store.delete("there"),
+    "drop_unfinished": lambda store: store.drop_unfinished(lambda name: True),
+}
+
+
+@pytest.mark.parametrize("verb", REQUESTS)
+def test_what_failed_for_the_moment_is_made_again(flaky: Flaky, verb: str) -> None:
+    """P28: three failures, also after the deed, and then it is done; what is not for the moment is raised at once."""
+    LocalStore(flaky.url).put("there", [b"0123"])
+    store = RetryingStore(flaky)
+    for after in (False, True):
+        flaky.asked, flaky.faults, flaky.after = [], [failing() for _ in range(3)], after
+        if verb == "put":
+            LocalStore(flaky.url).delete(NAME)
+        REQUESTS[verb](store)
+        looks = ["put", "size", "size", "size"] + ([] if after else ["put"])  # what failed twice is the look
+        assert flaky.asked == (looks if verb == "put" else [verb] * 4)
+    flaky.asked, flaky.faults, flaky.after = [], [failing(transient=False)], False
+    with pytest.raises(StoreError, match="on purpose"):
+        REQUESTS[verb](store)
+    assert flaky.asked == [verb]
+
+
+def test_a_put_if_absent_is_made_again_only_where_it_was_refused(flaky: Flaky) -> None:
+    """P32: after silence nobody knows whether it was done: the next word is the caller's, who looks first."""
+    store = RetryingStore(flaky)
+    flaky.faults = [failing(refused=True), failing(refused=True)]
+    store.put_if_absent("ledger/1", b"mine")
+    assert flaky.asked == ["put_if_absent"] * 3
+    for after in (False, True):
+        flaky.asked, flaky.faults, flaky.after = [], [failing()], after
+        with pytest.raises(StoreError, match="on purpose"):
+            store.put_if_absent(f"ledger/{after}", b"mine")
+        assert flaky.asked == ["put_if_absent"]
+
+
+@pytest.mark.parametrize("error", [ObjectNotFoundError("no"), ObjectExistsError("yes"), IntegrityError("short")])
+def test_an_answer_is_an_answer(flaky: Flaky, error: Exception) -> None:
+    """A missing, a taken or a damaged object is not asked for twice."""
+    flaky.faults = [error]
+    with pytest.raises(type(error)):
+        RetryingStore(flaky).get("there", 10)
+    assert flaky.asked == ["get"]
+
+
+# ── a put whose answer was lost ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_put_looks_before_it_sends_everything_again(flaky: Flaky) -> None:
+    """P32: an object may have gigabytes: one look tells whether it is there before it goes over the line again."""
+    flaky.faults, flaky.after = [failing()], True
+    RetryingStore(flaky).put(NAME, [b"abc", memoryview(b"def")])
+    assert flaky.asked == ["put", "size"]
+    assert LocalStore(flaky.url).get(NAME, 10) == b"abcdef"
+
+
+def test_a_late_arrival_is_found_by_the_second_put(flaky: Flaky) -> None:
+    """P32: not there when looked for, there when sent again: "exists" is said of our own object, and it is done."""
+    late = LocalStore(flaky.url)
+
+    class Late(Flaky):
+        def size(self, name: str) -> int:
+            try:
+                return super().size(name)
+            finally:
+                if self.asked.count("size") == 1:
+                    late.put(name, [b"abc"])
+
+    store = Late(Path(flaky.url))
+    store.faults = [failing()]
+    RetryingStore(store).put(NAME, [b"abc"])
+    assert store.asked == ["put", "size", "put", "size"]
+
+
+@pytest.mark.parametrize("lies_there", [b"abX", b"ab", b"abcd", b""])
+def test_a_taken_name_is_ours_only_with_our_bytes(flaky: Flaky, lies_there: bytes) -> None:
+    """P31: told "exists" at the first try, the bytes decide; a store or proxy that did it twice is forgiven."""
+    LocalStore(flaky.url).put(NAME, [lies_there])
+    with pytest.raises(ObjectExistsError):
+        RetryingStore(flaky).put(NAME, [b"a", b"bc"])
+    assert LocalStore(flaky.url).get(NAME, 10) == lies_there
+    LocalStore(flaky.url).put("other", [b"abc"])
+    RetryingStore(flaky).put("other", [b"a", b"bc"])
+
+
+def test_bytes_are_compared_in_pieces(flaky: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference in any piece of any buffer is seen."""
+    monkeypatch.setattr(retrying, "_LOOK_BYTES", 4)
+    body: list[bytes | memoryview] = [b"0123456789", b"", memoryview(b"abcdef")]
+    flat = b"".join(bytes(piece) for piece in body)
+    for at in range(len(flat)):
+        LocalStore(flaky.url).put(f"{at}", [flat[:at] + b"?" + flat[at + 1 :]])
+        with pytest.raises(ObjectExistsError):
+            RetryingStore(flaky).put(f"{at}", body)
+    LocalStore(flaky.url).put("same", [flat])
+    RetryingStore(flaky).put("same", body)
+
+
+# ── how long, and at which distance ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_deadline_ends_it(flaky: Flaky, caplog: pytest.LogCaptureFixture) -> None:
+    """P43: after the deadline the last error is raised as it is; from the third try on a warning says what happens."""
+    flaky.faults = [failing() for _ in range(10_000)]
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="ckpt_tasks"), pytest.raises(StoreError, match="on purpose"):
+        RetryingStore(flaky, deadline_s=0.4).size("there")
+    assert time.monotonic() - began < 2
+    assert 4 < len(flaky.asked) < 100
+    assert len(caplog.records) == len(flaky.asked) - 3
+    assert "trying again for 0 s more" in caplog.text
+    assert flaky.url in caplog.text
+
+
+def test_the_deadline_counts_from_the_first_failure(flaky: Flaky) -> None:
+    """P43: an upload of an hour that fails at its end has its second try."""
+
+    class Slow(Flaky):
+        def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+            time.sleep(0.1)
+            super().put(name, body)
+
+    store = Slow(Path(flaky.url))
+    store.faults = [failing()]
+    RetryingStore(store, deadline_s=0.05).put(NAME, [b"abc"])
+    assert store.asked == ["put", "size", "put"]
+
+
+def test_waits_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P43: sixteen that were refused together do not come back together, and a long storm is not fed."""
+    monkeypatch.setattr(retrying, "_FIRST_S", 0.2)
+    state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+    for number, most_s in ((1, 0.2), (2, 0.4), (3, 0.8), (6, 6.4), (7, 10), (30, 10), (500, 10)):
+        state.attempt_number = number
+        waits = [retrying._wait_s(state) for _ in range(300)]
+        assert 0 <= min(waits) < most_s / 4
+        assert most_s * 3 / 4 < max(waits) <= most_s
+        assert len({round(wait, 9) for wait in waits}) > 250
+
+
+def test_trying_again_leaves_the_trainings_random_numbers_alone(flaky: Flaky) -> None:
+    """P11: waits are thrown with dice of our own: a store that fails must not change what training draws."""
+    flaky.faults = [failing() for _ in range(3)]
+    before = random.getstate()
+    RetryingStore(flaky).names("")
+    assert len(flaky.asked) == 4
+    assert random.getstate() == before
+
+
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Part:
+    def __init__(self, *faults: Exception):
+        self.faults = list(faults)
+        self.tries = 0
+
+    async def __call__(self) -> str:
+        self.tries += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        return "etag"
+
+
+def test_a_part_has_five_tries() -> None:
+    """P30: a part of an upload is sent again alone; for ever failing, the whole upload fails, and waits no deadline."""
+    part = Part(*[failing() for _ in range(4)])
+    assert asyncio.run(send_part(part)) == "etag"
+    assert part.tries == 5
+    part = Part(*[failing() for _ in range(9)])
+    with pytest.raises(StoreError, match="on purpose"):
+        asyncio.run(send_part(part))
+    assert part.tries == 5
+
+
+def test_a_part_is_not_sent_again_in_vain() -> None:
+    """Without permission, or with credentials that this upload's client cannot renew, the upload fails at once."""
+    expired = failing()
+    answer = {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+    expired.__cause__ = ClientError(answer, "UploadPart")
+    for error in (failing(transient=False), expired, ValueError("a mistake")):
+        part = Part(error)
+        with pytest.raises(type(error)):
+            asyncio.run(send_part(part))
+        assert part.tries == 1
