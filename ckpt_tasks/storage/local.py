@@ -340,7 +340,7 @@ class LocalStore:
             except OSError as error:
                 if error.errno in _DAMAGED:
                     raise IntegrityError(
-                        f"{error.strerror} ({path})", key=name, hint=_HINTS.get(error.errno)
+                        f"{error.strerror} ({path})", key=name, hint=_HINTS.get(error.errno or 0)
                     ) from error
                 raise
 

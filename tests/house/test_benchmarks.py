@@ -35,7 +35,7 @@ def test_every_row_has_its_contenders(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.timeout(240)
 def test_the_other_benchmarks_run(tmp_path: Path) -> None:
-    """Many tensors, a long history, overlapped copies and the simulated cadence run on tiny states; the cadence keeps its 1 %."""
+    """The other benchmarks run on tiny states; the cadence keeps its 1 %."""
     main(
         [
             "--tiny",
