@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ckpt_tasks.checkpoint.rereading import read_good
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -78,8 +79,7 @@ class History:
         body = self._format()
         if body is None:
             new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
-            with suppress(ObjectExistsError):  # somebody else made it meanwhile
-                self.store.put_if_absent(FORMAT_NAME, self._proved(new, single_writer))
+            self._put_format(self._proved(new, single_writer))
         elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
@@ -119,6 +119,20 @@ class History:
         except (IntegrityError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
 
+    def _put_format(self, data: bytes) -> None:
+        for left in reversed(range(_SAME_NUMBER_TRIES)):
+            try:
+                self.store.put_if_absent(FORMAT_NAME, data)
+            except ObjectExistsError:
+                return  # somebody else made it meanwhile
+            except StoreError:
+                if self._format() is not None:
+                    return  # only the answer was lost
+                if not left:
+                    raise
+            else:
+                return
+
     def _proved(self, body: Mapping[str, Any], single_writer: bool) -> bytes:
         new = {key: value for key, value in body.items() if key != "digest"}
         new |= {"single_writer": single_writer}
@@ -144,6 +158,9 @@ class History:
 
     def read_entry(self, n: int) -> tuple[Entry, str]:
         """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError where it is torn or foreign."""
+        return read_good(self.store, lambda: self._read_entry(n), listed=True)
+
+    def _read_entry(self, n: int) -> tuple[Entry, str]:
         name = ledger_name(n)
         entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
         if entry.n != n:
@@ -166,9 +183,8 @@ class History:
         `owner` is the writer when the event is the owner's alone. Raises FencedError where the directory has another
         owner by now, CommitUncertainError where the outcome cannot be known, StoreError where nothing was written.
         """
-        nonce = secrets.token_hex(16)
+        nonce, head = secrets.token_hex(16), self.head()
         for _ in range(_NUMBERS_TRIED):
-            head = self.head()
             if owner is not None:
                 check_owner(head.state.owner, owner)
             entry = Entry(
@@ -182,7 +198,26 @@ class History:
             )
             if self._settle(entry):
                 return entry
+            head = self._past(head, entry.n)
         raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
+
+    def _past(self, head: Head, n: int) -> Head:
+        """Read the newest state again, number n being another's: also where a stale listing does not show it."""
+        fresh = self.head()
+        if fresh.next_n > n:
+            return fresh
+        try:
+            entry, digest = self.read_entry(n)
+        except (IntegrityError, ObjectNotFoundError):
+            return Head(head.entry, head.digest, n + 1, (*head.damaged, ledger_name(n)))
+        return Head(entry, digest, n + 1, fresh.damaged)
+
+    def _is_mine(self, name: str, data: bytes) -> bool:
+        """Read a number back; raise IntegrityError where neither this entry nor another good one is there."""
+        found = self.store.get(name, MAX_ENTRY_BYTES)
+        if found != data:
+            Entry.from_bytes(found, name)
+        return found == data
 
     def _settle(self, entry: Entry) -> bool:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
@@ -197,7 +232,7 @@ class History:
             except StoreError as error:
                 failure = error
             try:
-                found = self.store.get(name, MAX_ENTRY_BYTES)
+                return read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
                 if failure is not None and not isinstance(failure, ObjectExistsError):
                     continue
@@ -210,7 +245,6 @@ class History:
                     key=name,
                     hint="All data is durable; start again, and the run goes on from what the ledger then says.",
                 ) from error
-            return found == data
         assert failure is not None
         raise failure
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt_tasks.checkpoint.rereading import read_good
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
@@ -58,13 +59,14 @@ def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
 
 
 def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
-    data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
-    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    manifest = read_good(store, lambda: _manifest(store, checkpoint))
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
         raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
     index = manifest.index
-    rows = read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
+    rows = read_good(
+        store, lambda: read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
+    )
     faults = coverage_faults(rows)
     if faults:
         raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
@@ -80,6 +82,11 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     return Opened(manifest, tuple(rows), groups, tensors)
 
 
+def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
+    data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
+    return Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+
+
 def check_header(store: ReadableStore, record: ObjectRecord) -> None:
     """Check an object's size and the digest of its header."""
     size_bytes = store.size(record.name)
@@ -87,6 +94,10 @@ def check_header(store: ReadableStore, record: ObjectRecord) -> None:
         raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
     if record.digested_bytes > min(size_bytes, MAX_HEADER_BYTES + 8):
         raise IntegrityError("the header is larger than any that is written", key=record.name)
+    read_good(store, lambda: _check_digest(store, record))
+
+
+def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
     header = bytearray(record.digested_bytes)
     store.read(record.name, 0, memoryview(header))
     if digest_hex(bytes(header)) != record.digest:

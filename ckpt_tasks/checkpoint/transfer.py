@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 
 from ckpt_tasks.checkpoint.opening import READ_BYTES, verify_run
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import State
@@ -33,8 +33,9 @@ class Transfer:
     def __init__(self, source: Store, target: Store, state: State, told: Callable[[int], None]):
         self._source, self._target, self._state, self._told = source, target, state, told
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
         self._memory = memoryview(b"")
+        self._retired = frozenset(state.retired)
         self._good: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -47,10 +48,16 @@ class Transfer:
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
         """See to it that the target has an object, verified; return how many bytes were copied, and found there.
 
-        Raises IntegrityError or ObjectNotFoundError for what the source has.
+        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError for an object that the
+        target has given up: its deletion may still be under way.
         """
         if record.name in self._good or self._state.keeps(record.name):
             return 0, 0  # verified when what names it was committed
+        if record.name in self._retired:
+            hint = "Copy to another directory."
+            raise StateError(
+                "the target has given up this object, and no name is used twice", key=record.name, hint=hint
+            )
         found = self._is_there(record, rows)
         if not found:
             self._target.put(record.name, [self._verified(self._source, record, rows)])

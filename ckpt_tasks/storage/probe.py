@@ -18,6 +18,7 @@ __all__ = ["prove"]
 
 _RACERS = 8
 _ROUNDS = 5
+_TRIES = 5
 _HINT = (
     "Use another store, or set single_writer=True if you make sure yourself that one process at a time writes to this"
     " directory."
@@ -78,11 +79,18 @@ def _shows(store: Store, place: str, written: list[str]) -> bool:
 
 
 def _put(store: Store, name: str, body: bytes) -> StoreError | None:
-    try:
-        store.put_if_absent(name, body)
-    except StoreError as error:
-        return error
-    return None
+    """Return None where the store said "done", else what it said: a name of nobody's may be written again blindly."""
+    failure: StoreError | None = None
+    for _ in range(_TRIES):
+        try:
+            store.put_if_absent(name, body)
+        except StoreError as error:
+            failure = error
+        else:
+            return None
+        if not failure.transient:
+            break
+    return failure
 
 
 def _keeps_word(store: Store, name: str, told: Mapping[bytes, StoreError | None]) -> bool:

@@ -23,6 +23,7 @@ PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000
 _IN_FLIGHT = 8  # parts: what is held beside the image is their bytes
 _PAGE = 1000
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # how stores say that they list no uploads
 _WORDLESS = ((400, ""), (403, ""))  # the answer to a HEAD has no document: expired credentials, or no permission?
 
 
@@ -69,7 +70,9 @@ class S3Requests:
         end = begin + into.nbytes
         found = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
         async with found["Body"] as body:
-            if found["ResponseMetadata"]["HTTPStatusCode"] != 206 and (begin or found["ContentLength"] != into.nbytes):
+            # Not by the status: rclone says 200 and sends the range.
+            first = found.get("ContentRange", "bytes 0-").removeprefix("bytes ").partition("-")[0]
+            if first != str(begin) or found["ContentLength"] > into.nbytes:
                 raise StoreError("the store ignores which range of an object is wanted", key=key)
             if found["ContentLength"] < into.nbytes:
                 missing = into.nbytes - found["ContentLength"]
@@ -103,10 +106,15 @@ class S3Requests:
         await self._call("delete_object", Key=key)
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
-        """Abort the unfinished multipart uploads of keys that nobody writes any more."""
+        """Abort the unfinished multipart uploads of keys that nobody writes any more, where the store lists them."""
         more: dict[str, Any] = {}
         while True:
-            answer = await self._call("list_multipart_uploads", Prefix=prefix, **more)
+            try:
+                answer = await self._call("list_multipart_uploads", Prefix=prefix, **more)
+            except Exception as error:
+                if answer_of(error)[1] in _UNKNOWN:
+                    return
+                raise
             for upload in answer.get("Uploads", ()):
                 if dead(upload["Key"]):
                     await self._abort({"Key": upload["Key"], "UploadId": upload["UploadId"]})

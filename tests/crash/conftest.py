@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.places import S3Place
 from tests.flows.conftest import server
+from tests.servers.s3 import S3Server
 
-__all__ = ["memory", "server"]
+__all__ = ["memory", "s3_place", "server"]
 
 
 @pytest.fixture
@@ -19,3 +21,9 @@ def memory(fast_dir: Path) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(dir=fast_dir))
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def s3_place(ministack: S3Server, bucket: str) -> S3Place:
+    """Return a run directory on S3 that does not exist yet, in a bucket that holds nothing else."""
+    return S3Place(ministack, bucket)

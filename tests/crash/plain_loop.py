@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from flows.programs.byte_lm import Transformer
 from tests.crash.recording import Recording
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train 60 steps of a 0.9 M-parameter transformer, saving every 10; SIGKILL in one step if asked."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
@@ -25,7 +27,8 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--ballast-mib", type=int, default=0)
     parser.add_argument("--private", action="store_true", help="no snapshot outlives the process")
-    options = parser.parse_args()
+    parser.add_argument("--storage-options", type=json.loads)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     random.seed(0)  # the program seeds torch alone, and these streams are part of the state
     np.random.seed(0)  # noqa: NPY002
@@ -42,6 +45,7 @@ def main() -> None:
             checkpoint_dir=options.directory,
             step_interval=options.interval,
             memory_dir=None if options.private else "auto",
+            storage_options=options.storage_options,
         )
     ) as ckpt:
         step = ckpt.restore(state)  # 2
@@ -49,6 +53,7 @@ def main() -> None:
         for done, why in report.skipped if report else ():
             sys.stderr.write(f"passed over step {done}: {why}\n")
         sys.stdout.write(f"restored {step}\n")
+        known = None
         while step < options.steps:
             metrics = program.train_step()
             if options.ballast_mib:
@@ -57,6 +62,10 @@ def main() -> None:
             step += 1
             ckpt.step(step, state, metrics=metrics)  # 3
             sys.stdout.write(f"step {step}\n")
+            if ckpt.last_commit is not known:
+                known = ckpt.last_commit
+                sys.stdout.write(f"committed {known.step} by entry {known.n}\n" if known else "")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

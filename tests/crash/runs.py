@@ -13,11 +13,15 @@ import torch
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.storage.local import Calls, LocalStore
+from tests.crash.places import LocalPlace, Place
+
+Root = Path | Place  # a path is a local directory
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -54,18 +58,24 @@ EXPECTED = {step: fingerprint(state_of(step)) for step in range(40)}
 UNTOUCHED = 999  # the step of a state that no checkpoint holds
 
 
-def options(root: Path, **more: Any) -> CheckpointConfig:
-    return CheckpointConfig(checkpoint_dir=str(root), **{"max_num_checkpoints": 2, "memory_dir": None, **more})
+def place_of(root: Root) -> Place:
+    return LocalPlace(root) if isinstance(root, Path) else root
 
 
-def opened(root: Path, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
-    """Return a Checkpointer on a directory whose store makes its calls through `calls`."""
+def options(root: Root, **more: Any) -> CheckpointConfig:
+    place = place_of(root)
+    chosen = {"max_num_checkpoints": 2, "memory_dir": None, "storage_options": place.storage_options, **more}
+    return CheckpointConfig(checkpoint_dir=place.url, **chosen)
+
+
+def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
+    """Return a Checkpointer on a run directory; a local store makes its calls through `calls`."""
     ckpt = Checkpointer(options(root, **more), take_over=take_over)
-    ckpt._history.store = LocalStore(root, calls=calls)
+    ckpt._history.store = place_of(root).store if calls is os else LocalStore(ckpt.config.checkpoint_dir, calls=calls)
     return ckpt
 
 
-def train(root: Path, *steps: int, **more: Any) -> None:
+def train(root: Root, *steps: int, **more: Any) -> None:
     """Restore and save at each of the steps, then let the directory go."""
     with opened(root, **more) as ckpt:
         ckpt.restore(state_of(UNTOUCHED))
@@ -73,7 +83,7 @@ def train(root: Path, *steps: int, **more: Any) -> None:
             ckpt.save(step, state_of(step))
 
 
-def restored(root: Path, **more: Any) -> tuple[int, Checkpointer]:
+def restored(root: Root, **more: Any) -> tuple[int, Checkpointer]:
     """Restore as a fresh process would, and check that the values are exactly those of the step."""
     ckpt = opened(root, **more)
     target = state_of(UNTOUCHED)
@@ -82,30 +92,36 @@ def restored(root: Path, **more: Any) -> tuple[int, Checkpointer]:
     return step, ckpt
 
 
-def head_of(root: Path) -> State:
-    return History(LocalStore(root)).head().state
+def run_of(root: Root) -> Run:
+    """Return the run as a reader sees it."""
+    history = History(place_of(root).store)
+    return Run(history, history.check(None))
 
 
-def faults_of(root: Path) -> dict[int, list[str]]:
+def head_of(root: Root) -> State:
+    return History(place_of(root).store).head().state
+
+
+def faults_of(root: Root) -> dict[int, list[str]]:
     """Verify every live checkpoint; return the faults by step, only where there are any."""
-    store = LocalStore(root)
+    store = place_of(root).store
     found = {c.step: verify_checkpoint(store, c) for c in head_of(root).live}
     return {step: faults for step, faults in found.items() if faults}
 
 
-def named_by(root: Path, checkpoint: Checkpoint) -> set[str]:
+def named_by(root: Root, checkpoint: Checkpoint) -> set[str]:
     """Name every object of a checkpoint, read from its manifest past the store."""
-    data = (root / checkpoint.manifest).read_bytes()
+    data = place_of(root).get(checkpoint.manifest)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
     return {checkpoint.manifest, manifest.index.name, *(record.name for record in manifest.objects)}
 
 
-def on_disk(root: Path) -> set[str]:
+def on_disk(root: Root) -> set[str]:
     """List every file that lies there, past the store, hidden ones too."""
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    return place_of(root).names()
 
 
-def unnamed(root: Path) -> set[str]:
+def unnamed(root: Root) -> set[str]:
     """List the files of attempts that no live checkpoint names."""
     named = {name for checkpoint in head_of(root).live for name in named_by(root, checkpoint)}
     return {name for name in on_disk(root) if parse_attempt(name) is not None} - named
@@ -115,3 +131,20 @@ def prefix_of(checkpoint: Checkpoint) -> str:
     attempt = parse_attempt(checkpoint.manifest)
     assert attempt is not None
     return attempt_prefix(attempt)
+
+
+def check_run(root: Root, newest: int, then: int = 5) -> None:
+    """A fresh process finds the newest checkpoint whole, goes on from it, and sweeps what the failed attempt left."""
+    assert faults_of(root) == {}
+    step, ckpt = restored(root)
+    assert step == newest
+    assert ckpt.last_restore is not None
+    assert ckpt.last_restore.skipped == ()
+    ckpt.save(then, state_of(then))
+    ckpt.close()
+    assert faults_of(root) == {}
+    step, ckpt = restored(root)
+    assert step == then
+    ckpt.close()
+    assert unnamed(root) == set()
+    assert len([name for name in on_disk(root) if ".tmp-" in name]) <= 1

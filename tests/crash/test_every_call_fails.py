@@ -20,15 +20,12 @@ from ckpt_tasks.errors import CkptError, CommitUncertainError
 from tests.crash.runs import (
     EXPECTED,
     UNTOUCHED,
-    faults_of,
+    check_run,
     fingerprint,
     head_of,
-    on_disk,
     opened,
-    restored,
     state_of,
     train,
-    unnamed,
 )
 from tests.storage.calls import FailingCalls, Mode
 
@@ -41,21 +38,6 @@ def base(fast_dir: Path) -> Path:
     """Make a run with steps 1, 2, 3, two of which are to be kept: the next save retires and deletes one."""
     train(fast_dir / "base", 1, 2, 3)
     return fast_dir / "base"
-
-
-def check_run(root: Path, newest: int) -> None:
-    """A fresh process finds the newest checkpoint whole, goes on from it, and sweeps what the failed attempt left."""
-    assert faults_of(root) == {}
-    step, ckpt = restored(root)
-    assert step == newest
-    assert ckpt.last_restore is not None
-    assert ckpt.last_restore.skipped == ()
-    ckpt.save(5, state_of(5))
-    ckpt.close()
-    assert faults_of(root) == {}
-    assert restored(root)[0] == 5
-    assert unnamed(root) == set()
-    assert len([name for name in on_disk(root) if ".tmp-" in name]) <= 1
 
 
 def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:

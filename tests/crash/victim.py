@@ -7,11 +7,15 @@ because importing torch takes a hundred times as long as the save.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.config import CheckpointConfig
 from tests.crash.runs import UNTOUCHED, opened, state_of
 from tests.storage.calls import FailingCalls, Mode
 
@@ -23,6 +27,18 @@ def save_and_die(root: Path, n: int, mode: Mode) -> bool:
     ckpt.save(4, state_of(4))
     ckpt.close()
     return calls.reached
+
+
+def save_fourth(arguments: Sequence[str]) -> None:
+    """Do the same in an object store, of which the URL and the options in JSON are given; whoever kills is outside."""
+    url, storage_options = arguments
+    config = CheckpointConfig(
+        checkpoint_dir=url, storage_options=json.loads(storage_options), memory_dir=None, max_num_checkpoints=2
+    )
+    ckpt = Checkpointer(config)
+    assert ckpt.restore(state_of(UNTOUCHED)) == 3
+    ckpt.save(4, state_of(4))
+    ckpt.close()
 
 
 def main() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +13,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import NoGoodCheckpointError
-from ckpt_tasks.format.ledger import lineage
-from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.format.ledger import Checkpoint, lineage
+from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.crash.runs import (
     EXPECTED,
     UNTOUCHED,
     fingerprint,
     head_of,
     named_by,
-    on_disk,
     opened,
     prefix_of,
+    run_of,
     state_of,
     train,
 )
 
 Harm = tuple[int, str, float, int]  # which file, what kind, where in it, which bit
 
+KINDS = ("flip", "cut", "zero tail", "delete", "swap", "stale", "grow", "empty")
 harms = st.lists(
-    st.tuples(
-        st.integers(0, 10**6),
-        st.sampled_from(["flip", "cut", "zero tail", "delete", "swap", "grow", "empty"]),
-        st.floats(0, 1, exclude_max=True),
-        st.integers(0, 7),
-    ),
+    st.tuples(st.integers(0, 10**6), st.sampled_from(KINDS), st.floats(0, 1, exclude_max=True), st.integers(0, 7)),
     min_size=1,
     max_size=3,
 )
-numbers = count()
 
 
+@dataclass
 class Run:
-    """A run with steps 1, 2, 3, what its files were, and copies of it to damage."""
+    """A run with steps 1, 2, 3, what its files were, and copies of it to damage; `far`: every look is a request."""
 
-    def __init__(self, root: Path):
-        self.root = root / "base"
-        train(self.root, 1, 2, 3, max_num_checkpoints=None)
-        self.files = {name: (self.root / name).read_bytes() for name in sorted(on_disk(self.root))}
-        self.checkpoints = {c.step: c for c in head_of(self.root).live}
-        self.named = {step: named_by(self.root, c) for step, c in self.checkpoints.items()}
+    base: Place
+    far: bool
+    files: dict[str, bytes] = field(init=False)
+    checkpoints: dict[int, Checkpoint] = field(init=False)
+
+    def __post_init__(self) -> None:
+        train(self.base, 1, 2, 3, max_num_checkpoints=None)
+        self.files = dict(sorted(self.base.everything().items()))
+        self.checkpoints = {c.step: c for c in head_of(self.base).live}
+        self.named = {step: named_by(self.base, c) for step, c in self.checkpoints.items()}
         self.ledger = sorted((name for name in self.files if name.startswith("ledger/")), reverse=True)
 
     @contextmanager
-    def copied(self) -> Iterator[Path]:
-        root = self.root.parent / str(next(numbers))
-        shutil.copytree(self.root, root)
+    def copied(self) -> Iterator[Place]:
+        copy = self.base.copied()
         try:
-            yield root
+            yield copy
         finally:
-            shutil.rmtree(root)
+            copy.remove()
 
     def twin(self, name: str) -> str | None:
         """Return the file of the same name in another checkpoint."""
@@ -76,63 +72,69 @@ class Run:
                 return prefix_of(other) + name.rpartition("/")[2]
         return None
 
-    def expected(self, root: Path) -> list[int]:
+    def expected(self, place: Place) -> list[int]:
         """Return the steps that are still whole and named by the newest whole entry, newest first.
 
         An entry is whole when it says the same as before: a flipped bit may turn 1e-05 into 1E-05.
         """
-        whole = [name for name in self.ledger if _says(root / name) == json.loads(self.files[name])]
+        there = place.everything()
+        whole = [name for name in self.ledger if _says(there.get(name, b"")) == json.loads(self.files[name])]
         live = json.loads(self.files[whole[-1]])["state"]["live"] if whole else []
         return sorted(
-            (c["step"] for c in live if all(_bytes(root / n) == self.files[n] for n in self.named[c["step"]])),
+            (c["step"] for c in live if all(there.get(n) == self.files[n] for n in self.named[c["step"]])),
             reverse=True,
         )
 
 
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
-
-
-def _says(path: Path) -> Any:
+def _says(data: bytes) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json.loads(data)
+    except ValueError:
         return None
 
 
-def damage(run: Run, root: Path, harm: Harm) -> None:
+def damage(run: Run, place: Place, harm: Harm) -> None:
     which, kind, where, bit = harm
-    names = sorted(run.files)
-    path = root / names[which % len(names)]
-    if not path.exists():
+    names, there = sorted(run.files), place.names()
+    name = names[which % len(names)]
+    if name not in there:
         return
-    data = bytearray(path.read_bytes())
+    data = bytearray(place.get(name))
     at = int(where * len(data))
-    if kind == "swap":
-        twin = run.twin(names[which % len(names)])
-        if twin is None or not (root / twin).exists():
+    if kind in ("swap", "stale"):
+        twin = run.twin(name)
+        if twin is None or twin not in there:
             return
-        path.write_bytes((root / twin).read_bytes())
-        (root / twin).write_bytes(data)
+        place.put(name, place.get(twin))
+        if kind == "swap":
+            place.put(twin, bytes(data))
     elif kind == "delete":
-        path.unlink()
+        place.delete(name)
     elif kind == "flip" and data:
         data[at] ^= 1 << bit
-        path.write_bytes(data)
+        place.put(name, bytes(data))
     else:
         changed = {"cut": data[:at], "zero tail": data[:at] + bytes(len(data) - at), "grow": data + b"\0", "empty": b""}
-        path.write_bytes(bytes(changed.get(kind, data)))
+        place.put(name, bytes(changed.get(kind, data)))
 
 
-@pytest.fixture(scope="module")
-def run(fast_dir: Path) -> Run:
-    return Run(fast_dir)
+@pytest.fixture(scope="module", params=["local", "memory", "s3"])
+def run(request: pytest.FixtureRequest, fast_dir: Path) -> Iterator[Run]:
+    """Make the run in a directory, in fsspec's memory, on S3: there, what it was damaged with is another client."""
+    if request.param == "s3":
+        server = request.getfixturevalue("ministack")
+        with server.fresh_bucket() as bucket:
+            yield Run(S3Place(server, bucket), far=True)
+    else:
+        place = LocalPlace(fast_dir / "base") if request.param == "local" else MemoryPlace()
+        yield Run(place, far=False)
+        place.remove()
 
 
-def check_restore(run: Run, root: Path) -> None:
+def check_restore(run: Run, place: Place) -> None:
     """Restore as a fresh process would, and compare with what is still whole."""
-    good = run.expected(root)
-    ckpt = opened(root, max_num_checkpoints=None)
+    good = run.expected(place)
+    ckpt = opened(place, max_num_checkpoints=None)
     target = state_of(UNTOUCHED)
     try:
         if not good:
@@ -145,72 +147,104 @@ def check_restore(run: Run, root: Path) -> None:
         assert fingerprint(target) == EXPECTED[step]
         report = ckpt.last_restore
         assert report is not None
-        live = [c.step for c in lineage(head_of(root).live)]
+        live = [c.step for c in lineage(head_of(place).live)]
         assert [passed for passed, why in report.skipped if why] == [newer for newer in live if newer > step]
         ckpt.save(9, state_of(9))
     finally:
         ckpt.close()
     again = state_of(UNTOUCHED)
-    fresh = opened(root, max_num_checkpoints=None)
+    fresh = opened(place, max_num_checkpoints=None)
     assert fresh.restore(again) == 9
     assert fingerprint(again) == EXPECTED[9]
     fresh.close()
 
 
-@settings(max_examples=150)
-@given(harms)
-def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, damages: list[Harm]) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int) -> None:
     """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes."""
-    with run.copied() as root:
-        for harm in damages:
-            damage(run, root, harm)
-        check_restore(run, root)
+
+    @settings(max_examples=times * (4 if run.far else 150))
+    @given(harms)
+    def check(damages: list[Harm]) -> None:
+        with run.copied() as place:
+            for harm in damages:
+                damage(run, place, harm)
+            check_restore(run, place)
+
+    check()
 
 
-@settings(max_examples=60)
-@given(harms)
-def test_verify_finds_what_restore_would(run: Run, damages: list[Harm]) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_verify_finds_what_restore_would(run: Run, times: int) -> None:
     """P49: looking at a run names exactly the checkpoints that are damaged, changes nothing, and raises nothing."""
-    with run.copied() as root:
-        for harm in damages:
-            damage(run, root, harm)
-        before = {name: (root / name).read_bytes() for name in on_disk(root)}
-        if "format.json" not in before:
-            return
-        faults = verify_run_directory(History(LocalStore(root)))
-        whole = {c.step for c, found in faults.checkpoints.values() if not found}
-        assert whole == set(run.expected(root))
-        assert {name: (root / name).read_bytes() for name in on_disk(root)} == before
+
+    @settings(max_examples=times * (3 if run.far else 60))
+    @given(harms)
+    def check(damages: list[Harm]) -> None:
+        with run.copied() as place:
+            for harm in damages:
+                damage(run, place, harm)
+            before = place.everything()
+            if "format.json" not in before:
+                return
+            faults = verify_run_directory(run_of(place).history)
+            whole = {c.step for c, found in faults.checkpoints.values() if not found}
+            assert whole == set(run.expected(place))
+            assert place.everything() == before
+
+    check()
 
 
-@pytest.mark.parametrize("kind", ["flip", "cut", "delete", "zero tail"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_file_of_a_checkpoint_counts(run: Run, kind: str) -> None:
     """P47, P48: each file damaged in turn: the checkpoint is passed over, and the reason names a file or tensor."""
-    for name in sorted(run.named[3]):
-        if kind == "zero tail" and not run.files[name].strip(b"\0"):
-            continue
-        with run.copied() as root:
-            damage(run, root, (sorted(run.files).index(name), kind, 0.6, 3))
-            assert run.expected(root) == [2, 1], name
-            check_restore(run, root)
-            run_of = open_run(str(root))
-            [note] = [note for note in run_of.notes() if note["note"] == "fallback"]
+    names = sorted(name for name in run.named[3] if changes(run, name, kind))
+    if run.far:  # one file for each kind: all of them are damaged in some way
+        names = [names[KINDS.index(kind) % len(names)]]
+    for name in names:
+        with run.copied() as place:
+            damage(run, place, (sorted(run.files).index(name), kind, 0.6, 3))
+            assert run.expected(place) == ([2] if kind == "swap" else [2, 1]), name
+            check_restore(run, place)
+            [note] = [note for note in run_of(place).notes() if note["note"] == "fallback"]
             [[step, reason]] = note["skipped"]
             assert step == 3
             assert "checkpoint_000000000003" in reason or "model/" in reason or "extra/" in reason or "rng/" in reason
 
 
+def test_where_none_is_good_nothing_changes(run: Run) -> None:
+    """P47, P50: the same file damaged in every checkpoint: each is named with its reason, the target is as it was."""
+    for last in sorted(name.rpartition("/")[2] for name in run.named[3])[-2 if run.far else 0 :]:
+        with run.copied() as place:
+            for step in (1, 2, 3):
+                name = prefix_of(run.checkpoints[step]) + last
+                damage(run, place, (sorted(run.files).index(name), "flip", 0.999, 3))  # in the data, behind any header
+            ckpt, target = opened(place, max_num_checkpoints=None), state_of(UNTOUCHED)
+            with pytest.raises(NoGoodCheckpointError) as found:
+                ckpt.restore(target)
+            ckpt.close()
+            assert [step for step, why in found.value.reasons if why] == [3, 2, 1]
+            assert fingerprint(target) == fingerprint(state_of(UNTOUCHED))
+
+
+def changes(run: Run, name: str, kind: str) -> bool:
+    twin = run.twin(name)
+    same = twin is not None and run.files[twin] == run.files[name]  # random streams that nobody drew from
+    return not (kind in ("swap", "stale") and same) and (kind != "zero tail" or bool(run.files[name].strip(b"\0")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_single_bit_counts(run: Run, part: int) -> None:
-    """P49: every 61st bit of every file of the newest checkpoint, flipped alone, is found."""
-    with run.copied() as root:
+    """P49: every 61st bit of every file of the newest checkpoint (on S3 every 2,003rd), flipped alone, is found."""
+    apart = 2003 if run.far else 61
+    with run.copied() as place:
         for name in sorted(run.named[3]):
             data = run.files[name]
-            for bit in range(part * 7, len(data) * 8, 61 * 4):
+            for bit in range(part * apart, len(data) * 8, apart * 4):
                 changed = bytearray(data)
                 changed[bit // 8] ^= 1 << bit % 8
-                (root / name).write_bytes(changed)
-                faults = verify_run_directory(History(LocalStore(root)))
+                place.put(name, bytes(changed))
+                faults = verify_run_directory(run_of(place).history)
                 assert {c.step for c, found in faults.checkpoints.values() if found} == {3}, (name, bit)
-            (root / name).write_bytes(data)
+            place.put(name, data)

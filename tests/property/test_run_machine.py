@@ -7,10 +7,10 @@ live checkpoint or by the ledger as retired) or belongs to an attempt that is kn
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ from hypothesis.stateful import (
 )
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, NoGoodCheckpointError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.storage.local import LocalStore
+from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.crash.runs import (
     EXPECTED,
     UNTOUCHED,
@@ -42,9 +41,11 @@ from tests.crash.runs import (
     on_disk,
     opened,
     prefix_of,
+    run_of,
     state_of,
 )
-from tests.storage.calls import FailingCalls, Mode
+from tests.servers.s3 import S3Server
+from tests.storage.calls import Mode
 
 LAST_STEP = max(EXPECTED)
 
@@ -62,11 +63,11 @@ class Known:
 class RunMachine(RuleBasedStateMachine):
     """One run directory, the process that holds it, one that may have lost it, and the model."""
 
-    memory: Path
+    new_place: Callable[[], Place]
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(dir=self.memory)) / "run"
+        self.place = type(self).new_place()
         self.ckpt: Checkpointer | None = None
         self.zombie: Checkpointer | None = None
         self.known: dict[str, Known] = {}
@@ -85,7 +86,7 @@ class RunMachine(RuleBasedStateMachine):
     # ── the model ────────────────────────────────────────────────────────────────────────────────────────
 
     def live(self) -> dict[str, Checkpoint]:
-        return {c.manifest_digest: c for c in head_of(self.root).live}
+        return {c.manifest_digest: c for c in head_of(self.place).live}
 
     def line(self) -> list[str]:
         """Return the run's line, newest first, as the model knows it."""
@@ -118,14 +119,14 @@ class RunMachine(RuleBasedStateMachine):
     def process(self) -> Checkpointer:
         """Return the process that holds the directory; a new one restores first, as every process must."""
         if self.ckpt is None:
-            self.ckpt = opened(self.root, **self.options)
+            self.ckpt = opened(self.place, **self.options)
             self.restore_into(self.ckpt)
         return self.ckpt
 
     def restore_into(self, ckpt: Checkpointer) -> None:
-        good = [digest for digest in self.order() if self.known[digest].good] if self.root.exists() else []
+        good = [digest for digest in self.order() if self.known[digest].good] if on_disk(self.place) else []
         target = state_of(UNTOUCHED)
-        if not good and self.root.exists() and self.live():
+        if not good and self.live():
             with pytest.raises(NoGoodCheckpointError):
                 ckpt.restore(target)
             assert fingerprint(target) == fingerprint(state_of(UNTOUCHED))
@@ -143,11 +144,11 @@ class RunMachine(RuleBasedStateMachine):
     def start_anew(self) -> None:
         """Give up a run of which nothing is left."""
         self.abandon()
-        shutil.rmtree(self.root)
+        self.place.remove()
         self.known, self.pins = {}, set()
         self.last = self.at = self.zombie = None
         self.position, self.crashed, self.had_good = 0, False, False
-        self.ckpt = opened(self.root, **self.options)
+        self.ckpt = opened(self.place, **self.options)
         assert self.ckpt.restore(state_of(UNTOUCHED)) == 0
 
     def abandon(self) -> None:
@@ -173,9 +174,7 @@ class RunMachine(RuleBasedStateMachine):
     )
     def crash_while_saving(self, stride: int, n: int, below: str, mode: Mode) -> None:
         ckpt = self.process()
-        store = ckpt._history.store
-        assert isinstance(store, LocalStore)
-        store._calls = FailingCalls(n, mode, below=below)
+        ckpt._history.store = self.place.failing(n, mode, below)
         step = min(self.position + stride, LAST_STEP)
         try:
             ckpt.save(step, state_of(step))
@@ -234,9 +233,9 @@ class RunMachine(RuleBasedStateMachine):
     @rule()
     def plan_to_prune(self) -> None:
         ckpt = self.process()
-        before = on_disk(self.root)
+        before = on_disk(self.place)
         ckpt.prune(dry_run=True)
-        assert on_disk(self.root) == before
+        assert on_disk(self.place) == before
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), on=st.booleans())
@@ -256,7 +255,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule()
     def take_over(self) -> None:
         self.zombie = self.process()
-        fresh = opened(self.root, take_over=True, **self.options)
+        fresh = opened(self.place, take_over=True, **self.options)
         self.ckpt = fresh
         self.restore_into(fresh)
 
@@ -267,7 +266,7 @@ class RunMachine(RuleBasedStateMachine):
         assert zombie is not None
         if self.ckpt is zombie or not self.live():
             return
-        before, live = on_disk(self.root), self.live()
+        before, live = on_disk(self.place), self.live()
         verbs: dict[str, Callable[[], object]] = {
             "save": lambda: zombie.save(LAST_STEP, state_of(LAST_STEP)),
             "prune": zombie.prune,
@@ -277,7 +276,7 @@ class RunMachine(RuleBasedStateMachine):
         with pytest.raises(FencedError):
             verbs[verb]()
         assert self.live() == live
-        assert on_disk(self.root) == before
+        assert on_disk(self.place) == before
 
     @precondition(lambda self: self.last is not None)
     @rule(data=st.data())
@@ -285,10 +284,10 @@ class RunMachine(RuleBasedStateMachine):
         newest = self.live().get(self.order()[0]) if self.live() else None
         if newest is None or not self.known[newest.manifest_digest].good:
             return
-        name = data.draw(st.sampled_from(sorted(named_by(self.root, newest))), label="file")
-        body = bytearray((self.root / name).read_bytes())
+        name = data.draw(st.sampled_from(sorted(named_by(self.place, newest))), label="file")
+        body = bytearray(self.place.get(name))
         body[data.draw(st.integers(0, 10**6), label="byte") % len(body)] ^= 16
-        (self.root / name).write_bytes(body)
+        self.place.put(name, bytes(body))
         for digest, checkpoint in self.live().items():  # what has not changed is shared
             if digest == newest.manifest_digest or name in checkpoint.reuses or name.startswith(prefix_of(checkpoint)):
                 self.known[digest].good = False
@@ -299,21 +298,21 @@ class RunMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_live_is_whole(self) -> None:
-        store = LocalStore(self.root)
+        store = self.place.store
         for digest, checkpoint in self.live().items():
             assert (verify_checkpoint(store, checkpoint) == []) is self.known[digest].good
 
     @invariant()
     def what_lies_there_is_named(self) -> None:
-        state = head_of(self.root)
+        state = head_of(self.place)
         prefixes = tuple(prefix_of(checkpoint) for checkpoint in state.live)
-        data = {name for name in on_disk(self.root) if parse_attempt(name)} if self.root.exists() else set()
+        data = {name for name in on_disk(self.place) if parse_attempt(name)}
         unnamed = {name for name in data if not name.startswith(prefixes or ("-",))} - set(state.retired)
         unnamed -= {name for checkpoint in state.live for name in checkpoint.reuses}
         assert self.crashed or not unnamed
         for checkpoint in state.live:
             if self.known[checkpoint.manifest_digest].good:
-                named = named_by(self.root, checkpoint)
+                named = named_by(self.place, checkpoint)
                 assert named <= data
                 own = {name for name in data if name.startswith(prefix_of(checkpoint))}
                 shared = {name for other in state.live for name in other.reuses} | set(state.retired)
@@ -336,20 +335,17 @@ class RunMachine(RuleBasedStateMachine):
     @invariant()
     def the_order_is_the_models(self) -> None:
         if self.live():
-            assert [c.manifest_digest for c in open_run(str(self.root)).checkpoints()] == self.order()
+            assert [c.manifest_digest for c in run_of(self.place).checkpoints()] == self.order()
 
     def teardown(self) -> None:
         self.abandon()
         if self.zombie is not None and self.zombie._heartbeat is not None:
             self.zombie._heartbeat.stop()
-        shutil.rmtree(self.root.parent)
+        self.place.remove()
 
 
-@pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
-@pytest.mark.parametrize(("examples", "steps"), [(25, 20), pytest.param(300, 50, marks=pytest.mark.slow)])
-def test_a_run_lives_through_anything(fast_dir: Path, examples: int, steps: int) -> None:
-    """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""
-    RunMachine.memory = fast_dir
+def run_machine(new_place: Callable[[], Place], examples: int, steps: int) -> None:
+    RunMachine.new_place = new_place
     run_state_machine_as_test(
         RunMachine,
         settings=settings(
@@ -358,3 +354,25 @@ def test_a_run_lives_through_anything(fast_dir: Path, examples: int, steps: int)
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
+
+
+@pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
+@pytest.mark.parametrize(("examples", "steps"), [(25, 20), pytest.param(300, 50, marks=pytest.mark.slow)])
+def test_a_run_lives_through_anything(fast_dir: Path, examples: int, steps: int) -> None:
+    """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""
+    run_machine(lambda: LocalPlace(Path(tempfile.mkdtemp(dir=fast_dir)) / "run"), examples, steps)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("examples", "steps"), [(10, 20), pytest.param(100, 50, marks=pytest.mark.slow)])
+def test_a_run_in_an_object_store_lives_through_anything(examples: int, steps: int) -> None:
+    """P30, P31, P33, P60, P61, P66, P71: the same where a run is objects and prefixes."""
+    run_machine(MemoryPlace, examples, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_on_s3_lives_through_anything(ministack: S3Server, bucket: str) -> None:
+    """P30, P31, P33, P60, P61, P66, P71: the same on S3."""
+    numbers = count()
+    run_machine(lambda: S3Place(ministack, bucket, f"run-{next(numbers)}"), 10, 25)

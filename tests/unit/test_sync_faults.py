@@ -7,12 +7,15 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +26,7 @@ from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.transfer import changes
 from ckpt_tasks.checkpoint.upkeep import orphans, verify_run_directory
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.storage.local import LocalStore
@@ -117,6 +120,55 @@ def test_a_bit_that_flips_on_the_way(run_dir: Path, tmp_path: Path, times: int, 
     there = open_run(str(tmp_path / "b"))
     assert len(there.checkpoints()) == (outcome == "copied")
     assert verify_run_directory(there.history).good
+
+
+class Slow(WrappedStore):
+    """Break off the first part of the first object that has two, and let its second part come when `late` says so."""
+
+    def __init__(self, inner: Store, late: threading.Event):
+        super().__init__(inner)
+        self.broken = ""
+        self._late = late
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        if begin and not self.broken:
+            self.broken = name
+        if name != self.broken:
+            super().read(name, begin, into)
+        elif begin:
+            self._late.wait(2)
+            into[:] = bytes(into.nbytes)
+        else:
+            raise IntegrityError("cut", key=name)
+
+
+def test_a_read_that_comes_late_spoils_nothing(run_dir: Path, tmp_path: Path) -> None:
+    """P47: what is still being read of an object that was given up cannot land in the next one, which is verified."""
+    train(run_dir, 1, 2, of=lambda step: {"x": {"w": torch.full((5 << 20,), float(step))}})
+    late = threading.Event()
+    slow = Slow(LocalStore(run_dir), late)
+
+    def come() -> None:
+        late.set()
+        time.sleep(0.5)
+
+    copy(Run(History(slow), "run"), Meanwhile(LocalStore(tmp_path / "b"), come))
+    there = open_run(str(tmp_path / "b"))
+    assert len(there.checkpoints()) == 1
+    assert verify_run_directory(there.history).good
+
+
+def test_an_object_that_is_put_and_is_not_there(run_dir: Path, tmp_path: Path) -> None:
+    """P35: a target that says "done" and has nothing gets no commit."""
+
+    class Forgetful(WrappedStore):
+        def put(self, name: str, body: Any) -> None:
+            if not name.endswith(".safetensors"):
+                super().put(name, body)
+
+    with pytest.raises(StoreError, match="does not have the object"):
+        copy(train(run_dir, 1), Forgetful(LocalStore(tmp_path / "b")))
+    assert open_run(str(tmp_path / "b")).checkpoints() == []
 
 
 class Meanwhile(WrappedStore):

@@ -1,0 +1,131 @@
+"""`ckpt sync`: a run, or one checkpoint of it, at another store as well."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.progress import reading
+from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.words import age, count, size, span
+from ckpt_tasks.errors import OwnedError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.checkpoint.syncing import SyncReport
+    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["sync"]
+
+ToArgument = Annotated[
+    str, typer.Argument(metavar="TO", help="the run directory that gets it, new or of this run", show_default=False)
+]
+SingleOption = Annotated[
+    bool, typer.Option("--single-writer", help="TO has no put-if-absent, and nobody else writes there")
+]
+
+
+def sync(
+    checkpoint: CheckpointArgument, to: ToArgument, *, single_writer: SingleOption = False, as_json: JsonOption = False
+) -> None:
+    """Copy a run, or one checkpoint, to another store.
+
+    All live checkpoints without @STEP, with their evaluations and pins. Every byte is verified on the way, and what is
+    there already is not copied again: after an interruption, or for what is new, give the same command. Nothing is
+    removed from TO, and what was pruned there stays so. Exits with 1 if anything could not be copied.
+    """
+    with output(as_json) as out:
+        parsed = parse_target(checkpoint)
+        run = parsed.open()
+        only = None if parsed.which is None else run.find(parsed.which)
+        _sync(out, run, only, to, single_writer=single_writer)
+
+
+def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_writer: bool) -> None:
+    from ckpt_tasks.checkpoint.reading import open_store
+
+    target = open_store(to)
+    began = time.monotonic()
+    report = _copy(out, run, only, target, single_writer=single_writer)
+    took_s = time.monotonic() - began
+    good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
+    out.data(_facts(run, target, report, took_s, good=good))
+    if not out.as_json:
+        _print(out, run, target, report, took_s)
+    if not good:
+        out.fail()
+
+
+def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, single_writer: bool) -> SyncReport:
+    from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
+
+    plan = plan_sync(run, target, only)
+    with reading(out, "copying", plan.size_bytes) as told:
+        try:
+            return run_sync(run, target, plan, single_writer=single_writer, told=told)
+        except OwnedError as error:
+            error.hint = "Nothing is copied to a run that is training: stop it there, or copy to another directory."
+            raise
+
+
+def _facts(run: Run, target: Store, report: SyncReport, took_s: float, *, good: bool) -> dict[str, Any]:
+    return {
+        "run_key": run.run_key,
+        "from": run.history.store.url,
+        "to": target.url,
+        "good": good,
+        "checkpoints": [
+            {
+                "step": row.checkpoint.step,
+                "manifest_digest": row.checkpoint.manifest_digest,
+                "outcome": row.outcome,
+                "copied_bytes": row.copied_bytes,
+                "found_bytes": row.found_bytes,
+                "fault": row.fault,
+            }
+            for row in report.rows
+        ],
+        "evaluations": report.evaluations,
+        "pins": report.pins,
+        "faults": list(report.faults),
+        "took_s": round(took_s, 3),
+    }
+
+
+def _print(out: Output, run: Run, target: Store, report: SyncReport, took_s: float) -> None:
+    from rich.text import Text
+
+    out.print(Text.assemble(title(run), ("  →  ", "dim"), (printable(target.url), "dim")))
+    if report.rows:
+        out.print(_listing(report))
+    copied = [row for row in report.rows if row.outcome == "copied"]
+    more = [
+        *([count(report.evaluations, "evaluation")] if report.evaluations else []),
+        *([count(report.pins, "pin")] if report.pins else []),
+    ]
+    out.print(*(Text(printable(fault), style="red") for fault in report.faults))
+    if copied or more:
+        moved = size(sum(row.copied_bytes for row in copied))
+        what = ", ".join([f"{count(len(copied), 'checkpoint')} of {len(report.rows)}", *more, moved])
+        out.print(Text.assemble(("Copied", "bold green"), f": {what} in {span(took_s)}, every byte verified."))
+    elif not report.faults:
+        out.print("There is nothing to copy.")
+    if report.faults:
+        out.print(Text.assemble(("Not everything", "bold red"), " could be copied. See what is damaged: ckpt verify"))
+
+
+def _listing(report: SyncReport) -> Any:
+    made = table("step", "saved", "size", "copied", "result", right=("step", "size", "copied"))
+    styles = {"copied": "", "damaged": "red", "refused": "red"}
+    for row in reversed(report.rows):
+        one = row.checkpoint
+        found = f", {size(row.found_bytes)} lay there" if row.found_bytes else ""
+        copied = size(row.copied_bytes) if row.copied_bytes else ""
+        cells = (str(one.step), age(one.saved_at), size(one.size_bytes), copied, f"{row.outcome}{found}")
+        made.add_row(*cells, style=styles.get(row.outcome, "dim"))
+    return made

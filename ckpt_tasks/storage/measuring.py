@@ -1,0 +1,375 @@
+"""Measure a store: what it can do, how long requests take, how many bytes a second go up and come down.
+
+All of it happens in a place of its own, below `probe/`, which is no name of a run: a run that is there is neither read
+nor changed. Whatever was written is deleted at the end, however it ends; requests are made once, so that a failure is
+seen as one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.digests import digest_bytes
+from ckpt_tasks.storage.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, summarize
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.probe import prove
+from ckpt_tasks.storage.retrying import RetryingStore
+
+__all__ = ["measure"]
+
+_TRIES = 30
+_SMALL_BYTES = 4096  # about a ledger entry
+_LARGE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20  # what a restore reads at once, and the largest object that goes up in one request
+_IN_FLIGHT = 8
+_ROUNDS = 3
+_ENOUGH_S = 10.0  # of large objects, for a link so slow that one round says it all
+_PATIENCE_S = 10.0
+_ROOM = 16  # times the large object: what a run that is there may need is not taken from it
+
+
+class _StoppedError(Exception):
+    """Whoever asked has gone."""
+
+
+def measure(
+    store: Store, *, large_bytes: int = _LARGE_BYTES, told: Callable[[str], None] = lambda doing: None
+) -> Findings:
+    """Try a store and measure it; `told` hears what is being done.
+
+    Ctrl-C ends it between two requests; what was written is deleted then as well. Directories above a local place
+    that were not there are removed. Raises ConfigError where the store cannot be used at all.
+    """
+    trial = _Trial(store, large_bytes, told)
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
+        running = thread.submit(trial.run)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            trial.stop.set()
+            # A large object that is on its way would else arrive after everything has been deleted.
+            with suppress(StoreError):
+                store.drop_unfinished(trial.is_ours)
+            raise
+
+
+class _Trial:
+    """One round of everything; `place` is where it happens."""
+
+    def __init__(self, store: Store, large_bytes: int, told: Callable[[str], None]):
+        self.store = store
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # for what is asked once and has to be known
+        self.place = f"probe/{secrets.token_hex(8)}"
+        self.stop = threading.Event()
+        self._large_bytes = large_bytes
+        self._told = told
+        self._written: list[str] = []
+        self._abilities: dict[str, Ability] = {}
+        self._latencies: dict[str, Latency] = {}
+
+    def is_ours(self, name: str) -> bool:
+        """Say whether a name lies in this trial's place."""
+        return name.startswith(f"{self.place}/")
+
+    def run(self) -> Findings:
+        """Do everything and tidy up."""
+        made = _missing(self.store.root) if isinstance(self.store, LocalStore) else []
+        up = down = None
+        disk = None
+        left: tuple[str, ...] = ()
+        try:
+            if self._basics() and self._exclusive():
+                disk = self._disk()
+                self._requests()
+                up, down = self._bandwidth(disk)
+        finally:
+            left = self._tidy(made)
+        return Findings(
+            url=self.store.url,
+            endpoint=self.store.endpoint,
+            abilities=self._abilities,
+            latencies=self._latencies,
+            large_bytes=self._large_bytes,
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+            disk=disk,
+            left=left,
+        )
+
+    # ── what it can do ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _basics(self) -> bool:
+        """Try what every checkpoint needs, in the order in which one thing needs the other; stop at the first lack."""
+        self._doing("trying what it can do")
+        checks: list[tuple[str, Callable[[], bool]]] = [
+            ("list", lambda: self.store.names(f"{self.place}/") == []),
+            ("write", self._writes),
+            ("delete", self._deletes),
+            ("read", self._reads),
+            ("ordered listing", self._lists),
+            ("ranged reads", self._ranges),
+        ]
+        return all(self._try(name, check) for name, check in checks)
+
+    def _try(self, name: str, check: Callable[[], bool]) -> bool:
+        self._pause()
+        try:
+            works, seen = check(), ""
+        except (StoreError, IntegrityError) as error:
+            works, seen = False, error.message
+        self._abilities[name] = Ability(works, seen)
+        return works
+
+    def _writes(self) -> bool:
+        self.store.replace(self._new("first"), b"first")
+        return True
+
+    def _deletes(self) -> bool:
+        name = self._new("short-lived")
+        self.patient.replace(name, b"here")
+        self.patient.delete(name)
+        self.patient.delete(name)
+        try:
+            self.patient.size(name)
+        except ObjectNotFoundError:
+            return name not in self.patient.names(f"{self.place}/")
+        return False
+
+    def _reads(self) -> bool:
+        for n in range(8):
+            name, body = self._new(f"read-{n}"), f"{n}".encode()
+            self.patient.replace(name, body)
+            if self.patient.get(name, 16) != body or self.patient.size(name) != len(body):
+                return False
+        return True
+
+    def _lists(self) -> bool:
+        names = [self._new(f"listed/{n}") for n in (9, 10, 2, 0, 11)]
+        for name in names:
+            self.patient.replace(name, b"x")
+        below = f"{self.place}/listed/"
+        return self.patient.names(below) == sorted(names) and self.patient.names(below, limit=1) == sorted(names)[:1]
+
+    def _ranges(self) -> bool:
+        body, name = os.urandom(100_000), self._new("ranged")
+        self.patient.replace(name, body)
+        for begin, end in ((0, 1), (1, 4097), (4096, 50_001), (99_999, 100_000)):
+            part = bytearray(end - begin)
+            self.patient.read(name, begin, memoryview(part))
+            if part != body[begin:end]:
+                return False
+        return True
+
+    def _exclusive(self) -> bool:
+        """See whether of two writers of one name one loses; without that, go on as a single writer would."""
+        self._pause()
+        try:
+            prove(self.patient, single_writer=False)
+        except ConfigError:
+            seen = "a second writer replaces what the first one wrote"
+        except StoreError as error:
+            if error.transient:
+                raise  # it says nothing about what the store can do
+            seen = error.message
+        else:
+            self._abilities[EXCLUSIVE] = Ability(True)
+            return True
+        self._abilities[EXCLUSIVE] = Ability(False, seen)
+        self.store.assume_single_writer()
+        return self._try("read", self._proves_alone)
+
+    def _proves_alone(self) -> bool:
+        try:
+            return prove(self.patient, single_writer=True)["read_after_write"]
+        except ConfigError:
+            return False
+
+    # ── how fast ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _requests(self) -> None:
+        body = [os.urandom(_SMALL_BYTES)]
+        names = [self._new(f"timed-{n}") for n in range(_TRIES)]
+        self._time("put", [partial(self.store.put, name, body) for name in names])
+        self._time("get", [partial(self.store.get, name, _SMALL_BYTES) for name in names])
+        self._time("list", [lambda: self.store.names(f"{self.place}/", limit=16)] * _TRIES)
+
+    def _time(self, what: str, requests: Iterable[Callable[[], object]]) -> None:
+        self._doing(f"measuring how long a small {what} takes")
+        samples_s: list[float] = []
+        failed = 0
+        for request in requests:
+            self._pause()
+            began = time.perf_counter()
+            try:
+                request()
+            except StoreError:
+                failed += 1
+            else:
+                samples_s.append(time.perf_counter() - began)
+        self._latencies[what] = summarize(samples_s, failed)
+
+    def _bandwidth(self, disk: Disk | None) -> tuple[float | None, float | None]:
+        if disk is not None and disk.free_bytes < _ROOM * self._large_bytes:
+            self._abilities["large objects"] = Ability(None, f"not tried: only {disk.free_bytes >> 20} MiB are free")
+            return None, None
+        body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")  # aligned, as a save's images are
+        for piece in _pieces(body):
+            piece[:] = os.urandom(piece.nbytes)
+        up_s: list[float] = []
+        down_s: list[float] = []
+        began = time.monotonic()
+
+        def there_and_back() -> bool:
+            while len(up_s) < _ROUNDS and (not up_s or time.monotonic() - began < _ENOUGH_S):
+                name = self._new(f"large-{len(up_s)}")
+                self._doing("measuring the way up")
+                up_s.append(_timed(partial(self.store.put, name, [body])))
+                self._doing("measuring the way down")
+                down_s.append(_timed(partial(self._read_large, name, back)))
+                if digest_bytes(back) != digest_bytes(body):
+                    return False
+                self.patient.delete(name)
+            return True
+
+        if self._try("large objects", there_and_back):
+            self._conditional_multipart(body[: _PIECE_BYTES + 1])
+        return self._rate(up_s), self._rate(down_s)
+
+    def _rate(self, samples_s: Sequence[float]) -> float | None:
+        return self._large_bytes / median(samples_s) if samples_s else None
+
+    def _read_large(self, name: str, into: memoryview) -> None:
+        begins = range(0, self._large_bytes, _PIECE_BYTES)
+        with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-measure") as threads:
+            list(threads.map(self.store.read, [name] * len(begins), begins, _pieces(into)))
+
+    def _conditional_multipart(self, body: memoryview) -> None:
+        """See whether a second large object of one name is refused; nothing rests on it, and not every server does."""
+        if isinstance(self.store, LocalStore) or not self._abilities[EXCLUSIVE].works or len(body) <= _PIECE_BYTES:
+            return
+        self._doing("trying a second large object of one name")
+        name = self._new("twice")
+
+        def refused() -> bool:
+            self.store.put(name, [body])
+            try:
+                self.store.put(name, [body])
+            except ObjectExistsError:
+                return True
+            return False
+
+        if not self._try("conditional multipart", refused):
+            seen = self._abilities["conditional multipart"].seen or "a second one takes the place of the first"
+            self._abilities["conditional multipart"] = Ability(False, seen)
+
+    # ── a directory ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _disk(self) -> Disk | None:
+        if not isinstance(self.store, LocalStore):
+            return None
+        self._doing("trying fsync, O_DIRECT and link")
+        directory = self.store.root / self.place
+        a, b = (directory / f".tmp-{secrets.token_hex(8)}" for _ in "ab")
+        try:
+            fsync = _fsyncs(a)
+            return Disk(fsync, _takes_direct(a), _takes_link(a, b), shutil.disk_usage(directory).free)
+        finally:
+            for path in (a, b):
+                path.unlink(missing_ok=True)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new(self, what: str) -> str:
+        name = f"{self.place}/{what}"
+        self._written.append(name)
+        return name
+
+    def _doing(self, what: str) -> None:
+        self._pause()
+        self._told(what)
+
+    def _pause(self) -> None:
+        if self.stop.is_set():
+            raise _StoppedError
+
+    def _tidy(self, made: Sequence[Path]) -> tuple[str, ...]:
+        """Delete what was written, and the directories that were made for it; return what is still there."""
+        self._told("tidying up")
+        left = list(self._written)
+        for name in self._written:
+            try:
+                self.patient.delete(name)
+            except StoreError as error:
+                if error.transient:
+                    break  # a store that does not answer is not asked a hundred times more
+            else:
+                left.remove(name)
+        for directory in made:
+            with suppress(OSError):  # somebody else's file is in it by now
+                directory.rmdir()
+        return tuple(left)
+
+
+def _timed(request: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    request()
+    return time.perf_counter() - began
+
+
+def _pieces(body: memoryview) -> list[memoryview]:
+    return [body[begin : begin + _PIECE_BYTES] for begin in range(0, body.nbytes, _PIECE_BYTES)]
+
+
+def _missing(directory: Path) -> list[Path]:
+    """Return the directories down to this one that are not there, the innermost first."""
+    return [place for place in (directory, *directory.parents) if not place.exists()]
+
+
+def _fsyncs(path: Path) -> Latency:
+    """Time the fsync of a few new bytes."""
+    samples_s = []
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        for n in range(_TRIES):
+            os.pwrite(fd, os.urandom(_SMALL_BYTES), n * _SMALL_BYTES)
+            samples_s.append(_timed(lambda: os.fsync(fd)))
+    finally:
+        os.close(fd)
+    return summarize(samples_s)
+
+
+def _takes_direct(path: Path) -> Ability:
+    """See whether a file can be written around the page cache."""
+    if not hasattr(os, "O_DIRECT"):
+        return Ability(False, "this system has none")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        try:
+            os.pwrite(fd, mmap.mmap(-1, _SMALL_BYTES), 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return Ability(False, error.strerror or str(error))
+    return Ability(True)
+
+
+def _takes_link(path: Path, other: Path) -> Ability:
+    """See whether a file can get a second name, which is how an entry of the ledger gets its own."""
+    try:
+        os.link(path, other)
+    except OSError as error:
+        return Ability(False, error.strerror or str(error))
+    return Ability(True)

@@ -1,0 +1,95 @@
+"""SIGTERM and Ctrl-C in mid-upload: what was saved is committed, or the next start aborts what is left of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from tests.crash import zombie
+from tests.crash.places import S3Place
+from tests.crash.runs import UNTOUCHED, opened, run_of
+from tests.faults.chaos import Chaos
+from tests.faults.rules import Fault, Gate
+
+
+@contextmanager
+def in_mid_upload(
+    place: S3Place, chaos: Chaos, output: Path, *more: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Gate]]:
+    """Run a trainer until the second part of its second checkpoint is on its way, and held there."""
+    gate = Gate()
+    chaos.on(Fault(hold_request=gate), operation="UploadPart", key="checkpoint_000000000002", skip=1, times=1)
+    options = json.dumps(place.through(chaos.endpoint).storage_options)
+    command = [sys.executable, "-m", "tests.crash.zombie", place.url, "--storage-options", options]
+    command += ["--ballast-bytes", str(zombie.LARGE), *more]
+    with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not gate.reached.is_set():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            yield process, gate
+        finally:
+            gate.open()
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "entered"),
+    [
+        (signal.SIGTERM, True),
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_waits_for_the_upload(
+    s3_place: S3Place, chaos: Chaos, tmp_path: Path, number: signal.Signals, entered: bool
+) -> None:
+    """P69, P72: within `with` a signal waits for the commit, and outside of it Ctrl-C does at the interpreter's end."""
+    more = ["--entered"] if entered else []
+    with in_mid_upload(s3_place, chaos, tmp_path / "output", *more) as (process, gate):
+        process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        gate.open()
+        assert process.wait(60) == -number, (tmp_path / "output").read_text()
+    run = run_of(s3_place)
+    assert [c.step for c in run.checkpoints()] == [2, 1]
+    found = verify_run_directory(run.history)
+    assert (found.good, found.orphans, s3_place.uploads()) == (True, (), [])
+    owner = run.head().state.owner
+    assert owner is not None
+    assert owner.released is entered
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM,), pytest.param((signal.SIGINT, signal.SIGINT), marks=pytest.mark.slow)]
+)
+def test_an_upload_that_a_signal_ended_is_aborted_by_the_next_start(
+    s3_place: S3Place, chaos: Chaos, tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
+    """P67, P69: what SIGTERM, or a second Ctrl-C, leaves of an upload is gone once the next process has committed."""
+    with in_mid_upload(s3_place, chaos, tmp_path / "output") as (process, _):
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.5)
+        assert process.wait(60) != 0
+    assert len(s3_place.uploads()) == 1
+    with opened(s3_place) as ckpt:
+        state = zombie.laden(UNTOUCHED, zombie.LARGE)
+        assert ckpt.restore(state) == 1
+        zombie.check_laden(state, 1)
+        ckpt.save(2, zombie.laden(2, zombie.LARGE))
+    assert s3_place.uploads() == []
+    found = verify_run_directory(run_of(s3_place).history)
+    assert (found.good, found.orphans) == (True, ())

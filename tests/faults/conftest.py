@@ -1,0 +1,31 @@
+"""A place of its own on ministack for every test of S3's faults, behind the proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_tasks.storage import retrying
+from tests.faults.chaos import Chaos
+from tests.faults.s3_runs import Place
+from tests.servers.process import token
+from tests.servers.s3 import S3Server
+
+
+@pytest.fixture(scope="session")
+def common_bucket(ministack: S3Server) -> Iterator[str]:
+    """Return a bucket that many tests use, each below a prefix of its own."""
+    with ministack.fresh_bucket() as name:
+        yield name
+
+
+@pytest.fixture
+def place(
+    ministack: S3Server, common_bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    """Return a place for a run, as it is seen through the proxy and past it; between tries it waits a tenth as long."""
+    monkeypatch.setattr(retrying, "_FIRST_S", 0.02)
+    found = Place(ministack, chaos, common_bucket, token())
+    yield found
+    found.clear()

@@ -1,0 +1,230 @@
+"""Who may do what over S3: credentials that expire, a clock that is wrong, permissions that go and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.storage import s3
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.retrying import RetryingStore
+from tests.faults import answers
+from tests.faults.answers import Answer
+from tests.faults.rules import Fault
+from tests.faults.s3_runs import Place, commit, commits, is_state, state_of
+from tests.storage.conformance import pattern
+
+LARGE = pattern(1_000_003)
+
+
+class Keys:
+    """A credentials file that is rewritten while a process uses it, and a server that takes the newest key alone."""
+
+    def __init__(self, place: Place, path: Path):
+        self.place, self.path = place, path
+        self.number = 0
+        self.rotate()
+
+    def rotate(self, answer: Answer = answers.EXPIRED_TOKEN, **match: Any) -> None:
+        """From now on the old key has expired, for requests that match, and the file has a new one."""
+        if self.number:
+            old = {"authorization": f"Credential=KEY{self.number}/"}
+            self.place.chaos.on(Fault(answer=answer), headers=old, **match)
+        self.number += 1
+        keys = f"aws_access_key_id = KEY{self.number}\naws_secret_access_key = hush\n"
+        self.path.write_text(f"[default]\n{keys}aws_session_token = token{self.number}\n", encoding="utf-8")
+
+    def seen(self) -> set[str]:
+        """Return which keys requests were signed with."""
+        return {one.headers["authorization"].split("Credential=")[1].split("/")[0] for one in self.place.chaos.log}
+
+
+@pytest.fixture
+def keys(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """Return the credentials file that clients find through the environment."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return Keys(place, tmp_path / "credentials")
+
+
+def unkeyed(place: Place) -> dict[str, Any]:
+    """Return storage options without credentials: they come from where clients look."""
+    return {name: value for name, value in place.options().items() if name not in ("key", "secret", "session")}
+
+
+# ── expired credentials ──────────────────────────────────────────────────────────────────────────────────────────
+
+REQUESTS: dict[str, Callable[[RetryingStore], object]] = {
+    "get": lambda store: store.get("there", 10),
+    "read": lambda store: store.read("there", 1, memoryview(bytearray(2))),
+    "size": lambda store: store.size("there"),
+    "names": lambda store: store.names(""),
+    "put": lambda store: store.put("new", [b"abc"]),
+    "put_if_absent": lambda store: store.put_if_absent("once", b"abc"),
+    "replace": lambda store: store.replace("beat", b"abc"),
+    "delete": lambda store: store.delete("new"),
+}
+
+
+def test_every_request_is_made_again_with_renewed_credentials(place: Place, keys: Keys) -> None:
+    """An expired token is answered; the next try reads the credentials anew, and it works; whatever the request was."""
+    place.past.put("there", b"0123")
+    store = RetryingStore(ObjectStore(place.url, unkeyed(place)), deadline_s=20)
+    for number, request in enumerate(REQUESTS.values(), 1):
+        request(store)
+        if "new" in place.past.names():
+            place.past.delete("new")
+        place.past.delete("once")
+        keys.rotate(answers.EXPIRED_TOKEN if number % 2 else answers.EXPIRED_TOKEN_403)
+        request(store)
+        assert f"KEY{number + 1}" in keys.seen()
+
+
+def test_credentials_that_expire_within_an_upload(place: Place, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the parts are there when the token expires: the upload is made again with the new one, and is whole."""
+    monkeypatch.setattr(s3, "PART_BYTES", 1 << 16)
+    store = RetryingStore(ObjectStore(place.url, unkeyed(place)), deadline_s=20)
+    assert store.names("") == []
+    keys.rotate(operation="UploadPart", query={"partNumber": "^(9|1[0-6])$"})
+    store.put("large", [LARGE])
+    parts = place.chaos.requests(operation="UploadPart")
+    assert {one.status for one in parts} >= {200, 400}
+    assert keys.seen() == {"KEY1", "KEY2"}
+    assert place.past.get("large") == LARGE
+
+
+def test_a_run_goes_on_over_expired_credentials(place: Place, keys: Keys) -> None:
+    """The token expires between two saves, and again before the restore: nothing is lost, and nobody is told."""
+    with place.run(storage_options=unkeyed(place)) as ckpt:
+        ckpt.save(1, state_of(1))
+        keys.rotate()
+        ckpt.save(2, state_of(2))
+        keys.rotate()
+        state = state_of(0)
+        assert ckpt.restore(state) == 2
+    assert is_state(state, 2)
+    assert keys.seen() == {"KEY1", "KEY2", "KEY3"}
+
+
+def test_credentials_that_stay_expired_are_a_clear_error(place: Place) -> None:
+    """Nobody renews them: after the deadline the error says what has happened and what to do; nothing is committed."""
+    history = place.history(deadline_s=0.3)
+    place.chaos.on(Fault(answer=answers.EXPIRED_TOKEN))
+    with pytest.raises(StoreError, match=r"400 ExpiredToken .*have expired: use a profile or a role") as caught:
+        commit(history, 5)
+    assert caught.value.transient
+    place.chaos.off()
+    assert commit(history, 6) == 1
+    assert commits(place.truth) == [6]
+
+
+# ── no permission ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (answers.TIME_TOO_SKEWED, "clock of this host is wrong"),
+        (answers.ACCESS_DENIED, "may not do this"),
+        (answers.error(403, "SignatureDoesNotMatch"), "secret key is wrong"),
+        (answers.error(403, "InvalidAccessKeyId"), "no user of this endpoint"),
+        (answers.error(404, "NoSuchBucket"), "Create the bucket first"),
+        (answers.error(301, "PermanentRedirect"), "another region"),
+    ],
+    ids=lambda it: str(it.status) if isinstance(it, Answer) else it,
+)
+@pytest.mark.parametrize("operation", ["ListObjects", "PutObject"])
+def test_what_does_not_pass_by_itself_is_said_at_once(
+    place: Place, answer: Answer, hint: str, operation: str
+) -> None:
+    """A wrong clock, key, bucket or region is not tried again for minutes: the hint says what to mend."""
+    history = place.history()
+    rule = place.chaos.on(Fault(answer=answer), operation=operation)
+    with pytest.raises(StoreError, match=hint) as caught:
+        commit(history, 5)
+    assert not caught.value.transient
+    assert rule.hits <= 10  # a redirection is followed once by the client
+    place.chaos.off()
+    assert commit(history, 6) == 1
+    assert commits(place.truth) == [6]
+
+
+def test_a_head_that_is_refused_without_a_word(place: Place) -> None:
+    """The answer to a HEAD says no reason: the size is asked for with a GET, which has it, or says why not."""
+    place.past.put("there", b"0123")
+    place.past.put("empty", b"")
+    place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="HeadObject")
+    store = place.store()
+    assert (store.size("there"), store.size("empty")) == (4, 0)
+    place.chaos.on(Fault(answer=answers.error(403, "SignatureDoesNotMatch")), operation="GetObject")
+    with pytest.raises(StoreError, match="SignatureDoesNotMatch"):
+        store.size("there")
+
+
+@pytest.mark.parametrize("operation", ["PutObject", "GetObject", "ListObjects"])
+def test_permission_that_is_taken_within_a_run_and_given_back(place: Place, operation: str) -> None:
+    """P28: a save fails and says why; what was committed stays, and the same run goes on when it may again."""
+    with place.run() as ckpt:
+        ckpt.save(1, state_of(1))
+        denied = place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation=operation)
+        with pytest.raises(CkptError, match="may not do this|cannot be known"):
+            ckpt.save(2, state_of(2))
+        place.chaos.off(denied)
+        ckpt.save(3, state_of(3))
+    steps = commits(place.truth)
+    assert (steps[0], steps[-1]) == (1, 3)
+    state = state_of(0)
+    with place.run() as ckpt:
+        assert ckpt.restore(state) == 3
+    assert is_state(state, 3)
+
+
+def test_who_may_not_delete_may_save(place: Place) -> None:
+    """P67: pruning is denied: saves go on, the ledger remembers what is to go, and it goes once it may."""
+    denied = place.chaos.on(Fault(answer=answers.ACCESS_DENIED), method="DELETE", key="/checkpoint_")
+    with place.run(max_num_checkpoints=1) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step))
+        assert [one.step for one in ckpt.checkpoints()] == [3]
+        assert any("checkpoint_000000000001" in name for name in place.past.names())
+        place.chaos.off(denied)
+        ckpt.save(4, state_of(4))
+    left = {name.split("/")[0] for name in place.past.names() if name.startswith("checkpoint_")}
+    assert left == {"checkpoint_000000000004"}
+
+
+# ── options that are wrong ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"secrett": "x"}, ConfigError, "storage_options are not what s3 takes: .*secrett"),
+        ({"config_kwargs": {"read_timeoutt": 1}}, ConfigError, "storage_options are not what s3 takes"),
+        ({"endpoint_url": "nonsense"}, ConfigError, "storage_options are not what s3 takes: .*nonsense"),
+        ({"profile": "nobody"}, StoreError, "nobody.*Give credentials"),
+        ({"key": None, "secret": None}, StoreError, "Give credentials"),
+        ({"key": "half", "secret": None}, StoreError, "Give credentials"),
+    ],
+    ids=lambda it: "-".join(it) if isinstance(it, dict) else "",
+)
+def test_bad_options_are_named(place: Place, options: dict[str, Any], error: type[CkptError], message: str) -> None:
+    """A misspelled option or missing credentials are found by the first request, and nothing is tried again."""
+    given = {**unkeyed(place), "key": "me", "secret": "hush", **options}
+    store = RetryingStore(ObjectStore(place.url, given), deadline_s=20)
+    with pytest.raises(error, match=message) as caught:
+        store.names("")
+    assert not getattr(caught.value, "transient", False)
+    assert place.chaos.log == []
+
+
+def test_nobody_at_the_endpoint(place: Place) -> None:
+    """No server listens: a StoreError after the deadline that says so."""
+    options = {**place.options(), "endpoint_url": "http://127.0.0.1:9"}
+    store = RetryingStore(ObjectStore(place.url, options), deadline_s=0.2)
+    with pytest.raises(StoreError, match="no answer from the store") as caught:
+        store.names("")
+    assert caught.value.transient

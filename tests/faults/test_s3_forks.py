@@ -1,0 +1,147 @@
+"""A process that forks after it used the store: parent and children go on, each over its own connections."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.port import Store
+from tests.faults.s3_runs import Place, is_state, state_of
+
+LATE_S = 30
+
+
+@pytest.fixture
+def store(place: Place) -> ObjectStore:
+    """Return a store that this process has used, with ten small objects."""
+    found = ObjectStore(place.url, place.server.storage_options)
+    for n in range(10):
+        found.put(f"samples/{n}", [f"{n}".encode()])
+    return found
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run something in a forked child and return how that ended: 0, or what killed it."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(LATE_S)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 (the child must end here, whatever happens)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def use(store: Store, name: str) -> None:
+    """Write, read and list, as if nothing had happened."""
+    store.put(name, [b"child"])
+    assert store.get(name, 10) == b"child"
+    assert name in store.names("")
+
+
+def test_a_forked_child_uses_the_store(store: ObjectStore) -> None:
+    """S3's client belongs to one process: the child makes its own, and what it writes the parent sees."""
+    assert in_child(lambda: use(store, "by/child")) == 0
+    assert store.get("by/child", 10) == b"child"
+
+
+def test_the_parents_connections_live_on(store: ObjectStore) -> None:
+    """A child that used the store, or dropped it, has closed nothing of the parent's: its next requests do not stall."""
+
+    def drop() -> None:
+        nonlocal store
+        store.put("by/child", [b"x"])
+        del store
+        gc.collect()
+
+    for name, work in (("uses", lambda: use(store, "by/first")), ("drops", drop)):
+        with ThreadPoolExecutor(6) as threads:  # several connections that lie idle
+            assert [*threads.map(lambda n: store.get(f"samples/{n}", 10), range(6))]
+        assert in_child(work) == 0
+        began = time.monotonic()
+        with ThreadPoolExecutor(6) as threads:
+            found = [*threads.map(lambda n: store.get(f"samples/{n}", 10), range(6))]
+        assert found == [b"0", b"1", b"2", b"3", b"4", b"5"]
+        assert time.monotonic() - began < 10, name
+
+
+def test_a_fork_while_another_thread_opens_the_store(store: ObjectStore) -> None:
+    """A lock that was held when the process forked is nobody's in the child: it does not wait for ever."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store._opening:
+            held.set()
+            done.wait(LATE_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(LATE_S)
+    try:
+        assert in_child(lambda: use(store, "by/child")) == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_processes_of_multiprocessing_use_the_store(store: ObjectStore) -> None:
+    """Two forked processes at once; and where processes are spawned, the store is sent to them by pickle."""
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=use, args=(store, f"by/{n}")) for n in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(LATE_S)
+    assert [child.exitcode for child in children] == [0, 0]
+    sent = pickle.loads(pickle.dumps(store))
+    assert sent.names("by/") == ["by/0", "by/1"]
+
+
+class Samples(Dataset[int]):
+    """Samples that lie in the object store."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.store.get(f"samples/{index}", 10))
+
+
+@pytest.fixture
+def _threads_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads_back")
+def test_workers_of_a_data_loader_use_the_store_while_training_saves(place: Place, store: ObjectStore) -> None:
+    """P22: two forked workers read their samples from the store that the trainer saves to, before and after."""
+    with place.run(storage_options=place.server.storage_options) as ckpt:
+        for epoch in (1, 2):
+            ckpt.save(2 * epoch - 1, state_of(2 * epoch - 1))
+            loader = DataLoader(Samples(store), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+            seen = sorted(int(one) for batch in loader for one in batch)
+            assert seen == [*range(10)]
+            ckpt.step(2 * epoch, state_of(2 * epoch))
+            ckpt.save(2 * epoch, state_of(2 * epoch))
+    state = state_of(0)
+    with place.run(storage_options=place.server.storage_options) as ckpt:
+        assert ckpt.restore(state) == 4
+    assert is_state(state, 4)

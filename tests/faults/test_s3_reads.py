@@ -1,0 +1,248 @@
+"""Reading over S3 while answers are cut, torn, flipped or of yesterday: what is restored is what was saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
+from ckpt_tasks.format.keys import ledger_name
+from tests.faults import answers
+from tests.faults.rules import Fault, Gate, Rule
+from tests.faults.s3_runs import OTHER, Place, commit, commits, is_state, live, state_of, take
+from tests.servers.process import token
+from tests.servers.s3 import S3Server
+
+NEWEST = "/checkpoint_000000000003/"
+# What is read of a checkpoint, and which of the requests for it.
+READS: dict[str, tuple[str, int]] = {
+    "manifest": (r"manifest\.json$", 0),
+    "index": (r"index\.arrow$", 0),
+    "header": (r"weights-", 0),
+    "region": (r"weights-", 1),
+}
+CUTS = [
+    Fault(reset_answer_at=20),
+    Fault(truncate_answer_at=20),
+    Fault(drop_answer=True),
+    Fault(drop_request=True),
+    Fault(answer=answers.INTERNAL_ERROR),
+    Fault(answer=answers.SLOW_DOWN),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(ministack: S3Server, common_bucket: str) -> str:
+    """Return the prefix of a run of three checkpoints; restoring from it adds nothing but owners and notes."""
+    prefix = token()
+    given = {"storage_options": ministack.storage_options, "memory_dir": None, "max_num_checkpoints": None}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=f"s3://{common_bucket}/{prefix}", **given)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step))
+    return prefix
+
+
+@pytest.fixture
+def saved(place: Place, trained: str) -> Place:
+    """Return the place of that run."""
+    return replace(place, prefix=trained)
+
+
+def restored(place: Place, **more: Any) -> tuple[int, list[int], dict[str, Any]]:
+    """Restore the newest good one: its step, the steps that were passed over, and the state."""
+    state = state_of(0)
+    with place.run(**more) as ckpt:
+        step = ckpt.restore(state)
+        assert ckpt.last_restore is not None
+        return step, [passed for passed, _ in ckpt.last_restore.skipped], state
+
+
+# ── a checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_read_that_breaks_off_is_made_again(saved: Place, what: str) -> None:
+    """P47: connections that are reset, answers that end too early, errors: read again, and nothing is passed over."""
+    key, skip = READS[what]
+    match = {"operation": "GetObject", "key": NEWEST + ".*" + key}
+    rules = [saved.chaos.on(cut, **match, skip=skip, times=1) for cut in CUTS]
+    step, passed, state = restored(saved)
+    assert (step, passed, [rule.hits for rule in rules]) == (3, [], [1] * len(CUTS))
+    assert is_state(state, 3)
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_bit_that_flips_once_is_read_again(saved: Place, what: str) -> None:
+    """P49: the network changed a bit on the way: the digest sees it, a second read has the right bytes."""
+    key, skip = READS[what]
+    flip = Fault(flip_answer_at=20)
+    rule = saved.chaos.on(flip, operation="GetObject", key=NEWEST + ".*" + key, skip=skip, times=1)
+    step, passed, state = restored(saved)
+    assert (step, passed, rule.hits) == (3, [], 1)
+    assert is_state(state, 3)
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_bit_that_always_flips_is_a_damaged_checkpoint(saved: Place, what: str) -> None:
+    """P49: however often it is read: the older checkpoint is restored, and the report says which was passed over."""
+    key, skip = READS[what]
+    rule = saved.chaos.on(Fault(flip_answer_at=20), operation="GetObject", key=NEWEST + ".*" + key, skip=skip)
+    step, passed, state = restored(saved)
+    assert (step, passed) == (2, [3])
+    assert 1 < rule.hits < 10
+    assert is_state(state, 2)
+
+
+def test_with_no_good_one_left_the_target_is_untouched(saved: Place) -> None:
+    """P49, P50: regions of every checkpoint flip: NoGoodCheckpointError with every reason; nothing has changed."""
+    saved.chaos.on(Fault(flip_answer_at=20), operation="GetObject", key=r"weights-", headers={"range": "^bytes=[1-9]"})
+    state = state_of(7)
+    with saved.run() as ckpt, pytest.raises(NoGoodCheckpointError) as caught:
+        ckpt.restore(state)
+    assert [step for step, _ in caught.value.reasons] == [3, 2, 1]
+    assert all("have changed" in why for _, why in caught.value.reasons)
+    assert is_state(state, 7)
+
+
+def test_a_store_that_fails_is_no_damaged_checkpoint(saved: Place) -> None:
+    """P47: the newest cannot be reached: a StoreError, not the older one; the target is untouched, and later it works."""
+    down = saved.chaos.on(Fault(drop_answer=True), operation="GetObject", key=NEWEST)
+    state = state_of(7)
+    with saved.run(deadline_s=0.2) as ckpt:
+        with pytest.raises(StoreError, match="no answer from the store"):
+            ckpt.restore(state)
+        assert is_state(state, 7)
+        saved.chaos.off(down)
+        assert ckpt.restore(state) == 3
+    assert is_state(state, 3)
+
+
+def test_a_read_that_stalls_is_noticed(saved: Place) -> None:
+    """P43: an answer that never comes is given up after the read timeout, and asked for again."""
+    never = Gate()
+    rule = saved.chaos.on(Fault(hold_answer=never), operation="GetObject", key=NEWEST, times=2)
+    options = saved.options(read_timeout=0.4)
+    step, passed, state = restored(saved, storage_options=options)
+    assert (step, passed, rule.hits) == (3, [], 2)
+    assert is_state(state, 3)
+
+
+# ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def history(place: Place) -> History:
+    """Return a ledger behind the proxy with three commits: entries 1 to 3."""
+    found = place.history()
+    for step in (1, 2, 3):
+        commit(found, step)
+    return found
+
+
+@pytest.mark.parametrize("operation", ["GetObject", "ListObjects"])
+def test_the_newest_entry_is_found_through_cut_answers(place: Place, history: History, operation: str) -> None:
+    """P54: broken listings and reads of the ledger are made again; the head is the newest one."""
+    rules = [place.chaos.on(cut, operation=operation, times=1) for cut in CUTS]
+    head = history.head()
+    assert [rule.hits for rule in rules] == [1] * len(CUTS)
+    assert [one.step for one in head.state.live] == [1, 2, 3]
+    assert head.damaged == ()
+
+
+def test_a_bit_that_flips_in_the_newest_entry_hides_nothing(place: Place, history: History) -> None:
+    """P49: one read of the newest entry has a changed bit: it is read again, not taken for damaged."""
+    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(3), times=1)
+    head = history.head()
+    assert [one.step for one in head.state.live] == [1, 2, 3]
+    assert head.damaged == ()
+
+
+def test_a_bit_that_flips_while_committing_loses_no_commit(place: Place, history: History) -> None:
+    """P49, P60: the look before a commit has a changed bit: what was acknowledged stays among the live ones."""
+    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(3), times=1)
+    commit(history, 4)
+    assert live(place.truth) == [1, 2, 3, 4]
+
+
+def test_a_bit_that_flips_while_reading_back_commits_once(place: Place, history: History) -> None:
+    """P32, P49: my own entry comes back with a changed bit: it is mine all the same, and is not committed again."""
+    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(4), times=1)
+    assert commit(history, 4) == 4
+    assert commits(place.truth) == [1, 2, 3, 4]
+    assert live(place.truth) == [1, 2, 3, 4]
+
+
+def test_an_entry_that_always_flips_is_damaged_and_named(place: Place, history: History) -> None:
+    """P49: no read of the newest entry is good: the state before it is shown, and the entry is named."""
+    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(3))
+    head = history.head()
+    assert [one.step for one in head.state.live] == [1, 2]
+    assert head.damaged == (ledger_name(3),)
+    assert head.next_n == 4
+
+
+def test_a_listed_entry_that_is_not_found_once_is_not_forgotten(place: Place, history: History) -> None:
+    """P54: the newest entry is listed, and one read says that it does not exist: no commit is built without it."""
+    place.chaos.on(Fault(answer=answers.NO_SUCH_KEY), operation="GetObject", key=ledger_name(3), times=1)
+    commit(history, 4)
+    assert live(place.truth) == [1, 2, 3, 4]
+
+
+# ── listings of yesterday ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def still(stale: Rule, times: int) -> None:
+    """Let a rule strike so often from now on."""
+    stale.hits, stale._times = 0, times
+
+
+def test_a_commit_on_a_stale_listing_meets_an_entry_and_goes_on(place: Place, history: History) -> None:
+    """P54, P33: the listing hides two entries: their numbers are taken, both are read, and the commit goes on top."""
+    stale = place.chaos.on(Fault(replay=True), operation="ListObjects")
+    assert live(history) == [1, 2, 3]
+    assert [commit(place.truth, step) for step in (4, 5)] == [4, 5]
+    still(stale, 2)
+    assert commit(history, 6) == 6
+    assert live(place.truth) == [1, 2, 3, 4, 5, 6]
+    assert commits(place.truth) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_listing_that_stays_stale_stops_no_commit(place: Place, history: History) -> None:
+    """P54: the listing never shows what is new: the numbers that were met say more than the listing."""
+    place.chaos.on(Fault(replay=True), operation="ListObjects")
+    assert live(history) == [1, 2, 3]
+    assert [commit(place.truth, step) for step in (4, 5)] == [4, 5]
+    assert commit(history, 6) == 6
+    assert live(place.truth) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
+    """P54: never an error: what the listing shows is a state that the run was in, and can be restored."""
+    past = {"storage_options": place.server.storage_options}
+    with place.run(**past) as ckpt:
+        ckpt.save(3, state_of(3))
+        run = open_run(place.url, storage_options=place.options())
+        place.chaos.on(Fault(replay=True), operation="ListObjects")
+        assert [one.step for one in run.checkpoints()] == [3]
+        ckpt.save(4, state_of(4))
+    assert [one.step for one in run.checkpoints()] == [3]
+    state = {"weights": state_of(0)["weights"]}
+    run.restore(run.find("latest"), state)
+    assert float(state["weights"][0]) == 3
+    place.chaos.off()
+    assert [one.step for one in run.checkpoints()] == [4, 3]
+
+
+def test_a_zombie_with_a_stale_listing_is_fenced_all_the_same(place: Place, history: History) -> None:
+    """P33, P54: the listing still shows the zombie as owner: the number that it wants is taken, and that tells it."""
+    stale = place.chaos.on(Fault(replay=True), operation="ListObjects")
+    assert live(history) == [1, 2, 3]
+    take(place.truth, OTHER)
+    still(stale, 1)
+    with pytest.raises(FencedError, match="owner epoch 2"):
+        commit(history, 4)
+    assert commits(place.truth) == [1, 2, 3]

@@ -1,0 +1,191 @@
+"""The whole protocol under thousands of schedules: nothing that was committed is lost, torn, or taken while in use.
+
+Each schedule lets trainers that fence each other, evaluators and readers loose on one run directory whose requests
+fail, get lost, arrive late and arrive twice. `play(seed)` plays one again.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.checkpoint import history, pruning, save, upkeep
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
+from ckpt_tasks.format.keys import ledger_name, parse_attempt
+from ckpt_tasks.format.ledger import Entry, Owner, State
+from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.storage.port import Store
+from tests.property.protocol import Ablation, Outcome, play
+from tests.property.schedules import Schedule
+from tests.property.stand_ins import clock
+
+SHORT = range(250)
+LONG = 20_000
+BLOCK = 1_000
+ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
+
+
+def told(seed: int, outcome: Outcome, most: int = 60) -> str:
+    """Tell what went wrong in a schedule, and what led to it."""
+    lines = [f"seed {seed}: {'; '.join(outcome.wrongs)}"]
+    for at_s, process, what, name, fate in outcome.trace[-most:]:
+        lines.append(f"{at_s:9.2f} {process:12} {what:13} {name[-70:]:70} {'' if fate == 'done' else fate}")
+    return "\n".join(lines)
+
+
+def first_wrong(seeds: range, ablation: Ablation | None = None) -> tuple[int, Outcome] | None:
+    """Return the first seed whose schedule goes wrong, and how."""
+    for seed in seeds:
+        outcome = play(seed, ablation)
+        if outcome.wrongs:
+            return seed, outcome
+    return None
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(SHORT, id="short"),
+        *(
+            pytest.param(range(begin, begin + BLOCK), id=f"from-{begin}", marks=pytest.mark.slow)
+            for begin in range(0, LONG, BLOCK)
+        ),
+    ],
+)
+def test_no_schedule_breaks_the_protocol(seeds: range) -> None:
+    """P30, P32, P33, P64, P65: what was acknowledged is in the ledger once, and what is live is whole, always."""
+    found = first_wrong(seeds)
+    assert found is None, told(*found)
+
+
+def test_a_seed_is_one_schedule() -> None:
+    """The same seed gives the same requests with the same outcomes, in another process too."""
+    seed = next(seed for seed in range(100) if play(seed).commits > 5)
+    digest = f"import sys; sys.path.insert(0, '.'); from tests.property.protocol import play; print(play({seed}).trace)"
+    again = [
+        subprocess.run(
+            [sys.executable, "-c", digest], env={"PYTHONHASHSEED": hashes}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for hashes in ("1", "2")
+    ]
+    assert again == [str(play(seed).trace)] * 2
+
+
+def test_the_schedules_are_rough_enough() -> None:
+    """What is to be survived does happen: take-overs, deaths, every fate of every request, leases and evaluations."""
+    outcomes = [play(seed) for seed in range(60)]
+    fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
+    assert sum(outcome.commits for outcome in outcomes) > 300
+    assert sum(outcome.retired for outcome in outcomes) > 100
+    assert sum(outcome.epochs > 3 for outcome in outcomes) > 20
+    assert fates == {}
+
+
+# ── parts of the protocol, taken out ─────────────────────────────────────────────────────────────────────────
+
+
+def nobody_checks_the_owner(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    patch.setattr(history, "check_owner", lambda found, mine: None)
+
+
+def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    def settle(self: History, entry: Entry) -> bool:
+        for _ in range(3):
+            try:
+                self.store.put_if_absent(ledger_name(entry.n), entry.to_bytes()[0])
+            except ObjectExistsError:
+                return False
+            except StoreError:
+                continue
+            return True
+        raise CommitUncertainError("no answer")
+
+    patch.setattr(History, "_settle", settle)
+
+
+def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    def commit(
+        history: History,
+        described: save.Described,
+        *,
+        parent: str | None,
+        cost_s: float,
+        deleted: frozenset[str],
+        observed: Mapping[str, object],
+    ) -> Entry:
+        def change(state: State, n: int) -> State:
+            return state.with_checkpoint(described.checkpoint(parent=parent, n=n, cost_s=cost_s), deleted)
+
+        event = {**observed, "kind": "commit", "step": described.manifest.step}
+        return history.append(event, change, owner=described.saving.owner)
+
+    patch.setattr(save, "commit", commit)
+
+
+def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    def retire(history: History, owner: Owner, verdicts: list[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:
+        going = {verdict.manifest_digest for verdict in verdicts if not verdict.keep}
+        for checkpoint in history.head().state.live:
+            if checkpoint.manifest_digest in going:
+                upkeep.delete_retired(history.store, history.store.names(checkpoint.manifest.rpartition("/")[0] + "/"))
+        return upkeep.retire(history, owner, verdicts, deleted)
+
+    patch.setattr(pruning, "retire", retire)
+
+
+def leases_are_ignored(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    patch.setattr(upkeep, "time", clock(schedule, time=lambda: math.inf))
+
+
+def shared_objects_are_nobodys(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    def keeps(state: State, name: str) -> bool:
+        attempt = parse_attempt(name)
+        return attempt is not None and any((c.step, c.attempt) == (attempt.step, attempt.name) for c in state.live)
+
+    patch.setattr(State, "keeps", keeps)
+
+
+def attempts_of_the_present_owner_are_swept(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    def orphans(store: Store, state: State) -> list[str]:
+        return [name for name in store.names("") if parse_attempt(name) is not None and not state.keeps(name)]
+
+    patch.setattr(pruning, "orphans", orphans)
+
+
+def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    commit = save.commit
+
+    def tidy(history: History, described: save.Described, **options: Any) -> Entry:
+        try:
+            return commit(history, described, **options)
+        except (StoreError, CommitUncertainError):
+            save.discard(history.store, described.saving.attempt)
+            raise
+
+    patch.setattr(save, "commit", tidy)
+
+
+ABLATIONS: list[Callable[[pytest.MonkeyPatch, Schedule], None]] = [
+    nobody_checks_the_owner,
+    answers_are_believed,
+    what_is_retired_may_be_named,
+    objects_go_before_the_entry,
+    leases_are_ignored,
+    shared_objects_are_nobodys,
+    attempts_of_the_present_owner_are_swept,
+    a_failed_commit_is_cleaned_up,
+]
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda ablation: ablation.__name__)
+def test_no_part_can_be_left_out(ablation: Ablation) -> None:
+    """Without any one of its parts the protocol breaks, and these schedules notice it."""
+    found = first_wrong(range(ENOUGH), ablation)
+    assert found is not None
