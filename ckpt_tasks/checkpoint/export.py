@@ -375,7 +375,7 @@ def _bytes_before(row: IndexRow) -> int:
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
-    ours = json.dumps(selection.about(), separators=(",", ":"), ensure_ascii=False)
+    ours = json.dumps(selection.about(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
     # Ties as safetensors.torch.save_model lists them, and once more where no other entry can be taken for one.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

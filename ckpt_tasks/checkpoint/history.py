@@ -168,7 +168,7 @@ class History:
         if entry.live_list is not None:
             place, expected = entry.live_list
             live = read_live_list(self.store.get(place, MAX_ENTRY_BYTES), digest=expected, name=place)
-            entry = replace(entry, state=replace(entry.state, live=live))
+            entry = entry.with_live(live, place)
         return entry, digest
 
     def append(

@@ -6,7 +6,6 @@ a clock that was wrong makes an interval a little longer or shorter here.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ckpt_tasks.policy.cadence import Observed
 __all__ = ["ENTRIES_READ", "Happening", "happening", "observe", "recent", "summarize"]
 
 ENTRIES_READ = 512  # with a retire after every commit some 250 saves; with half of it, rates are too much of a guess
+_MOST_S = 1e9  # thirty years
 _MEASURED = 32  # the newest commits, of which costs are the median: a slower store shows soon, one slow save does not
 # How ownership.py says that the owner before was lost. One that released the directory had committed before.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
@@ -75,7 +75,10 @@ def happening(entry: Entry) -> Happening | None:
     """Return what an entry says about cost and failure; None where it says nothing."""
     event, owner = entry.event, entry.state.owner
     epoch = owner.epoch if owner else entry.epoch  # an owner's own entry still carries the epoch before it
-    at_s = datetime.fromisoformat(entry.at).timestamp()
+    try:
+        at_s = datetime.fromisoformat(entry.at).timestamp()
+    except (ValueError, OverflowError):
+        return None  # what has no time says nothing about how long anything took
     if event["kind"] == "commit":
         return _commit(entry, epoch, at_s)
     if event["kind"] == "owner":
@@ -147,6 +150,6 @@ def _steps_s(happenings: list[Happening]) -> Iterator[float]:
 
 def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
         return None  # what a number that JSON lacks was written as is no number either
-    return float(value)
+    return round(float(value), 6)  # as it is written; what is smaller would make rates without end

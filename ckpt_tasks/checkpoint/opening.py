@@ -15,7 +15,8 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, read_index
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, object_faults, read_index
+from ckpt_tasks.format.kinds import check_group, check_ref
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import decode, tensor_refs
@@ -67,18 +68,19 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     rows = read_good(
         store, lambda: read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
     )
-    faults = coverage_faults(rows)
+    objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}
+    faults = coverage_faults(rows) or object_faults(rows, objects)
     if faults:
         raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
-    sizes = {record.name: record.size_bytes for record in manifest.objects}
-    for row in rows:
-        if row.end > sizes.get(row.object, -1):
-            raise IntegrityError("a region lies outside of its object", key=row.full_key, step=checkpoint.step)
-    groups = {name: SavedGroup(str(g.get("kind")), decode(g.get("tree"))) for name, g in manifest.groups.items()}
+    groups = {name: SavedGroup(saved["kind"], decode(saved["tree"])) for name, saved in manifest.groups.items()}
     tensors = {row.full_key: (row.dtype, row.tensor_shape) for row in rows}
-    for ref in (ref for group in groups.values() for ref in tensor_refs(group.tree)):
-        if ref.key not in tensors:
-            raise IntegrityError("the state names a tensor that the index lacks", key=ref.key, step=checkpoint.step)
+    for name, group in groups.items():
+        check_group(name, group.kind, group.tree)
+        for ref in tensor_refs(group.tree):
+            if ref.key not in tensors:
+                raise IntegrityError("the state names a tensor that the index lacks", key=ref.key, step=checkpoint.step)
+            if ref.array or ref.requires_grad or ref.stride is not None:
+                check_ref(ref, *tensors[ref.key])
     return Opened(manifest, tuple(rows), groups, tensors)
 
 

@@ -194,8 +194,11 @@ def _heartbeat_age_s(history: History, head: Head) -> float | None:
     try:
         beat = json.loads(history.store.get(heartbeat_name(owner.epoch), 4096))
         at_s = float(beat["at_s"])
-    except (CkptError, ValueError, TypeError, KeyError, RecursionError):
-        at_s = datetime.fromisoformat(owner.taken_at).timestamp()
+    except (CkptError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        try:
+            at_s = datetime.fromisoformat(owner.taken_at).timestamp()
+        except (ValueError, OverflowError):
+            return None  # as if it had just shown life: only who asks to take over may
     return time.time() - at_s
 
 

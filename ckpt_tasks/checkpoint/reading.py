@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "open_run", "open_store"]
 
+_LONGEST_LEASE_S = 3.2e9
+
 
 def open_store(checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None) -> Store:
     """Return the store of a run directory: a local one, or a place in an object store (s3://bucket/run)."""
@@ -91,6 +93,8 @@ class Run:
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
         """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most."""
+        if not 0 <= expires_s < _LONGEST_LEASE_S:
+            raise ConfigError(f"a lease lasts from no time to a century, not {expires_s!r}")
         now = time.time()
         lease = Lease(
             id=secrets.token_hex(8),

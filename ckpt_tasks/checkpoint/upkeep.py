@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
@@ -20,7 +21,15 @@ from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, ledger_name, parse_attempt
+from ckpt_tasks.format.keys import (
+    FORMAT_NAME,
+    LEDGER_PREFIX,
+    MANIFEST_NAME,
+    attempt_prefix,
+    ledger_name,
+    parse_attempt,
+    parse_ledger_name,
+)
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
@@ -108,16 +117,21 @@ def record_faults(history: History) -> list[str]:
     """List what is wrong beside the checkpoints, with why: ledger entries, old ones too, format.json, evaluations."""
     head = history.head()
     faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
-    for n in range(head.next_n):
+    numbers = {n for name in history.store.names(LEDGER_PREFIX) if (n := parse_ledger_name(name)) is not None}
+    for n in sorted(numbers):
         try:
             history.read_entry(n)
         except (IntegrityError, StoreError) as error:
             faults.append(f"{ledger_name(n)}: {error.message}")
+    for before, after in pairwise([-1, *sorted(numbers)]):
+        if after > before + 1:  # numbers are dense, unless somebody made a name of a high one
+            more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
+            faults.append(f"{ledger_name(before + 1)}{more}: no such object")
     for evaluation in head.state.evaluations:
         try:
             if digest_hex(history.store.get(evaluation.table, MAX_ENTRY_BYTES)) != evaluation.table_digest:
                 faults.append(f"{evaluation.table}: its bytes have changed")
-        except StoreError as error:
+        except (IntegrityError, StoreError) as error:
             faults.append(f"{evaluation.table}: {error.message}")
     return faults
 
@@ -203,7 +217,11 @@ def delete_retired(store: Store, names: Iterable[str]) -> frozenset[str]:
 def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:
     prefix = bytearray(record.digested_bytes)
     store.read(record.name, 0, memoryview(prefix))
-    entries = parse_header(bytes(prefix), record.size_bytes)
+    try:
+        entries = parse_header(bytes(prefix), record.size_bytes)
+    except IntegrityError as error:
+        which = f", tensor {error.key!r:.80}" if error.key else ""
+        raise IntegrityError(f"{error.message}{which}", key=record.name) from error
     spans: dict[str, tuple[int, int]] = {}
     for row in rows:
         begin, end = spans.get(row.key, (row.begin, row.end))

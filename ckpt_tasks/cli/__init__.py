@@ -22,7 +22,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ckpt",
-    help="Look at the checkpoints of a training run; verify, compare, export, copy, prune them; try a store; plan saves.",
+    help="Look at the checkpoints of a training run; verify, compare, export, copy, prune; try a store; plan saves.",
     epilog="DIR is a run directory. DIR@500 names a step of it, DIR@latest and DIR@best the newest and the best one.",
     rich_markup_mode=None,  # plain help: it is there in half the time
     add_completion=False,

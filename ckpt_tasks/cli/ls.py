@@ -29,7 +29,8 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
         run = open_run(directory)
         head = run.head()
         best = _best(run, head.state)
-        rows = [_row(checkpoint, head.state, best) for checkpoint in lineage(head.state.live)]
+        newest_first = lineage(head.state.live)
+        rows = [_row(checkpoint, head.state, best, newest=not n) for n, checkpoint in enumerate(newest_first)]
         owner = head.state.owner
         out.data(
             {
@@ -46,14 +47,12 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
             out.fail()
 
 
-def _row(checkpoint: Checkpoint, state: State, best: str | None) -> dict[str, Any]:
-    from ckpt_tasks.format.ledger import lineage
-
+def _row(checkpoint: Checkpoint, state: State, best: str | None, *, newest: bool) -> dict[str, Any]:
     digest, now = checkpoint.manifest_digest, time.time()
     leases = [lease for lease in state.leases if lease.manifest_digest == digest and lease.expires_at > now]
     pinned = state.pins.get(digest)
     kept = [
-        *(["newest"] if checkpoint is lineage(state.live)[0] else []),
+        *(["newest"] if newest else []),
         *([f"best {state.best_metric}"] if digest == best else []),
         *([f"pinned: {pinned}"] if pinned is not None else []),
         *(f"leased by {lease.holder}, {span(lease.expires_at - now)}" for lease in leases),

@@ -13,6 +13,7 @@ from ckpt_tasks.cli.words import age, count, number, size, span, when
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.opening import Opened
     from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.format.index import IndexRow
     from ckpt_tasks.format.ledger import Checkpoint
 
 __all__ = ["show"]
@@ -36,6 +37,9 @@ def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
 def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
     state, manifest = run.head().state, opened.manifest
     parent = next((c.step for c in state.live if c.manifest_digest == checkpoint.parent), None)
+    by_group: dict[str, list[IndexRow]] = {}
+    for row in opened.rows:
+        by_group.setdefault(row.group, []).append(row)
     return {
         "run_key": manifest.run_key,
         "checkpoint_dir": run.history.store.url,
@@ -59,7 +63,7 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
             for e in state.evaluations
             if e.manifest_digest == checkpoint.manifest_digest
         ],
-        "groups": [_group(name, opened) for name in opened.groups],
+        "groups": [_group(name, saved.kind, by_group.get(name, [])) for name, saved in opened.groups.items()],
         "objects": [
             {"name": record.name, "size_bytes": record.size_bytes} for record in (*manifest.objects, manifest.index)
         ],
@@ -67,14 +71,13 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
     }
 
 
-def _group(name: str, opened: Opened) -> dict[str, Any]:
-    rows = [row for row in opened.rows if row.group == name]
+def _group(name: str, kind: str, rows: list[IndexRow]) -> dict[str, Any]:
     dtypes: dict[str, int] = {}
     for row in rows:
         dtypes[row.dtype] = dtypes.get(row.dtype, 0) + row.end - row.begin
     return {
         "name": name,
-        "kind": opened.groups[name].kind,
+        "kind": kind,
         "tensors": len({row.key for row in rows}),
         "size_bytes": sum(dtypes.values()),
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
@@ -157,7 +160,7 @@ def _notes(notes: list[Mapping[str, Any]]) -> Any:
     for note in notes[:_NOTES_SHOWN]:
         fields = {name: value for name, value in note.items() if name not in ("kind", "note", "at", "n")}
         text = ", ".join(f"{name} {value}" for name, value in fields.items())
-        made.add_row(printable(str(note["note"])), age(note["at"]), printable(text))
+        made.add_row(printable(str(note.get("note", ""))), age(note["at"]), printable(text))
     if len(notes) > _NOTES_SHOWN:
         made.add_row("", "", f"… and {len(notes) - _NOTES_SHOWN} older ones (--json)", style="dim")
     return made

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
 from ckpt_tasks.format.regions import Box, blocks
 
 __all__ = [
     "ALIGNMENT",
+    "MAX_DIMENSIONS",
     "MAX_HEADER_BYTES",
     "REGION_BYTES",
     "STORED_DTYPES",
@@ -37,6 +39,7 @@ __all__ = [
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 16 << 20  # a reader takes memory for it before it can know that the file is honest
+MAX_DIMENSIONS = 64  # of a tensor in torch
 REGION_BYTES = 16 << 20  # what is digested, and can be read again, on its own
 
 
@@ -78,6 +81,9 @@ STORED_DTYPES: Mapping[str, StoredDtype] = {
     "float8_e8m0fnu": StoredDtype("U8", 1),
     "float4_e2m1fn_x2": StoredDtype("U8", 1),
 }
+
+
+_ITEMSIZES = {stored.code: stored.itemsize for stored in STORED_DTYPES.values()}
 
 
 class TensorSpec(NamedTuple):
@@ -167,17 +173,18 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
     """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
 
     `prefix` holds at least the header, `size_bytes` is the whole file's. Raises IntegrityError where the header is
-    cut, too large or malformed, or where the tensors do not fill the rest of the file exactly.
+    cut, too large or malformed, where a tensor's bytes do not fit its dtype and shape, or where the tensors do not fill
+    the rest of the file exactly.
     """
     try:
         (length,) = struct.unpack_from("<Q", prefix)
         if length > MAX_HEADER_BYTES or 8 + length > min(len(prefix), size_bytes):
             raise IntegrityError(f"the safetensors header claims {length} bytes")
-        entries = json.loads(prefix[8 : 8 + length])
+        entries = parse_json(bytes(prefix[8 : 8 + length]), encoding="utf-8")
         entries.pop("__metadata__", None)
         found = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"the safetensors header is malformed: {error}") from error
+    except (struct.error, *MALFORMED) as error:
+        raise IntegrityError(f"the safetensors header is malformed: {error!r:.200}") from error
     at = 8 + length
     for name, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if begin != at or end < begin:
@@ -189,9 +196,9 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
 
 
 def _parse_entry(entry: Mapping[str, Any], start: int) -> tuple[str, tuple[int, ...], int, int]:
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-        raise ValueError("a dtype is a text, shapes and offsets are whole numbers")
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), map(whole, entry["data_offsets"])
+    if len(shape) > MAX_DIMENSIONS + 1 or end - begin != math.prod(map(whole, shape)) * _ITEMSIZES[dtype]:
+        raise ValueError(f"a tensor of {dtype:.40} {shape!r:.80} does not have {end - begin} bytes")
     return dtype, shape, start + begin, start + end
 
 

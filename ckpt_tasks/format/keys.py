@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from ckpt_tasks.errors import ConfigError
+
 __all__ = [
     "FORMAT_NAME",
     "INDEX_NAME",
     "LEDGER_PREFIX",
     "MANIFEST_NAME",
+    "MAX_EPOCH",
+    "MAX_LEDGER_NUMBER",
     "MAX_STEP",
     "Attempt",
     "attempt_prefix",
@@ -34,7 +38,8 @@ MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
 LEDGER_PREFIX = "ledger/"
 MAX_STEP = 10**12 - 1
-_INVERSE = 10**20 - 1
+MAX_EPOCH = 10**9 - 1  # of owners; an attempt's name has room for nine digits
+MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
@@ -72,14 +77,16 @@ def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
 
 
 def ledger_name(n: int) -> str:
-    """Name ledger entry n so that the newest lists first."""
-    return f"{LEDGER_PREFIX}{_INVERSE - n:020d}-{n:020d}.json"
+    """Name ledger entry n so that the newest lists first; raise ConfigError where the numbers are used up."""
+    if n > MAX_LEDGER_NUMBER:
+        raise ConfigError("the ledger has no number left for another entry", hint="Use another directory.")
+    return f"{LEDGER_PREFIX}{MAX_LEDGER_NUMBER - n:020d}-{n:020d}.json"
 
 
 def parse_ledger_name(name: str) -> int | None:
     """Read the number of a ledger entry; None where the name is foreign or its two numbers disagree."""
     match = _LEDGER.fullmatch(name)
-    if match is None or int(match[1]) + int(match[2]) != _INVERSE:
+    if match is None or int(match[1]) + int(match[2]) != MAX_LEDGER_NUMBER:
         return None
     return int(match[2])
 

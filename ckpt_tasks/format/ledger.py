@@ -13,16 +13,34 @@ The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from ckpt_tasks.errors import FormatVersionError, IntegrityError
+from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import is_object_name, parse_attempt
+from ckpt_tasks.format.keys import (
+    MAX_EPOCH,
+    MAX_LEDGER_NUMBER,
+    is_object_name,
+    live_list_name,
+    parse_attempt,
+)
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.format.parsing import MALFORMED, check_json, optional, parse_json, text, whole
+from ckpt_tasks.format.records import (
+    Checkpoint,
+    Evaluation,
+    Lease,
+    Owner,
+    attempt_object,
+    read_checkpoint,
+    read_evaluation,
+    read_lease,
+    read_owner,
+)
 
 __all__ = [
     "EVENTS",
@@ -42,77 +60,7 @@ __all__ = [
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
 MAX_INLINE_CHECKPOINTS = 256
-
-# What reading JSON of another form can raise.
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Owner:
-    """Who holds the run directory for writing. `epoch` grows by one with every owner; `id` is this owner's nonce."""
-
-    epoch: int
-    id: str
-    flow_run_id: str | None
-    host: str
-    machine_id: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    process_start: str
-    taken_at: str
-    released: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """One committed checkpoint, as the ledger holds it.
-
-    `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
-    checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
-    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
-    completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
-    there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
-    of: what had not changed was not written again.
-    """
-
-    step: int
-    attempt: str
-    manifest: str
-    manifest_digest: str
-    parent: str | None
-    n: int
-    metrics: Mapping[str, float]
-    size_bytes: int
-    objects: int
-    saved_at: str
-    cost_s: float
-    epochs: int | None = None
-    abandoned: bool = False
-    reuses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """A reader's claim that a checkpoint stays until `expires_at` (seconds since 1970)."""
-
-    id: str
-    manifest_digest: str
-    holder: str
-    expires_at: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
-
-    manifest_digest: str
-    step: int
-    suite: str
-    metrics: Mapping[str, float]
-    table: str
-    table_digest: str
-    evaluated_at: str
+_MAX_DEPTH = 100  # of the JSON; what people note in events is the only thing that nests at will
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +87,14 @@ class State:
     spared_epochs: int = 0
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
-        """Return the state after this owner took the directory; its word on what "best" means counts, if it has one."""
+        """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
+
+        Raises ConfigError where there is no number left for an owner.
+        """
+        if owner.epoch > MAX_EPOCH:
+            raise ConfigError(
+                f"the run has had {MAX_EPOCH} owners, the most there can be", hint="Use another directory."
+            )
         state = replace(self, owner=owner).with_stall(owner.flow_run_id)
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
@@ -167,9 +122,13 @@ class State:
     def keeps(self, name: str) -> bool:
         """Say whether an object is one of a live checkpoint's own, or one that a live checkpoint reuses."""
         attempt = parse_attempt(name)
-        return attempt is not None and any(
-            (c.step, c.attempt) == (attempt.step, attempt.name) or name in c.reuses for c in self.live
-        )
+        attempts, reused = self._kept
+        return attempt is not None and ((attempt.step, attempt.name) in attempts or name in reused)
+
+    @cached_property
+    def _kept(self) -> tuple[frozenset[tuple[int, str]], frozenset[str]]:
+        attempts = frozenset((c.step, c.attempt) for c in self.live)
+        return attempts, frozenset(name for c in self.live for name in c.reuses)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
         """Return the state without the retired objects that are gone by now."""
@@ -184,7 +143,7 @@ class State:
             evaluations=tuple(e for e in state.evaluations if e.manifest_digest not in digests),
             leases=tuple(lease for lease in state.leases if lease.manifest_digest not in digests),
             pins={digest: why for digest, why in state.pins.items() if digest not in digests},
-            retired=(*state.retired, *(name for name in objects if name not in state.retired)),
+            retired=tuple(dict.fromkeys((*state.retired, *objects))),
         )
 
     def with_pin(self, digest: str, reason: str | None) -> State:
@@ -219,22 +178,36 @@ class Entry:
     live_list: tuple[str, str] | None = None  # (name, digest) of the object that holds a long list of checkpoints
 
     def to_bytes(self) -> tuple[bytes, str]:
-        """Write the entry: (its bytes, its digest)."""
+        """Write the entry: (its bytes, its digest); raise StateError where its event nests too deep to be read."""
         state = asdict(self.state)
         if self.live_list is not None:
             state["live"] = {"object": self.live_list[0], "digest": self.live_list[1]}
-        body = {
-            "version": FORMAT_VERSION,
-            "n": self.n,
-            "epoch": self.epoch,
-            "nonce": self.nonce,
-            "previous": self.previous,
-            "at": self.at,
-            "event": _out(self.event),
-            "state": _out(state),
-        }
-        digest = digest_hex(canonical_json(body))
-        return canonical_json({**body, "digest": digest}), digest
+        try:
+            body = {
+                "version": FORMAT_VERSION,
+                "n": self.n,
+                "epoch": self.epoch,
+                "nonce": self.nonce,
+                "previous": self.previous,
+                "at": self.at,
+                "event": _out(self.event),
+                "state": _out(state),
+            }
+            digest = digest_hex(canonical_json(body))
+            data = canonical_json({**body, "digest": digest})
+            check_json(data, max_depth=_MAX_DEPTH)
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"the ledger entry could not be read back: {error}") from error
+        return data, digest
+
+    def with_live(self, live: tuple[Checkpoint, ...], name: str) -> Entry:
+        """Return the entry with its checkpoints, which the object `name` lists; raise IntegrityError for later ones.
+
+        What is committed next must be newer than all of them.
+        """
+        if any(checkpoint.n > self.n for checkpoint in live):
+            raise IntegrityError(f"a checkpoint of a later entry than number {self.n}", key=name)
+        return replace(self, state=replace(self.state, live=live))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> tuple[Entry, str]:
@@ -244,7 +217,7 @@ class Entry:
         a newer version or an unknown event, which never do.
         """
         try:
-            body = json.loads(data)
+            body = parse_json(data, max_depth=_MAX_DEPTH)
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the ledger entry's bytes are not what was written", key=name)
@@ -256,20 +229,20 @@ class Entry:
                     hint="Upgrade ckpt-tasks.",
                 )
             live = body["state"]["live"]
-            pointer = (_object_name(live["object"]), str(live["digest"])) if isinstance(live, dict) else None
+            pointer = _pointer(live)
             entry = cls(
-                n=int(body["n"]),
-                epoch=int(body["epoch"]),
-                nonce=str(body["nonce"]),
-                previous=body["previous"],
-                at=str(body["at"]),
+                n=whole(body["n"], MAX_LEDGER_NUMBER),
+                epoch=whole(body["epoch"], MAX_EPOCH),
+                nonce=text(body["nonce"]),
+                previous=optional(body["previous"]),
+                at=text(body["at"]),
                 event=body["event"],
                 state=_state({**body["state"], "live": [] if pointer else live}),
                 live_list=pointer,
             )
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
-        return entry, str(digest)
+        return entry.with_live(entry.state.live, name), str(digest)
 
 
 def write_live_list(live: tuple[Checkpoint, ...]) -> bytes:
@@ -282,10 +255,10 @@ def read_live_list(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, 
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:
-        body = json.loads(data)
+        body = parse_json(data, max_depth=_MAX_DEPTH)
         check_version(body["version"], name)
-        return tuple(_checkpoint(item) for item in body["live"])
-    except _MALFORMED as error:
+        return tuple(read_checkpoint(item) for item in body["live"])
+    except MALFORMED as error:
         raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
 
 
@@ -313,35 +286,32 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
 
 
 def _state(body: Mapping[str, Any]) -> State:
+    mode = body["best_mode"]
+    if mode not in ("min", "max"):
+        raise ValueError(f"{mode!r:.80} is neither min nor max")
     return State(
-        owner=Owner(**body["owner"]) if body["owner"] else None,
-        live=tuple(_checkpoint(item) for item in body["live"]),
+        owner=read_owner(body["owner"]) if body["owner"] else None,
+        live=tuple(read_checkpoint(item) for item in body["live"]),
         pins={str(k): str(v) for k, v in body["pins"].items()},
-        leases=tuple(Lease(**item) for item in body["leases"]),
-        evaluations=tuple(Evaluation(**{**item, "metrics": _metrics(item["metrics"])}) for item in body["evaluations"]),
-        retired=tuple(_object_name(name) for name in body["retired"]),
-        stalled_flow_run=body["stalled_flow_run"],
-        stalled_attempts=int(body["stalled_attempts"]),
-        best_metric=body["best_metric"],
-        best_mode=str(body["best_mode"]),
-        spared_epochs=int(body["spared_epochs"]),
+        leases=tuple(read_lease(item) for item in body["leases"]),
+        evaluations=tuple(read_evaluation(item) for item in body["evaluations"]),
+        retired=tuple(attempt_object(name) for name in body["retired"]),
+        stalled_flow_run=optional(body["stalled_flow_run"]),
+        stalled_attempts=whole(body["stalled_attempts"]),
+        best_metric=optional(body["best_metric"]),
+        best_mode=mode,
+        spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
     )
 
 
-def _checkpoint(item: Mapping[str, Any]) -> Checkpoint:
-    reuses = tuple(_object_name(name) for name in item.get("reuses", ()))
-    manifest, metrics = _object_name(item["manifest"]), _metrics(item["metrics"])
-    return Checkpoint(**{**item, "manifest": manifest, "metrics": metrics, "reuses": reuses})
-
-
-def _object_name(name: Any) -> str:
-    if not isinstance(name, str) or not is_object_name(name):
-        raise ValueError(f"{name!r:.80} is no object name")
-    return name
-
-
-def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items()}
+def _pointer(live: Any) -> tuple[str, str] | None:
+    """Read where a long list of checkpoints is; None where the list itself is here."""
+    if not isinstance(live, dict):
+        return None
+    name, digest = text(live["object"]), text(live["digest"])
+    if name != live_list_name(digest) or not is_object_name(name):
+        raise ValueError(f"{name!r:.80} is no list of checkpoints")
+    return name, digest
 
 
 def _out(value: Any) -> Any:

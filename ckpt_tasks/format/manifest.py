@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tasks.errors import FormatVersionError, IntegrityError
+from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.keys import is_group, is_object_name
+from ckpt_tasks.format.keys import MAX_STEP, is_group, is_object_name, parse_attempt
+from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
 
-__all__ = ["FORMAT_VERSION", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
+__all__ = ["FORMAT_VERSION", "MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
 
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
+MAX_GROUPS = 4096
 
 
 class ObjectRecord(NamedTuple):
@@ -55,7 +57,12 @@ class Manifest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Write the manifest as JSON; keys keep their order, since a dict in the state has one."""
+        """Write the manifest as JSON; keys keep their order, since a dict in the state has one.
+
+        Raises UnsupportedStateError where a reader would refuse it.
+        """
+        if len(self.groups) > MAX_GROUPS:
+            raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
         body = {
             "version": FORMAT_VERSION,
             "run_key": self.run_key,
@@ -69,7 +76,13 @@ class Manifest:
             "objects": [list(record) for record in self.objects],
             "groups": self.groups,
         }
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+        data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+        try:
+            check_json(data)
+        except ValueError as error:
+            hint = "Keep large values in tensors."
+            raise UnsupportedStateError(f"the manifest could not be read back: {error}", hint=hint) from error
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, *, digest: str, name: str) -> Manifest:
@@ -81,32 +94,35 @@ class Manifest:
         if digest_hex(data) != digest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
         try:
-            body = json.loads(data)
+            body = parse_json(data)
             check_version(body["version"], name)
+            if len(body["groups"]) > MAX_GROUPS:
+                raise ValueError(f"{len(body['groups'])} groups, more than {MAX_GROUPS}")
             manifest = cls(
-                run_key=str(body["run_key"]),
-                step=_count(body["step"]),
-                attempt=str(body["attempt"]),
-                world_size=_count(body["world_size"]),
+                run_key=text(body["run_key"]),
+                step=whole(body["step"], MAX_STEP),
+                attempt=text(body["attempt"]),
+                world_size=whole(body["world_size"]),
                 index=_record(body["index"]),
                 objects=tuple(_record(record) for record in body["objects"]),
-                groups={_group(group): dict(saved) for group, saved in body["groups"].items()},
+                groups={_group(group): _saved(saved) for group, saved in body["groups"].items()},
                 metrics={str(k): float(v) for k, v in body["metrics"].items()},
-                created_at=str(body["created_at"]),
-                environment={str(k): str(v) for k, v in body["environment"].items()},
+                created_at=text(body["created_at"]),
+                environment={str(k): text(v) for k, v in body["environment"].items()},
             )
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise IntegrityError(f"the manifest is malformed: {error!r}", key=name) from error
+            _check_objects(manifest)
+        except MALFORMED as error:
+            raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error
         return manifest
 
 
 def check_version(version: Any, name: str) -> None:
     """Raise FormatVersionError unless this version of the format is one that this code reads."""
     if type(version) is not int or version < 1:
-        raise IntegrityError(f"{version!r} is no format version", key=name)
+        raise IntegrityError(f"{version!r:.40} is no format version", key=name)
     if version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this code reads",
+            f"format version {version!r:.40} is newer than {FORMAT_VERSION}, the newest that this code reads",
             key=name,
             hint="Upgrade ckpt-tasks.",
         )
@@ -114,21 +130,25 @@ def check_version(version: Any, name: str) -> None:
 
 def _record(value: Any) -> ObjectRecord:
     name, size_bytes, digest, digested_bytes = value
-    if not isinstance(name, str) or not is_object_name(name):
-        raise ValueError(f"{name!r:.80} is no object name")
-    return ObjectRecord(name, _count(size_bytes), str(digest), _count(digested_bytes))
+    if not isinstance(name, str) or not is_object_name(name) or parse_attempt(name) is None:
+        raise ValueError(f"{name!r:.80} is no object of an attempt")
+    return ObjectRecord(name, whole(size_bytes), text(digest), whole(digested_bytes))
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
+def _check_objects(manifest: Manifest) -> None:
+    names = [record.name for record in (manifest.index, *manifest.objects)]
+    if len(names) != len({*names}):
+        raise ValueError("an object is named twice")
 
 
 def _group(name: str) -> str:
     if not is_group(name):
         raise ValueError(f"{name!r:.80} is no group name")
     return name
+
+
+def _saved(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**group, "kind": text(group["kind"]), "tree": group["tree"]}
 
 
 def _metric_out(value: float) -> float | str:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 __all__ = ["Box", "blocks", "tiling_fault"]
 
+_MOST_SCATTERED = 4096  # boxes in another order are compared each with each
+
 
 class Box(NamedTuple):
     """A box of a tensor: its first index and its extent in every dimension, in elements."""
@@ -67,7 +69,25 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     covered = sum(box.size for box in found)
     if covered != math.prod(shape):
         return f"the regions hold {covered} of {math.prod(shape)} elements"
+    if _in_order(found, shape):
+        return None
+    if len(found) > _MOST_SCATTERED:
+        return f"{len(found)} regions that do not follow each other, more than can be compared"
     return _overlap(found)
+
+
+def _in_order(found: list[Box], shape: tuple[int, ...]) -> bool:
+    """Say whether every box begins, in row-major order, where the one before it ends; the right number is a tiling."""
+    at = 0
+    for box in found:
+        place = 0
+        for first, full in zip(box.offset, shape, strict=True):
+            place = place * full + first
+        axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))
+        if place != at or box.shape[axis + 1 :] != shape[axis + 1 :]:
+            return False
+        at += box.size
+    return True
 
 
 def _overlap(found: list[Box]) -> str | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import check_version
+from ckpt_tasks.format.parsing import MALFORMED, optional, parse_json, text
+from ckpt_tasks.format.records import read_checkpoint
 
 __all__ = ["MAX_SEAL_BYTES", "SEAL_NAME", "SEAL_VERSION", "Seal"]
 
@@ -42,16 +42,17 @@ class Seal:
     def from_bytes(cls, data: bytes) -> Seal:
         """Read a seal; raise IntegrityError where it is damaged and FormatVersionError where it is a newer one's."""
         try:
-            body: dict[str, Any] = json.loads(data)
+            body = parse_json(data)
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the seal of a snapshot has changed")
             check_version(body.pop("version"), SEAL_NAME)
-            saved = body.pop("checkpoint")
-            if saved.keys() != {field.name for field in fields(Checkpoint)}:
-                raise ValueError("a checkpoint has other fields")
-            metrics = {str(name): float(value) for name, value in saved.pop("metrics").items()}
-            saved["reuses"] = tuple(saved["reuses"])
-            return cls(checkpoint=Checkpoint(metrics=metrics, **saved), **body)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"the seal of a snapshot is malformed: {error}") from error
+            return cls(
+                run_key=text(body.pop("run_key")),
+                checkpoint=read_checkpoint(body.pop("checkpoint"), uncommitted=True),
+                newest=optional(body.pop("newest")),
+                in_flight=optional(body.pop("in_flight")),
+                **body,  # nothing, or it is not ours
+            )
+        except MALFORMED as error:
+            raise IntegrityError(f"the seal of a snapshot is malformed: {error!r:.200}") from error

@@ -11,7 +11,9 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
 
-Nothing is pickled and no entry names a class to import: the vocabulary above is closed.
+Nothing is pickled and no entry names a class to import: the vocabulary above is closed. What is read has the bounds of
+what is written: depth, digits, numbers that their dtype can hold, and few keys of one hash (Python finds a key among n
+of one hash in n steps, and whole numbers of one hash are easily made).
 """
 
 from __future__ import annotations
@@ -20,21 +22,28 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.parsing import MALFORMED, whole
 
 __all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "tensor_refs"]
 
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
 MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
+MAX_OF_ONE_HASH = 64
 
 Json = Any
-# What reading JSON of another form can raise; binascii's error is a ValueError.
-_MALFORMED = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+# NumPy's scalars: which Python type holds the value of each, and which whole numbers have room in them.
+_NUMBERS: dict[str, type] = {"bool": bool, "complex64": complex, "complex128": complex} | {
+    f"float{bits}": float for bits in (16, 32, 64)
+}
+_WHOLE_NUMBERS = {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)} | {
+    f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +89,8 @@ def decode(node: Json) -> Any:
     """Turn what `encode` gave into the value; raise IntegrityError on anything that `encode` cannot have written."""
     try:
         return _decode(node, 0)
-    except _MALFORMED as error:
-        raise IntegrityError(f"the state tree is malformed: {error}") from error
+    except MALFORMED as error:
+        raise IntegrityError(f"the state tree is malformed: {error!s:.200}") from error
 
 
 def tensor_refs(value: Any) -> list[TensorRef]:
@@ -131,6 +140,7 @@ def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:
 
 
 def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
+    _refuse_alike(value, path)
     return [
         [_encode(key, f"{path}/<key {key!r:.60}>", depth + 1), _encode(item, f"{path}/{key}", depth + 1)]
         for key, item in value.items()
@@ -163,7 +173,20 @@ def _iso(value: datetime, path: str) -> str:
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
     # Sorted as it is written, so that the same set always gives the same bytes whatever the hash seed is.
+    _refuse_alike(value, path)
     return sorted(_items(value, path, depth), key=json.dumps)
+
+
+def _refuse_alike(keys: Collection[Any], path: str) -> None:
+    if _alike(keys):
+        raise UnsupportedStateError(
+            f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored", key=path or None
+        )
+
+
+def _alike(keys: Collection[Any]) -> bool:
+    """Say whether more than a few keys have one hash: putting n of them into a dict takes n² steps."""
+    return len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH
 
 
 _WRITERS: dict[type, Callable[[Any, str, int], Json]] = {
@@ -204,11 +227,21 @@ def _decode(node: Json, depth: int) -> Any:
         return {key: _decode(item, depth + 1) for key, item in node.items()}
     if kind is list:
         return [_decode(item, depth + 1) for item in node]
+    if (kind is int and node.bit_length() > MAX_INT_BITS) or (kind is float and not math.isfinite(node)):
+        raise ValueError("a number that is not written so")
     return node
 
 
 def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
-    return [(_decode(key, depth + 1), _decode(item, depth + 1)) for key, item in body]
+    pairs = [(_decode(key, depth + 1), _decode(item, depth + 1)) for key, item in body]
+    _unlike([key for key, _ in pairs])
+    return pairs
+
+
+def _unlike(keys: list[Any]) -> list[Any]:
+    if _alike(keys):
+        raise ValueError(f"more than {MAX_OF_ONE_HASH} keys with one hash")
+    return keys
 
 
 def _read_tensor(body: Json, depth: int) -> TensorRef:
@@ -219,7 +252,7 @@ def _read_tensor(body: Json, depth: int) -> TensorRef:
     return TensorRef(
         str(key),
         array=how.get("array") is True,
-        stride=None if stride is None else tuple(int(s) for s in stride),
+        stride=None if stride is None else tuple(map(whole, stride)),
         requires_grad=how.get("requires_grad") is True,
     )
 
@@ -232,7 +265,20 @@ def _read_torch(body: Json, depth: int) -> TorchName:
     kind, value = body
     if kind not in ("dtype", "device", "size"):
         raise ValueError(f"unknown torch name {kind!r}")
-    return TorchName(kind, tuple(int(n) for n in value) if kind == "size" else str(value))
+    return TorchName(kind, tuple(map(whole, value)) if kind == "size" else str(value))
+
+
+def _read_numpy(body: Json, depth: int) -> NumpyScalar:
+    dtype = str(body[0])
+    value: Any = _decode(body[1], depth + 1)
+    least, most = _WHOLE_NUMBERS.get(dtype, (0, 0))
+    kind = int if dtype in _WHOLE_NUMBERS else _NUMBERS.get(dtype, type(value))
+    if type(value) not in (bool, int, float, complex) or type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} is no {dtype:.40}")
+    if type(value) is int and dtype in _WHOLE_NUMBERS and not least <= value <= most:
+        raise ValueError(f"{value!r:.80} is no {dtype}")
+    number: bool | int | float | complex = value  # type: ignore[assignment]  # seen above, by its exact type
+    return NumpyScalar(dtype, number)
 
 
 def _read_items(body: Json, depth: int) -> list[Any]:
@@ -245,8 +291,8 @@ _READERS: dict[str, Callable[[Json, int], Any]] = {
     "~odict": lambda b, d: OrderedDict(_read_pairs(b, d)),
     "~counter": lambda b, d: Counter(dict(_read_pairs(b, d))),
     "~tuple": lambda b, d: tuple(_read_items(b, d)),
-    "~set": lambda b, d: set(_read_items(b, d)),
-    "~frozenset": lambda b, d: frozenset(_read_items(b, d)),
+    "~set": lambda b, d: set(_unlike(_read_items(b, d))),
+    "~frozenset": lambda b, d: frozenset(_unlike(_read_items(b, d))),
     "~deque": lambda b, d: deque(_read_items(b[1], d), b[0]),
     "~bytes": lambda b, d: base64.b64decode(b, validate=True),
     "~complex": lambda b, d: complex(_decode(b[0], d + 1), _decode(b[1], d + 1)),
@@ -255,5 +301,5 @@ _READERS: dict[str, Callable[[Json, int], Any]] = {
     "~date": lambda b, d: date.fromisoformat(b),
     "~timedelta": lambda b, d: timedelta(*b),
     "~torch": _read_torch,
-    "~numpy": lambda b, d: NumpyScalar(str(b[0]), _decode(b[1], d + 1)),
+    "~numpy": _read_numpy,
 }

@@ -18,17 +18,19 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import shutil
 import stat
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.format.seal import SEAL_NAME
+from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
 
 __all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root"]
 
@@ -91,7 +93,7 @@ class MemoryDirectory:
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
             _check_private(self.path)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            lock = _open_lock(self.path / "lock")
         except OSError as error:
             raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
         try:
@@ -107,9 +109,8 @@ class MemoryDirectory:
     def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
         """Map a file of its own, all of it allocated: raises StoreError where there is no room."""
         self.unseal(slot)
-        directory = self.path / slot
+        directory = self._slot(slot)
         try:
-            directory.mkdir(mode=0o700, exist_ok=True)
             (directory / name).unlink(missing_ok=True)  # a file that others may have mapped is never changed in size
             fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
@@ -123,16 +124,20 @@ class MemoryDirectory:
             raise StoreError(f"{size_bytes} bytes for {name} in {directory}: {error.strerror}") from error
 
     def unseal(self, slot: str) -> None:
-        (self.path / slot / SEAL_NAME).unlink(missing_ok=True)
+        directory = self._slot(slot)
+        try:
+            (directory / SEAL_NAME).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"the seal in {directory} cannot be taken away: {error.strerror}") from error
 
     def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
-        directory = self.path / slot
+        directory = self._slot(slot)
         try:
             for name, data in described.items():
-                (directory / name).write_bytes(data)
+                _write_new(directory / name, data)
             # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
             temporary = directory / f".{SEAL_NAME}"
-            temporary.write_bytes(seal)
+            _write_new(temporary, seal)
             temporary.rename(directory / SEAL_NAME)
         except OSError as error:
             raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
@@ -140,13 +145,14 @@ class MemoryDirectory:
     def sealed(self, slot: str) -> bytes | None:
         """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
         try:
-            return (self.path / slot / SEAL_NAME).read_bytes()
+            with open(_opened(self._slot(slot) / SEAL_NAME), "rb") as file:
+                return file.read(MAX_SEAL_BYTES)
         except OSError:
             return None
 
     def open(self, slot: str, name: str) -> mmap.mmap:
         """Map a file of a slot, copy-on-write; raises OSError, or ValueError where it is empty."""
-        fd = os.open(self.path / slot / name, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = _opened(self._slot(slot) / name)
         try:
             return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
         finally:
@@ -158,8 +164,19 @@ class MemoryDirectory:
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        self.unseal(slot)
+        with suppress(StoreError):  # what is no seal goes with the slot, and a link that stands there is not followed
+            self.unseal(slot)
         shutil.rmtree(self.path / slot, ignore_errors=True)
+
+    def _slot(self, slot: str) -> Path:
+        """Return a slot's directory, made if need be; raise StoreError where something else stands in its place."""
+        directory = self.path / slot
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _check_private(directory)
+        except (OSError, ConfigError) as error:
+            raise StoreError(f"the slot {directory} cannot be used: {error}") from error
+        return directory
 
     def close(self, *, keep: bool) -> None:
         if not keep:
@@ -195,6 +212,31 @@ def _available_bytes() -> int:
 def _unlock(path: Path, lock: int) -> None:
     _HELD.discard(path)
     os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock to write; raises OSError where it is no file of this user's alone (it could be one elsewhere)."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    status = os.fstat(lock)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
+        os.close(lock)
+        raise OSError(errno.EINVAL, "its lock is no file of this user's alone")
+    return lock
+
+
+def _opened(path: Path) -> int:
+    """Open a file to read; raises OSError for what is none, and waits for nothing."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # whatever it is: it is not written through
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(data)
 
 
 def _check_private(path: Path) -> None:

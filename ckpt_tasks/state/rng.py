@@ -122,7 +122,7 @@ class GeneratorPart:
         self._value = unpack(self._tree["state"], lambda ref, _: _values(source, ref))
         try:
             _set_state(_scratch(self._generator), self._value)
-        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
             raise IntegrityError(f"the stored state of the generator is not one: {error}", key=self._path) from error
 
     def write(self) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.arrow import FAULTS, read_arrow
 
 __all__ = ["read_metrics", "write_metrics"]
 
+_MAX_METRICS = 1 << 20
 _METRICS = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 
 
@@ -26,9 +28,10 @@ def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> byt
 def read_metrics(data: bytes) -> dict[str, float]:
     """Read what `write_metrics` wrote; the bytes are verified before. Raises IntegrityError on anything else."""
     try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        table.validate(full=True)
-        names, values = table.column("metric").to_pylist(), table.column("value").to_pylist()
-        return dict(zip(names, values, strict=True))
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise IntegrityError(f"the table of metrics is malformed: {error}") from error
+        table = read_arrow(data, _METRICS, _MAX_METRICS)
+        names, values = table.column("metric"), table.column("value")
+        if names.null_count or values.null_count:
+            raise ValueError("a value is missing")
+        return dict(zip(names.to_pylist(), values.to_pylist(), strict=True))
+    except FAULTS as error:
+        raise IntegrityError(f"the table of metrics is malformed: {error!s:.200}") from error

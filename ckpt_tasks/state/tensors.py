@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copying import copy_tensors
@@ -154,13 +154,18 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
     """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are whatever is there.
 
-    Raises IntegrityError on strides that no tensor of this shape can have.
+    Raises IntegrityError on strides that no tensor of this shape can have, and StateError where it has no room.
     """
-    if ref.stride is None:
-        made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    else:
-        once = expanded(like, _sane(ref.stride, like))
-        made = torch.empty_strided(once.shape, ref.stride, dtype=like.dtype, device=device).expand(like.shape)
+    once = like if ref.stride is None else expanded(like, _sane(ref.stride, like))
+    try:
+        if ref.stride is None:
+            made = torch.empty(like.shape, dtype=like.dtype, device=device)
+        else:
+            made = torch.empty_strided(once.shape, ref.stride, dtype=like.dtype, device=device).expand(like.shape)
+    except RuntimeError as error:
+        raise StateError(
+            f"a tensor of {like.nbytes} bytes has no room on {device}: {error!s:.200}", key=ref.key
+        ) from error
     return made.requires_grad_() if ref.requires_grad else made
 
 

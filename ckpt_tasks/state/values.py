@@ -167,7 +167,10 @@ def _torch_value(name: TorchName) -> torch.dtype | torch.device | torch.Size:
         return torch.Size(name.value)  # type: ignore[arg-type]
     text = str(name.value)
     if name.kind == "device":
-        return torch.device(text)
+        try:
+            return torch.device(text)
+        except RuntimeError as error:
+            raise IntegrityError(f"the state tree names the device {text!r:.80}") from error
     value = getattr(torch, text, None)
     if not isinstance(value, torch.dtype):
         raise IntegrityError(f"the state tree names the dtype {text!r}")

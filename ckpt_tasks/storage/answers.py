@@ -127,4 +127,4 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__  # not its context: that may be the answer to an earlier request

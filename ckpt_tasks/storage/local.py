@@ -38,6 +38,7 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.storage.links import link_above, unlinked
 
 __all__ = ["Calls", "LocalStore"]
 
@@ -149,14 +150,14 @@ class LocalStore:
         base = prefix.rstrip("/")
         if base and not is_object_name(base):
             raise ConfigError(f"{prefix!r} is no prefix")
+        if link_above(self.root, base) is not None:
+            return []  # what lies behind a symbolic link is not ours
         with _errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
         with _errors(name, path):
-            if any(parent.is_symlink() for parent in path.parents if self.root in parent.parents):
-                raise StoreError("a symbolic link stands in the way; it is not followed when deleting", key=name)
             with suppress(FileNotFoundError):
                 self._calls.unlink(path)
             self._remove_empty(path.parent)
@@ -169,10 +170,10 @@ class LocalStore:
 
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str, error: type[CkptError] = StoreError) -> Path:
         if not is_object_name(name):
             raise ConfigError(f"{name!r:.100} is no object name")
-        return self.root / name
+        return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
         """Give the names below a directory in order; who takes only the first ones pays for no more than a listing."""
@@ -184,10 +185,10 @@ class LocalStore:
             name = f"{prefix}/{entry.name}" if prefix else entry.name
             if not is_object_name(name):
                 continue  # temporary names, .nfs*, .DS_Store and what else is not ours
-            if part.endswith("/"):
+            if part.endswith("/") and "." not in entry.name:
                 yield from self._walk(Path(entry.path), name)
-            elif entry.is_file(follow_symlinks=False):
-                yield name
+            elif entry.is_file(follow_symlinks=False) or "." in entry.name:
+                yield name  # also where a link, a pipe or a directory stands in its place: reading it says so
 
     def _directory(self, directory: Path) -> None:
         """Create a directory and make its name durable, also where it exists: its maker may have died in between."""
@@ -325,7 +326,7 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        path = self._path(name)
+        path = self._path(name, IntegrityError)
         with _errors(name, path):
             try:
                 # O_NONBLOCK: a FIFO in the directory must not hang its reader.

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -167,14 +168,12 @@ class ObjectStore:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write(self, name: str, key: str, pieces: Sequence[memoryview]) -> None:
+        absent = not self._single_writer
         if self._single_writer:
-            try:
+            with suppress(ObjectNotFoundError):
                 self.size(name)
-            except ObjectNotFoundError:
-                self._run(name, lambda requests: requests.put(key, pieces, absent=False))
-                return
-            raise ObjectExistsError("the object exists already", key=name)
-        self._run(name, lambda requests: requests.put(key, pieces, absent=True))
+                raise ObjectExistsError("the object exists already", key=name)
+        self._run(name, lambda requests: requests.put(key, pieces, absent=absent))
 
     def _key(self, name: str) -> str:
         if not is_object_name(name):

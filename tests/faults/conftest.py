@@ -21,9 +21,7 @@ def common_bucket(ministack: S3Server) -> Iterator[str]:
 
 
 @pytest.fixture
-def place(
-    ministack: S3Server, common_bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(ministack: S3Server, common_bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Return a place for a run, as it is seen through the proxy and past it; between tries it waits a tenth as long."""
     monkeypatch.setattr(retrying, "_FIRST_S", 0.02)
     found = Place(ministack, chaos, common_bucket, token())

@@ -137,9 +137,7 @@ def test_credentials_that_stay_expired_are_a_clear_error(place: Place) -> None:
     ids=lambda it: str(it.status) if isinstance(it, Answer) else it,
 )
 @pytest.mark.parametrize("operation", ["ListObjects", "PutObject"])
-def test_what_does_not_pass_by_itself_is_said_at_once(
-    place: Place, answer: Answer, hint: str, operation: str
-) -> None:
+def test_what_does_not_pass_by_itself_is_said_at_once(place: Place, answer: Answer, hint: str, operation: str) -> None:
     """A wrong clock, key, bucket or region is not tried again for minutes: the hint says what to mend."""
     history = place.history()
     rule = place.chaos.on(Fault(answer=answer), operation=operation)
@@ -170,7 +168,7 @@ def test_permission_that_is_taken_within_a_run_and_given_back(place: Place, oper
     with place.run() as ckpt:
         ckpt.save(1, state_of(1))
         denied = place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation=operation)
-        with pytest.raises(CkptError, match="may not do this|cannot be known"):
+        with pytest.raises(CkptError, match=r"may not do this|cannot be known"):
             ckpt.save(2, state_of(2))
         place.chaos.off(denied)
         ckpt.save(3, state_of(3))

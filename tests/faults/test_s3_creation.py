@@ -98,7 +98,7 @@ def test_a_store_is_tried_again_when_its_endpoint_changes(place: Place) -> None:
 
 
 def test_an_endpoint_that_lies_is_found_out_when_the_run_moves_there(place: Place) -> None:
-    """P33: the same objects behind a gateway that drops the condition: the run is refused there, and stays as it was."""
+    """P33: the same objects behind a gateway that drops the condition: the run is refused there and stays as it was."""
     straight = RetryingStore(ObjectStore(place.url, place.server.storage_options))
     History(straight).create("run")
     before = place.past.get(FORMAT_NAME)

@@ -59,7 +59,7 @@ def test_a_forked_child_uses_the_store(store: ObjectStore) -> None:
 
 
 def test_the_parents_connections_live_on(store: ObjectStore) -> None:
-    """A child that used the store, or dropped it, has closed nothing of the parent's: its next requests do not stall."""
+    """A child that used the store, or dropped it, closed nothing of the parent's: its next requests do not stall."""
 
     def drop() -> None:
         nonlocal store

@@ -39,8 +39,10 @@ CUTS = [
 def trained(ministack: S3Server, common_bucket: str) -> str:
     """Return the prefix of a run of three checkpoints; restoring from it adds nothing but owners and notes."""
     prefix = token()
-    given = {"storage_options": ministack.storage_options, "memory_dir": None, "max_num_checkpoints": None}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=f"s3://{common_bucket}/{prefix}", **given)) as ckpt:
+    given: dict[str, Any] = {"storage_options": ministack.storage_options, "memory_dir": None}
+    with Checkpointer(
+        CheckpointConfig(checkpoint_dir=f"s3://{common_bucket}/{prefix}", max_num_checkpoints=None, **given)
+    ) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
     return prefix
@@ -109,7 +111,7 @@ def test_with_no_good_one_left_the_target_is_untouched(saved: Place) -> None:
 
 
 def test_a_store_that_fails_is_no_damaged_checkpoint(saved: Place) -> None:
-    """P47: the newest cannot be reached: a StoreError, not the older one; the target is untouched, and later it works."""
+    """P47: the newest cannot be reached: a StoreError, not the older one; the target is untouched; later it works."""
     down = saved.chaos.on(Fault(drop_answer=True), operation="GetObject", key=NEWEST)
     state = state_of(7)
     with saved.run(deadline_s=0.2) as ckpt:
@@ -222,7 +224,7 @@ def test_a_listing_that_stays_stale_stops_no_commit(place: Place, history: Histo
 
 def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
     """P54: never an error: what the listing shows is a state that the run was in, and can be restored."""
-    past = {"storage_options": place.server.storage_options}
+    past: dict[str, Any] = {"storage_options": place.server.storage_options}
     with place.run(**past) as ckpt:
         ckpt.save(3, state_of(3))
         run = open_run(place.url, storage_options=place.options())

@@ -80,7 +80,9 @@ class Place:
         self.witness = Witness(self.disk, lambda: schedule.now_s)
         self.disk.watcher = self.witness
         self.saved: dict[int, tuple[int, float]] = {}
-        self._retrying = not schedule.profile.tardy and schedule.rng.random() < 0.25
+        # A server stores all of an object or nothing, and requests are made again to servers only.
+        whole = "torn" not in schedule.profile.fates["put"] and not schedule.profile.tardy
+        self._retrying = whole and schedule.rng.random() < 0.3
 
     def store(self) -> Store:
         """Return a way to the run directory, with or without requests that are made again."""

@@ -144,7 +144,7 @@ class Schedule:
         return process
 
     def run(self, good: Callable[[], bool]) -> None:
-        """Let the processes run until all programs have ended or died, or `good` says no; raise what one of them did."""
+        """Let the processes run until all are gone, or `good` says no; raise what one of them raised."""
         while good() and self._tasks:
             self._deliver(self.now_s)
             task = self._choose()

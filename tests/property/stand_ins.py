@@ -29,8 +29,9 @@ from ckpt_tasks.checkpoint import (
     saver,
     upkeep,
 )
+from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.state.capture import plan_restore
+from ckpt_tasks.state.capture import capture, plan_restore
 from ckpt_tasks.storage.port import Store
 from tests.property.schedules import Schedule
 
@@ -58,14 +59,14 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(pipeline, "_live", WeakSet())  # at the end of the interpreter there is no schedule to wait on
     patch.setattr(checkpointer, "open_store", lambda *_: store())
     # The random streams of this process are not those of the simulated ones.
-    patch.setattr(checkpointer, "capture", partial(checkpointer.capture, rng=False))
+    patch.setattr(checkpointer, "capture", partial(capture, rng=False))
     patch.setattr(restore, "plan_restore", lambda *args, **options: plan_restore(*args, **{**options, "rng": False}))
     patch.setattr(save, "_REUSED_BYTES", 1)  # everything here is small
     patch.setattr(upkeep, "READ_BYTES", 1 << 16)
     patch.setattr(ownership, "_POLL_S", 5.0)  # who waits asks less often
     # What is read over and over is parsed once: neither changes anything, nor is what they return ever changed.
     patch.setattr(Entry, "from_bytes", staticmethod(lru_cache(Entry.from_bytes)))
-    patch.setattr(opening, "read_index", lru_cache(opening.read_index))
+    patch.setattr(opening, "read_index", lru_cache(read_index))
 
 
 def clock(schedule: Schedule, **instead: Callable[[], float]) -> SimpleNamespace:

@@ -14,7 +14,7 @@ from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, ledger_name, parse_attempt, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry, State, lineage
-from tests.property.schedules import Disk
+from tests.property.disk import Disk
 
 __all__ = ["Witness"]
 

@@ -201,6 +201,16 @@ def test_a_mistake_is_not_taken_for_silence(error: BaseException) -> None:
     assert "no answer" not in str(found)
 
 
+def test_an_earlier_answer_is_not_this_ones() -> None:
+    """P32: a request that got no answer while another's answer was dealt with: silence, not that other answer."""
+    for earlier in (answered(404), answered(412, "PreconditionFailed"), answered(503, "SlowDown")):
+        silence = boto.ConnectionClosedError(endpoint_url="http://host")
+        silence.__context__, silence.__suppress_context__ = earlier, True  # as `raise … from None` leaves it
+        found = as_ours(silence, NAME)
+        assert type(found) is StoreError
+        assert (found.transient, found.refused) == (True, False)
+
+
 def test_our_own_errors_stay_and_get_the_objects_name() -> None:
     """An error of ours keeps its class, and names the object as the run does, without the prefix."""
     error = IntegrityError("too short", key="run/ledger/1.json")

@@ -1,0 +1,106 @@
+"""What the trees of each kind of group look like, checked before anything is made of them.
+
+A restore indexes into trees, makes tensors with their strides and flags, and sets the position of random streams, and
+takes the tree at its word. NumPy follows a position outside of a stream's numbers out of its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.parsing import MALFORMED, text, whole
+from ckpt_tasks.format.tree import TensorRef
+
+__all__ = ["check_group", "check_ref"]
+
+_ARRAY_DTYPES = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
+    for bits in widths
+) | {"bool", "complex64", "complex128"}
+_DIFFERENTIABLE = ("float", "bfloat", "complex")
+# Of NumPy's bit generators: how many numbers there are to point into.
+_POSITIONS = {"pos": 624, "buffer_pos": 4}
+
+
+def check_group(name: str, kind: str, tree: Any) -> None:
+    """Raise IntegrityError where a group's tree is none of its kind; one of an unknown kind is not looked at."""
+    check = _CHECKS.get(kind)
+    try:
+        if check is not None:
+            check(tree)
+    except MALFORMED as error:
+        raise IntegrityError(f"the tree of a {kind} is malformed: {error!r:.200}", key=name) from error
+
+
+def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise IntegrityError where a tensor of this dtype and shape cannot be what a reference says."""
+    if ref.array and (dtype not in _ARRAY_DTYPES or ref.requires_grad):
+        raise IntegrityError(f"{dtype} is no dtype of an array, or the array takes a gradient", key=ref.key)
+    if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):
+        raise IntegrityError(f"a tensor of {dtype} cannot take a gradient", key=ref.key)
+    if ref.stride is not None and len(ref.stride) != len(shape):
+        raise IntegrityError(f"{len(ref.stride)} strides for {len(shape)} dimensions", key=ref.key)
+
+
+def _check_module(tree: Any) -> None:
+    for name in _dict(tree):
+        text(name)
+
+
+def _check_optimizer(tree: Any) -> None:
+    for part in ("state", "shared", "other", "shapes"):
+        _dict(tree[part])
+    for name, entry in tree["state"].items():
+        text(name)
+        _dict(entry)
+    for name, shape in tree["shapes"].items():
+        text(name)
+        _ = [whole(extent) for extent in _list(shape)]
+    for group in _list(tree["param_groups"]):
+        _ = [text(name) for name in _list(group["params"])]
+        _dict(group["options"])
+    if tree["on_cpu"] is not None:
+        _ = [text(name) for name in _list(tree["on_cpu"])]
+
+
+def _check_streams(tree: Any) -> None:
+    for name, generator in _dict(tree).items():
+        text(name)
+        _check_generator(generator)
+
+
+def _check_generator(tree: Any) -> None:
+    text(_dict(tree)["type"])
+    for name, value in _named(tree["state"]):
+        if name in _POSITIONS:
+            whole(value, _POSITIONS[name])
+
+
+def _named(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name, item
+            yield from _named(item)
+
+
+def _dict(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} where names have values")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"a {type(value).__name__} where a list must be")
+    return value
+
+
+_CHECKS = {
+    "module": _check_module,
+    "optimizer": _check_optimizer,
+    "generator": _check_generator,
+    "rng": _check_streams,
+}

@@ -1,0 +1,120 @@
+"""JSON out of a run directory, parsed within bounds: a small text must take neither the stack nor all of the memory.
+
+Python's parser recurses as deep as the text nests (where somebody has raised the recursion limit, until the process
+dies), and makes objects of up to 30 times the size of their text. So the text is looked at first, without parsing it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import accumulate
+from typing import Any
+
+__all__ = [
+    "MALFORMED",
+    "MAX_CONTAINERS",
+    "MAX_JSON_DEPTH",
+    "MAX_VALUES",
+    "check_json",
+    "finite",
+    "flag",
+    "optional",
+    "parse_json",
+    "text",
+    "whole",
+]
+
+MAX_JSON_DEPTH = 400  # a tree of 100 levels takes some 300 of them
+MAX_CONTAINERS = 1 << 22  # lists and objects; a parameter with Adam's state takes five of them
+MAX_VALUES = 1 << 24
+MAX_INT64 = 2**63 - 1
+
+# What reading a value of another form than expected can raise.
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+
+_MARKS = b'"[]{},'
+_OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_SHALLOW = 16
+_MAX_QUOTES = 1 << 23  # of texts that hold brackets or commas
+_DIGITS = 4300  # Python's own limit for whole numbers, unless it has been changed
+
+
+def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Parse JSON; raise ValueError where it is none, or nests deeper or holds more than anything that is written.
+
+    NaN and Infinity are no JSON. What is ours is ASCII; only the headers of shards are UTF-8.
+    """
+    check_json(data, max_depth=max_depth)
+    digits = sys.get_int_max_str_digits()
+    reads_digits = None if 0 < digits <= _DIGITS else _whole_number
+    return json.loads(str(data, encoding), parse_constant=_no_json, parse_int=reads_digits)
+
+
+def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
+    """Raise ValueError where JSON nests too deep or holds too many values, whether it is well formed or not."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = data.translate(None, _OTHERS).replace(b'""', b"")
+    if marks.count(b'"') > _MAX_QUOTES:
+        raise ValueError("more texts with brackets in them than anything that is written")
+    marks = b"".join(marks.split(b'"')[::2])  # between two quotes stands a text
+    brackets = marks.translate(None, b",")
+    containers = brackets.count(b"[") + brackets.count(b"{")
+    if containers > MAX_CONTAINERS or len(marks) - len(brackets) + containers > MAX_VALUES:
+        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values")
+    if _is_deeper(brackets, max_depth):
+        raise ValueError(f"nested deeper than {max_depth} levels")
+
+
+def text(value: Any) -> str:
+    """Return a text; raise ValueError for anything else."""
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.80} is no text")
+    return value
+
+
+def whole(value: Any, most: int = MAX_INT64) -> int:
+    """Return a whole number from 0 to `most`; raise ValueError for anything else."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.80} is no whole number from 0 to {most}")
+    return value
+
+
+def finite(value: Any, most: float = 1e300) -> float:
+    """Return a number from -`most` to `most`; raise ValueError for anything else."""
+    if type(value) not in (int, float) or not -most <= value <= most:
+        raise ValueError(f"{value!r:.80} is no number")
+    return float(value)
+
+
+def flag(value: Any) -> bool:
+    """Return a boolean; raise ValueError for anything else."""
+    if type(value) is not bool:
+        raise ValueError(f"{value!r:.80} is neither true nor false")
+    return value
+
+
+def optional(value: Any) -> str | None:
+    """Return a text or None; raise ValueError for anything else."""
+    return None if value is None else text(value)
+
+
+def _is_deeper(brackets: bytes, most: int) -> bool:
+    rest = brackets
+    for _ in range(_SHALLOW):  # nearly all JSON is gone by then, at the speed of memory
+        if not rest:
+            return False  # every round takes one level or two, and no bound is as low as that
+        rest = rest.replace(b"{}", b"").replace(b"[]", b"")
+    return any(depth > most for depth in accumulate(map(_STEPS.__getitem__, brackets)))
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)

@@ -1,0 +1,176 @@
+"""Who held a run, and what its ledger lists: checkpoints, leases, evaluations. Each is read field by field.
+
+A fitting digest says that these are the bytes that somebody wrote, not that they make sense: every field has its type
+and its bounds, so that nothing later computes with a text, or makes a path of anything but a name of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tasks.format.keys import (
+    MANIFEST_NAME,
+    MAX_EPOCH,
+    MAX_LEDGER_NUMBER,
+    MAX_STEP,
+    attempt_prefix,
+    is_group,
+    is_object_name,
+    parse_attempt,
+)
+from ckpt_tasks.format.parsing import finite, flag, optional, text, whole
+
+__all__ = [
+    "Checkpoint",
+    "Evaluation",
+    "Lease",
+    "Owner",
+    "attempt_object",
+    "read_checkpoint",
+    "read_evaluation",
+    "read_lease",
+    "read_owner",
+]
+
+_MAX_PID = 2**31 - 1
+_MAX_S = 1e9  # thirty years of waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Who holds the run directory for writing. `epoch` grows by one with every owner; `id` is this owner's nonce."""
+
+    epoch: int
+    id: str
+    flow_run_id: str | None
+    host: str
+    machine_id: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    process_start: str
+    taken_at: str
+    released: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One committed checkpoint, as the ledger holds it.
+
+    `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
+    checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
+    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
+    completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
+    there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
+    of: what had not changed was not written again.
+    """
+
+    step: int
+    attempt: str
+    manifest: str
+    manifest_digest: str
+    parent: str | None
+    n: int
+    metrics: Mapping[str, float]
+    size_bytes: int
+    objects: int
+    saved_at: str
+    cost_s: float
+    epochs: int | None = None
+    abandoned: bool = False
+    reuses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A reader's claim that a checkpoint stays until `expires_at` (seconds since 1970)."""
+
+    id: str
+    manifest_digest: str
+    holder: str
+    expires_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
+
+    manifest_digest: str
+    step: int
+    suite: str
+    metrics: Mapping[str, float]
+    table: str
+    table_digest: str
+    evaluated_at: str
+
+
+def read_owner(item: Mapping[str, Any]) -> Owner:
+    """Read an owner; raises one of parsing.MALFORMED, like all of these."""
+    texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
+    checked = {
+        "epoch": whole(item["epoch"], MAX_EPOCH),
+        "flow_run_id": optional(item["flow_run_id"]),
+        "pid": whole(item["pid"], _MAX_PID),  # it becomes a path below /proc
+        "released": flag(item.get("released", False)),
+    }
+    return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
+
+
+def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
+    """Read a checkpoint; its manifest must be that of its step and attempt. The `n` of an uncommitted one may be -1."""
+    checked = {
+        "step": whole(item["step"], MAX_STEP),
+        "manifest_digest": text(item["manifest_digest"]),
+        "parent": optional(item["parent"]),
+        "n": -1 if uncommitted and item["n"] == -1 else whole(item["n"], MAX_LEDGER_NUMBER),
+        "metrics": _metrics(item["metrics"]),
+        "size_bytes": whole(item["size_bytes"]),
+        "objects": whole(item["objects"]),
+        "saved_at": text(item["saved_at"]),
+        "cost_s": finite(item["cost_s"], most=_MAX_S),
+        "epochs": _epochs(item.get("epochs")),
+        "abandoned": flag(item.get("abandoned", False)),
+        "reuses": tuple(attempt_object(name) for name in item.get("reuses", ())),
+    }
+    attempt = parse_attempt(text(item["manifest"]))
+    if (
+        attempt is None
+        or (attempt.step, attempt.name) != (checked["step"], item["attempt"])
+        or item["manifest"] != attempt_prefix(attempt) + MANIFEST_NAME
+    ):
+        raise ValueError(f"{item['manifest']!r:.80} is no manifest of this step and attempt")
+    return Checkpoint(**{**item, **checked})
+
+
+def read_lease(item: Mapping[str, Any]) -> Lease:
+    """Read a lease."""
+    texts = {name: text(item[name]) for name in ("id", "manifest_digest", "holder")}
+    return Lease(**{**item, **texts, "expires_at": finite(item["expires_at"])})
+
+
+def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
+    """Read an evaluation."""
+    texts = {name: text(item[name]) for name in ("manifest_digest", "suite", "table", "table_digest", "evaluated_at")}
+    if not is_group(texts["suite"]) or not is_object_name(texts["table"]):
+        raise ValueError(f"{texts['table']!r:.80} is no table of an evaluation by {texts['suite']!r:.80}")
+    checked = {"step": whole(item["step"], MAX_STEP), "metrics": _metrics(item["metrics"])}
+    return Evaluation(**{**item, **texts, **checked})
+
+
+def attempt_object(name: Any) -> str:
+    """Return the name of an object that an attempt wrote, and no other: such names are deleted one day."""
+    if type(name) is not str or not is_object_name(name) or parse_attempt(name) is None:
+        raise ValueError(f"{name!r:.80} is no object of an attempt")
+    return name
+
+
+def _epochs(value: Any) -> Any:
+    if value is not None:
+        finite(value)  # a whole number, if the training loop counts them so
+    return value
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}

@@ -1,0 +1,254 @@
+"""The bounds of what is read: they are what they say, no reader's recursion limit matters, and savers keep to them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError, UnsupportedStateError
+from ckpt_tasks.format import index, manifest, parsing
+from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
+from ckpt_tasks.format.index import IndexRow, coverage_faults, object_faults, write_index
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.manifest import Manifest, ObjectRecord
+from ckpt_tasks.format.parsing import check_json, parse_json
+from ckpt_tasks.format.regions import Box, blocks
+from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
+from ckpt_tasks.state.tables import read_metrics, write_metrics
+
+PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
+PRIME = 2**61 - 1  # the modulus of Python's hash of whole numbers
+
+names = st.sampled_from(['"[', "a", '\\"{'])
+documents = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text(st.characters(codec="ascii") | st.sampled_from('[]{}",\\\\é'), max_size=6),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(names, inside, max_size=3),
+    max_leaves=20,
+)
+
+
+def depth(value: Any) -> int:
+    """Count the levels of lists and objects, the plain way."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@given(documents, st.integers(0, 60))
+def test_depth_is_counted_without_parsing(document: Any, deeper: int) -> None:
+    """What is one level deeper than the bound is refused and what is not is parsed, whatever its texts hold."""
+    for _ in range(deeper):
+        document = [document]
+    data, levels = json.dumps(document).encode(), max(depth(document), 40)
+    assert parse_json(data, max_depth=levels) == document
+    while depth(document) <= levels:
+        document = {"[": document}
+    with pytest.raises(ValueError, match="nested deeper"):
+        check_json(json.dumps(document).encode(), max_depth=levels)
+
+
+@given(documents)
+def test_values_are_counted_without_parsing(document: Any) -> None:
+    """Lists, objects and values are counted as they are, brackets and commas in texts are none."""
+    data = json.dumps(document).encode()
+    containers = sum(isinstance(value, dict | list) for value in every(document))
+    with bounded(containers, 10**6):
+        check_json(data)
+    if containers:
+        with bounded(containers - 1, 10**6), pytest.raises(ValueError, match="more than"):
+            check_json(data)
+
+
+def every(value: Any) -> Iterator[Any]:
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from every(item)
+
+
+@contextmanager
+def bounded(containers: int, values: int) -> Iterator[None]:
+    before = parsing.MAX_CONTAINERS, parsing.MAX_VALUES
+    parsing.MAX_CONTAINERS, parsing.MAX_VALUES = containers, values
+    try:
+        yield
+    finally:
+        parsing.MAX_CONTAINERS, parsing.MAX_VALUES = before
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"-Infinity", b'{"a":Infinity}', b"\xff", b'"\xc3\xa4"', b"1" * 4301])
+def test_what_is_no_json_of_ours_is_refused(text: bytes) -> None:
+    """NaN and infinities, bytes outside of ASCII and numbers without end are a ValueError."""
+    with pytest.raises(ValueError, match=r".+"):
+        parse_json(text)
+
+
+def test_numbers_without_end_are_refused_whatever_the_process_allows() -> None:
+    """Who lifts Python's limit on digits does not make a reader spend the square of their number."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        assert parse_json(b"12") == 12
+        with pytest.raises(ValueError, match="whole number of 5000 digits"):
+            parse_json(b"[" + b"9" * 5000 + b"]")
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+# ── savers keep to what readers take ─────────────────────────────────────────────────────────────────────────
+
+
+def manifest_of(groups: dict[str, Any]) -> Manifest:
+    record = ObjectRecord(PLACE.replace("model-00000-of-00001-0.safetensors", "index.arrow"), 1, "f" * 32, 1)
+    fields: dict[str, Any] = {"run_key": "lm", "step": 5, "attempt": "e000001-0123456789abcdef", "world_size": 1}
+    return Manifest(**fields, index=record, objects=(), groups=groups)
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: too many groups or values are refused when saving, with what to do."""
+    monkeypatch.setattr(manifest, "MAX_GROUPS", 2)
+    with pytest.raises(UnsupportedStateError, match="3 groups"):
+        manifest_of({name: {"kind": "plain", "tree": 1} for name in "abc"}).to_bytes()
+    with bounded(100, 10**6), pytest.raises(UnsupportedStateError, match="Keep large values in tensors"):
+        manifest_of({"a": {"kind": "plain", "tree": [[]] * 100}}).to_bytes()
+
+
+def test_an_index_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: more regions than are read are refused when saving."""
+    monkeypatch.setattr(index, "MAX_REGIONS", 2)
+    with pytest.raises(UnsupportedStateError, match="3 regions"):
+        write_index([row_of("w", (2,), 0)] * 3)
+
+
+@pytest.mark.parametrize("levels", [120, 5000])
+def test_an_event_that_could_not_be_read_is_not_put(levels: int) -> None:
+    """P42: what people note may nest, but not deeper than is read."""
+    note: Any = 1
+    for _ in range(levels):
+        note = [note]
+    event = {"kind": "note", "note": "x", "more": note}
+    with pytest.raises(StateError, match="could not be read back"):
+        Entry(n=0, epoch=0, nonce="", previous=None, at="", event=event, state=State()).to_bytes()
+
+
+def test_numbers_that_are_used_up_are_said() -> None:
+    """The last ledger number and the last owner epoch are the last: the error says to use another directory."""
+    assert ledger_name(MAX_LEDGER_NUMBER).startswith("ledger/00000000000000000000-9999")
+    with pytest.raises(ConfigError, match="another directory"):
+        ledger_name(MAX_LEDGER_NUMBER + 1)
+    from tests.unit.ledgers import owner_of
+
+    with pytest.raises(ConfigError, match="another directory"):
+        State().with_owner(owner_of(MAX_EPOCH + 1), None, "min")
+
+
+@pytest.mark.parametrize(("make", "tag"), [(dict.fromkeys, "~dict"), (set, "~set"), (frozenset, "~frozenset")])
+def test_keys_of_one_hash_are_refused_both_ways(make: Any, tag: str) -> None:
+    """P42: a few keys of one hash come back; what would take the square of their number is refused, read or written."""
+    few, many = ([n * PRIME for n in range(1, count + 1)] for count in (MAX_OF_ONE_HASH, MAX_OF_ONE_HASH + 1))
+    assert decode(json.loads(json.dumps(encode(make(few))))) == make(few)
+    with pytest.raises(UnsupportedStateError, match="one hash"):
+        encode(make(many), "extra")
+    with pytest.raises(IntegrityError, match="one hash"):
+        decode({tag: [[n, None] for n in many] if tag == "~dict" else many})
+
+
+# ── Arrow ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rewritten(data: bytes, **options: Any) -> bytes:
+    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_tables_are_refused(codec: str) -> None:
+    """A table of metrics is read uncompressed only: its size says what it takes in memory."""
+    data = write_metrics({f"metric{n}": 0.5 for n in range(1000)}, {"step": "1"})
+    assert read_metrics(rewritten(data)) == read_metrics(data) == {f"metric{n}": 0.5 for n in range(1000)}
+    with pytest.raises(IntegrityError, match="compressed buffers are not read"):
+        read_metrics(rewritten(data, compression=codec))
+
+
+@given(st.integers(0, 700), st.integers(0, 255), st.integers(1, 4))
+def test_any_bytes_of_a_table_are_read_or_refused(at: int, value: int, width: int) -> None:
+    """P49: whatever is changed in a table of metrics, reading it gives metrics or an error of ours."""
+    data = bytearray(write_metrics({"loss": 0.5, "accuracy": 0.75}, {"step": "1"}))
+    data[at % len(data) : at % len(data) + width] = bytes([value]) * width
+    try:
+        assert all(isinstance(name, str) for name in read_metrics(bytes(data)))
+    except CkptError:
+        return
+
+
+def test_more_rows_than_asked_for_are_refused() -> None:
+    """The bound on rows holds before a Python object is made of any."""
+    table = pa.table({"a": [1, 2, 3]})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert read_arrow(sink.getvalue(), table.schema, 3).num_rows == 3
+    with pytest.raises(FAULTS, match="3 rows, more than 2"):
+        read_arrow(sink.getvalue(), table.schema, 2)
+
+
+# ── regions and headers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def row_of(key: str, shape: tuple[int, ...], begin: int, box: Box | None = None) -> IndexRow:
+    box = box or Box((0,) * len(shape), shape)
+    return IndexRow("model", key, "float32", shape, box, PLACE, begin, begin + 4 * box.size, b"0" * 16)
+
+
+@given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 9), st.integers(-2, 2))
+def test_what_blocks_makes_is_always_read(lead: list[int], part: int, more: int) -> None:
+    """P38: whatever a tensor's shape is, its regions as they are cut are as few as a reader allows, and in order."""
+    shape = (*lead, 3 * (REGION_BYTES // 4) // part + more)
+    rows, begin = [], 4096
+    for box in blocks(shape, REGION_BYTES // 4):
+        rows.append(row_of("w", shape, begin, box))
+        begin = rows[-1].end
+    assert coverage_faults(rows) == []
+    assert object_faults(rows, {PLACE: (4096, begin)}) == []
+
+
+def test_regions_fill_their_object() -> None:
+    """A gap, an overlap, an end that is elsewhere, and an object that nobody named are each a fault."""
+    rows = [row_of("v", (4,), 4096), row_of("w", (2,), 4112)]
+    assert object_faults(rows, {PLACE: (4096, 4120)}) == []
+    for begin, end in ((4092, 4120), (4096, 4124), (4096, 4116)):
+        assert "gap, overlap or end elsewhere" in object_faults(rows, {PLACE: (begin, end)})[0]
+    assert "gap, overlap" in object_faults([rows[0], rows[0]], {PLACE: (4096, 4128)})[0]
+    assert "does not name" in object_faults(rows, {})[0]
+
+
+def test_regions_in_another_order_than_their_elements_are_a_fault() -> None:
+    """Bytes that are read in one go must be the elements in their order."""
+    halves = [row_of("w", (4,), 4104, Box((0,), (2,))), row_of("w", (4,), 4096, Box((2,), (2,)))]
+    assert coverage_faults(halves) == ["model/w: its regions do not lie in the order of its elements"]
+
+
+def test_a_header_whose_tensor_has_other_bytes_is_refused() -> None:
+    """A tensor's dtype and shape say how many bytes it has, whatever they overflow to elsewhere."""
+    layout = plan_image([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "complex128", (2,))])
+    assert {*parse_header(layout.header, layout.size_bytes)} == {"w", "v"}
+    for old, new in ((b"[2,3]", b"[2,4]"), (b"[2,3]", b"[-2,-3]"), (b'"F32"', b'"F16"'), (b'"F32"', b'"X99"')):
+        header = layout.header.replace(old, new)
+        header = header[:-1] if len(header) > len(layout.header) else header
+        with pytest.raises(IntegrityError):
+            parse_header(header[: len(layout.header)], layout.size_bytes)
+    assert digest_hex(layout.header)
