@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.config import CheckpointConfig
     from ckpt_tasks.checkpoint.reading import open_run
     from ckpt_tasks.checkpoint.restore import RestoreReport
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.orchestration.hooks import resumable_task
     from ckpt_tasks.state.data import ResumableSampler
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Checkpoint": "ckpt_tasks.format.ledger",
+    "Checkpoint": "ckpt_tasks.format.records",
     "CheckpointConfig": "ckpt_tasks.checkpoint.config",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
     "RestoreReport": "ckpt_tasks.checkpoint.restore",

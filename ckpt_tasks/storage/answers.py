@@ -34,6 +34,12 @@ _HINTS = {
     "NotImplemented": "The store does not know this request; one without conditions needs single_writer=True.",
     "PermanentRedirect": "The bucket is in another region: name it (region_name in client_kwargs).",
 }
+# What fsspec's file systems raise in place of an answer.
+_SAID: dict[type[BaseException], tuple[int, str]] = {
+    FileNotFoundError: (404, "NotFound"),
+    FileExistsError: (412, "PreconditionFailed"),
+    PermissionError: (403, "AccessDenied"),
+}
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
 # Raised by clients where no credentials, or no good options, were given; by name, since no client is imported here.
@@ -60,10 +66,8 @@ def as_ours(error: BaseException, name: str) -> CkptError:
         error.key = name
         return error
     status, code = answer_of(error)
-    if status is None and isinstance(error, FileNotFoundError):
-        status, code = 404, "NotFound"
-    if status is None and isinstance(error, FileExistsError):
-        status, code = 412, "PreconditionFailed"
+    if status is None:
+        status, code = next((said for kind, said in _SAID.items() if isinstance(error, kind)), (None, ""))
     if code in _MISSING or (status == 404 and code in ("", "404")):
         return ObjectNotFoundError("no such object", key=name)
     if code in _EXISTS or status == 412:

@@ -60,7 +60,7 @@ def measure(
             return running.result()
         except KeyboardInterrupt:
             trial.stop.set()
-            # A large object that is on its way would else arrive after everything has been deleted.
+            # What is under way is waited for, or it would arrive after the deletion: a large upload shall end at once.
             with suppress(StoreError):
                 store.drop_unfinished(trial.is_ours)
             raise

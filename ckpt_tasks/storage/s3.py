@@ -132,6 +132,7 @@ class S3Requests:
 
         async def send(number: int, data: io.BytesIO) -> dict[str, Any]:
             async def once() -> dict[str, Any]:
+                data.seek(0)  # an earlier try has read it
                 try:
                     return await self._call("upload_part", PartNumber=number, Body=data, **upload)
                 except Exception as error:

@@ -53,7 +53,7 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = 120) -> int:
         """Return the exit status, negative for a signal's number; raise AssertionError where it does not end."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, f"process {self.pid} does not end"
@@ -64,7 +64,7 @@ class Child:
         """Whether SIGSTOP holds it."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
-    def until(self, true: Callable[[], bool], timeout_s: float = 60) -> bool:
+    def until(self, true: Callable[[], bool], timeout_s: float = 120) -> bool:
         """Wait until something holds; return whether it does, False also where the process ends before."""
         deadline = time.monotonic() + timeout_s
         while not true():

@@ -69,7 +69,7 @@ def train_and_kill(place: S3Place, chaos: Chaos, ids: Path, dice: random.Random,
     """Train until the run is complete, with so many kills at most; return how many there were."""
     options = json.dumps(place.through(chaos.endpoint).storage_options)
     arguments = [place.url, str(ids), *_LOOP, "--storage-options", options]
-    restored, acknowledged = 0, dict[int, int]()  # step by entry
+    acknowledged: dict[int, int] = {}  # step by ledger entry
     for killed in range(kills + 1):
         with Child(plain_loop.main, arguments, ids.with_suffix(".output")) as child:
             if killed < kills:
@@ -78,9 +78,8 @@ def train_and_kill(place: S3Place, chaos: Chaos, ids: Path, dice: random.Random,
             said = child.said().splitlines()
         assert status in (0, -signal.SIGKILL), said
         assert not any("Error" in line or "passed over" in line for line in said), said
-        newest = max(acknowledged.values(), default=0)
-        restored = next((int(line.split()[1]) for line in said if line.startswith("restored ")), restored)
-        assert restored >= newest
+        restored = [int(line.split()[1]) for line in said if line.startswith("restored ")]
+        assert all(step >= max(acknowledged.values(), default=0) for step in restored)
         acknowledged |= dict(acknowledgements(said))
         if acknowledged:
             check_commits(place, acknowledged)

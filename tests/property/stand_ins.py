@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import is_dataclass
 from datetime import datetime, tzinfo
 from functools import lru_cache, partial
 from types import SimpleNamespace, TracebackType
@@ -29,8 +31,11 @@ from ckpt_tasks.checkpoint import (
     saver,
     upkeep,
 )
+from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.state import capture as capturing
+from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
 from ckpt_tasks.storage.port import Store
 from tests.property.schedules import Schedule
@@ -58,15 +63,25 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
         patch.setattr(module, "be_nice", lambda: None)  # it would be the test's own thread
     patch.setattr(pipeline, "_live", WeakSet())  # at the end of the interpreter there is no schedule to wait on
     patch.setattr(checkpointer, "open_store", lambda *_: store())
-    # The random streams of this process are not those of the simulated ones.
+    # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))
     patch.setattr(restore, "plan_restore", lambda *args, **options: plan_restore(*args, **{**options, "rng": False}))
     patch.setattr(save, "_REUSED_BYTES", 1)  # everything here is small
     patch.setattr(upkeep, "READ_BYTES", 1 << 16)
     patch.setattr(ownership, "_POLL_S", 5.0)  # who waits asks less often
-    # What is read over and over is parsed once: neither changes anything, nor is what they return ever changed.
+    for module in (capturing, restoring):
+        patch.setattr(module, "undisturbed", nullcontext)
+    # What is read over and over is parsed once, and what is written is not copied before: nobody changes either.
     patch.setattr(Entry, "from_bytes", staticmethod(lru_cache(Entry.from_bytes)))
     patch.setattr(opening, "read_index", lru_cache(read_index))
+    patch.setattr(ledger, "asdict", _as_dict)
+
+
+def _as_dict(value: Any) -> Any:
+    """Do what dataclasses.asdict does, without copies of what nobody changes."""
+    if is_dataclass(value):
+        return {name: _as_dict(one) for name, one in vars(value).items()}
+    return [_as_dict(one) for one in value] if isinstance(value, tuple) else value
 
 
 def clock(schedule: Schedule, **instead: Callable[[], float]) -> SimpleNamespace:

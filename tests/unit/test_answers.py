@@ -134,6 +134,7 @@ def test_what_s3fs_makes_of_an_answer_changes_nothing(status: int, code: str, mo
         (of_google(403), StoreError, False),
         (FileNotFoundError("bucket/key"), ObjectNotFoundError, False),
         (FileExistsError("bucket/key"), ObjectExistsError, False),
+        (PermissionError("bucket/key"), StoreError, False),
     ],
     ids=lambda it: f"{type(it).__name__}" if isinstance(it, BaseException) else None,
 )

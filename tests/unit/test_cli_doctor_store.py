@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.checkpoint.reading import open_store
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.storage import measuring
 from ckpt_tasks.storage.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.measuring import measure
@@ -259,6 +261,15 @@ def test_requests_that_fail_are_counted(ministack: S3Server, bucket: str, chaos:
     assert judge(found).fit
 
 
+def test_a_storm_is_no_lack(ministack: S3Server, bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P32: a store that is too busy to be tried is an error, not one without conditions; nothing is left."""
+    monkeypatch.setattr(measuring, "_PATIENCE_S", 0.2)
+    chaos.on(Fault(answer=SLOW_DOWN), headers={"if-none-match": "."})
+    with pytest.raises(StoreError, match="SlowDown"):
+        measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+    assert keys(ministack, bucket) == []
+
+
 def test_nobody_answers() -> None:
     """A server that is not there is said within seconds, not after minutes of trying."""
     began = time.monotonic()
@@ -306,6 +317,7 @@ def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: s
             time.sleep(0.01)
         gate.open()
         assert process.wait(120) != 0
+    assert chaos.requests(operation="AbortMultipartUpload")
     chaos.settle()
     assert keys(ministack, bucket) == []
 

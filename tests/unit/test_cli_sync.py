@@ -179,6 +179,24 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
     assert ckpt("diff", large, tmp_path / "l").status == 0
 
 
+def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
+    """P46: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
+    source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
+    small = tmp_path / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        with started("sync", str(source), str(tmp_path / "b"), TMPDIR=str(small)) as process:
+            _, err = process.communicate(timeout=60)
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+    assert process.returncode == 1
+    assert "Set TMPDIR to a directory with room" in err
+    assert ckpt("sync", source, tmp_path / "b").status == 0
+
+
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.lacking import in_order, rank
-from ckpt_tasks.checkpoint.syncing import Row
+from ckpt_tasks.checkpoint.reading import Run
+from ckpt_tasks.checkpoint.syncing import Row, plan_sync
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import OwnedError, RunMismatchError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.unit.cli_runs import flip, tree
 from tests.unit.ledgers import made
 from tests.unit.syncs import check, copy, opened, outcomes, same, small, state_of, train
@@ -112,13 +114,63 @@ def test_one_checkpoint_and_then_all(run_dir: Path, tmp_path: Path) -> None:
     assert verify_run_directory(there.history).good
 
 
+def test_an_older_checkpoint_stays_the_older_one(run_dir: Path, tmp_path: Path) -> None:
+    """An older checkpoint that comes later is not the newest, also beside one that the source has pruned meanwhile."""
+    run = train(run_dir, 1, 2, 3, 4)
+    copy(run, tmp_path / "b", 3)
+    with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.pin(2)
+        ckpt.prune()
+    assert [c.step for c in run.checkpoints()] == [4, 2]
+    copy(run, tmp_path / "b", 2)
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [3, 2]
+
+
+def test_a_line_that_was_left_is_left_at_the_target(run_dir: Path, tmp_path: Path) -> None:
+    """A way back is known at the target, also where the checkpoint that it went back to is there no more."""
+    run = train(run_dir, 1, 2, 3)
+    copy(run, tmp_path / "b")
+    with opened(tmp_path / "b", max_num_checkpoints=2) as ckpt:
+        ckpt.prune()
+    with opened(run_dir) as ckpt:
+        ckpt.restore(small(0), step=1)
+        ckpt.save(2, small(20))
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b")).checkpoints()
+    assert [(c.step, c.abandoned) for c in there] == [(2, False), (3, True), (2, True)]
+
+
+class Counting(WrappedStore):
+    """Count the ledger entries that are read."""
+
+    entries = 0
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        self.entries += name.startswith("ledger/")
+        return super().get(name, max_bytes)
+
+
+def test_a_copy_reads_what_is_new(run_dir: Path, tmp_path: Path) -> None:
+    """However long both histories are, the next copy looks back to the last one, and no further."""
+    run = train(run_dir, *range(1, 25))
+    copy(run, tmp_path / "b")
+    train(run_dir, 25, max_num_checkpoints=2)
+    source, target = Counting(LocalStore(run_dir)), Counting(LocalStore(tmp_path / "b"))
+    plan = plan_sync(Run(History(source), "run"), target)
+    assert len(plan.lacking.missing) == 1
+    assert source.entries + target.entries < 12
+
+
 def test_pins_and_evaluations_of_one_checkpoint(run_dir: Path, tmp_path: Path) -> None:
     """One checkpoint brings its own pin and evaluations, and none of the others'."""
     with opened(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, small(step))
-            ckpt.pin(step, f"pin {step}")
     run = open_run(str(run_dir))
+    copy(run, tmp_path / "b")
+    with opened(run_dir) as ckpt:
+        for step in (1, 2):
+            ckpt.pin(step, f"pin {step}")
     for step in (1, 2):
         run.record_evaluation(run.find(step), "quick", {"accuracy": step})
     report = copy(run, tmp_path / "b", 1)
@@ -151,6 +203,17 @@ def test_a_target_that_went_its_own_way_is_refused(run_dir: Path, tmp_path: Path
         copy(run, tmp_path / "b")
     assert tree(tmp_path / "b") == before
     assert run.head().state.leases == ()
+
+
+def test_two_runs_of_one_name_are_two(run_dir: Path, tmp_path: Path) -> None:
+    """P52: the same key and a ledger as long do not make one run of two: what one copied, the other never had."""
+    copy(train(run_dir, 1, 2, 3), tmp_path / "b")
+    with opened(tmp_path / "c", run_key="run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, small(10 * step))
+    other = train(tmp_path / "c", 4)
+    with pytest.raises(RunMismatchError, match="never had"):
+        copy(other, tmp_path / "b")
 
 
 def test_what_went_on_elsewhere_comes_back(run_dir: Path, tmp_path: Path) -> None:
