@@ -108,9 +108,10 @@ def test_a_save_is_committed_when_it_returns(run_dir: Path) -> None:
     """P72: a process that ends at once after save(), without close() and atexit, has lost nothing."""
     code = """
         import os, sys
+        from pathlib import Path
         from ckpt_tasks import Checkpointer
         from tests.crash.runs import options, state_of
-        ckpt = Checkpointer(options(sys.argv[1]))
+        ckpt = Checkpointer(options(Path(sys.argv[1])))
         ckpt.save(7, state_of(7))
         os._exit(0)
     """
