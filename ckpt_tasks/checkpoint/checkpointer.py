@@ -202,8 +202,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when everything that was saved is committed; raise what went wrong.
 
-        What the policy no longer keeps may go a moment later. Raises StoreError where a flush takes longer than
-        `flush_timeout_s`.
+        Raises StoreError where a flush takes longer than `flush_timeout_s`.
         """
         self._saver.wait()
 
@@ -239,8 +238,7 @@ class Checkpointer:
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(self) -> list[Checkpoint]:
-        """List the live checkpoints, newest commit first, once what is on its way is there and the policy applied."""
-        self._saver.settle()
+        """List the live checkpoints, newest commit first."""
         return lineage(self._history.head().state.live)
 
     def pin(self, step: int, reason: str = "by hand") -> None:

@@ -42,8 +42,7 @@ class Snapshot:
 
     `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
     its images until then, as written and with what can be reused, and None at the end. `copy` is under way where the
-    images are filled while training goes on: its wait() comes before anything that reads them. `landed`: it is
-    committed, and what is left of its flush is upkeep.
+    images are filled while training goes on: its wait() comes before anything that reads them.
     """
 
     slot: str
@@ -57,7 +56,6 @@ class Snapshot:
     described: Described | None = None
     error: BaseException | None = None
     given_up: bool = False
-    landed: bool = False
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
 
@@ -172,27 +170,14 @@ class Pipeline:
         if start:
             threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
 
-    def landed(self, snapshot: Snapshot) -> None:
-        """Let whoever waits for a commit go on: this one is made."""
-        with self._changed:
-            snapshot.landed = True
-            self._changed.notify_all()
-
     def wait(self) -> bool:
-        """Wait until everything is committed; False where the flush under way is stuck."""
-        return self._wait(lambda: self._waiting is None and (self._flushing is None or self._flushing.landed))
-
-    def rest(self) -> bool:
-        """Wait until nothing is under way any more, upkeep included; False where it is stuck."""
-        return self._wait(lambda: self._waiting is None and self._flushing is None)
-
-    def _wait(self, done: Callable[[], bool]) -> bool:
+        """Wait until nothing is on its way; False where the flush under way is stuck."""
         with self._changed:
             snapshots = [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
         for snapshot in snapshots:
             snapshot.settle()
         with self._changed:
-            while not done():
+            while self._flushing or self._waiting:
                 if self.stuck:
                     return False
                 self._changed.wait(min(_LOOK_S, self._timeout_s))
@@ -268,7 +253,7 @@ class Pipeline:
         """See to it, at the interpreter's end, that the last snapshot is committed, or say that it is not."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads
-        if not self.rest():
+        if not self.wait():
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")

@@ -162,8 +162,8 @@ class Saver:
             )
 
     def settle(self) -> None:
-        """Wait until nothing is under way, pruning included, and leave what went wrong to whoever asks next."""
-        self._pipeline.rest()
+        """Wait like `wait`, and leave what went wrong to whoever asks next."""
+        self._pipeline.wait()
 
     @property
     def stuck(self) -> bool:
@@ -281,7 +281,6 @@ class Saver:
         self._learn(entry)
         if self._generations.copies is not None:
             self._generations.copies.retain(entry.state.live)
-        self._pipeline.landed(snapshot)  # pruning reads a checkpoint back, and nobody need wait for that
         with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
             self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
 

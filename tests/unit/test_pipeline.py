@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
@@ -197,27 +196,6 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
         ckpt.close()
     gate.opened.set()
     ckpt._saver.settle()
-
-
-def test_a_save_does_not_wait_for_pruning(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`save` and `wait` return when the checkpoint is committed; what looks at the run waits for pruning too."""
-    pruning, go = threading.Event(), threading.Event()
-    run = Pruner.run
-
-    def held(self: Pruner, *arguments: Any) -> Any:
-        pruning.set()
-        assert go.wait(30)
-        return run(self, *arguments)
-
-    monkeypatch.setattr(Pruner, "run", held)
-    ckpt = _opened(run_dir, max_num_checkpoints=1)
-    assert ckpt.save(1, _state(1)).step == 1
-    assert pruning.wait(30)
-    ckpt.step(2, _state(2))  # the next one waits in its slot, and training does not
-    assert not go.is_set()
-    go.set()
-    assert [c.step for c in ckpt.checkpoints()] == [2]
-    ckpt.close()
 
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
