@@ -258,6 +258,8 @@ class Saver:
             self._copy(snapshot)
             described = self._write(snapshot, state)
         except CkptError:
+            with suppress(StoreError):  # a new owner sweeps what it finds of ours: then that is the reason
+                check_owner(self._history.head().state.owner, snapshot.saving.owner)
             steps.discard(self._history.store, snapshot.saving.attempt)
             raise
         superseded = self._pipeline.take_superseded()

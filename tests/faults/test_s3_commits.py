@@ -241,7 +241,7 @@ def test_a_storm_ends_with_the_deadline(place: Place, answer: Answer) -> None:
     with pytest.raises(StoreError, match=rf"answered {answer.status}") as caught:
         commit(history, 5)
     assert caught.value.refused
-    assert 3 < storm.hits < 30
+    assert 3 < storm.hits < 100  # with a tenth of the pauses
     assert methods(place.of_entry(1)).count("GET") == 1
     assert commits(place.truth) == []
     place.chaos.off(storm)

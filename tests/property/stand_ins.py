@@ -80,7 +80,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
 def _as_dict(value: Any) -> Any:
     """Do what dataclasses.asdict does, without copies of what nobody changes."""
     if is_dataclass(value):
-        return {name: _as_dict(one) for name, one in vars(value).items()}
+        return {name: _as_dict(one) for name, one in vars(value).items() if name in value.__dataclass_fields__}
     return [_as_dict(one) for one in value] if isinstance(value, tuple) else value
 
 
