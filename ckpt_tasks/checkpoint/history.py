@@ -234,6 +234,8 @@ class History:
             try:
                 return read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
+                if failure is not None and failure.refused:
+                    raise failure from None  # it was asked for as long as makes sense, and said no each time
                 if failure is not None and not isinstance(failure, ObjectExistsError):
                     continue
                 raise CommitUncertainError("the ledger entry was taken and cannot be seen", key=name) from failure
