@@ -70,10 +70,12 @@ def damage(history: History) -> tuple[str, ...]:
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        raise NoGoodCheckpointError(
-            f"{store.url} holds checkpoints and no ledger",
-            hint="The target is untouched. Bring the ledger back, or use another directory.",
-        )
+        head = history.head()  # an owner that came after the first look may have written them: its entry was there first
+        if head.entry is None and not head.damaged:
+            raise NoGoodCheckpointError(
+                f"{store.url} holds checkpoints and no ledger",
+                hint="The target is untouched. Bring the ledger back, or use another directory.",
+            )
     if head.damaged and not head.state.live:
         raise NoGoodCheckpointError(
             f"no ledger entry of {store.url} that names a checkpoint can be read",

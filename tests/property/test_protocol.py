@@ -26,8 +26,6 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-# Not clean yet: in seed 17 a process that begins a run beside another one is told that the ledger is lost.
-pytestmark = pytest.mark.slow
 
 SHORT = range(250)
 LONG = 20_000
