@@ -18,7 +18,7 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install servers train test test-all bench bench-s3 check format clean
+.PHONY: help install servers train test test-all test-e2e bench bench-s3 check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -65,6 +65,9 @@ test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
 
 test-all: check servers ## check, then every test, the long forms and those with heavy servers too
 	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-e2e: install ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: some twenty minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m e2e --log-cli-level=WARNING $(ARGS)
 
 bench: install ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -27,7 +27,7 @@ from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
-from flows.screen import LiveLine, print_evaluation, print_run
+from flows.screen import EvaluationLine, LiveLine, print_evaluation, print_evaluations, print_run
 
 __all__ = ["main", "main_evaluate"]
 
@@ -55,7 +55,7 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
                         params=params,
                         batch_steps=options.batch_steps,
                     )
-                result = evaluate(**_evaluation(options, params))
+                [result] = evaluate(**_evaluation(options, params))
         print_run(out, config)
         print_evaluation(out, result)
         _print_next(out, options)
@@ -64,18 +64,28 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
 
 def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint from the command line; return the exit status."""
-    parser = _parser("flows.evaluate", "Evaluate a committed checkpoint, once per suite.")
-    parser.add_argument("--which", default="latest", help='a step, "latest" or "best"')
+    parser = _parser("flows.evaluate", "Evaluate committed checkpoints, each once per suite.")
+    parser.add_argument(
+        "--which", default="latest", help='a step, "latest", "best", or "pending": all that the suite has not seen'
+    )
     parser.add_argument("--suite", default="quick", help="which evaluation of the program")
+    parser.add_argument("--limit", type=int, help="so many of the pending ones at most")
+    parser.add_argument("--promote", metavar="MODULE:FUNCTION", help="called with a new best checkpoint")
+    parser.add_argument("--promote-params", default="{}", metavar="JSON", help="further arguments of that function")
     options = _finish(parser, arguments)
     out = Console(highlight=False)
     with _exit_status(out, None) as status:
+        asked = {name: getattr(options, name) for name in ("which", "suite", "limit", "promote")}
+        asked |= {"promote_params": _object("--promote-params", options.promote_params)}
         params = _params(options)
-        with _prefect(out):
-            result = evaluate(**_evaluation(options, params), which=options.which, suite=options.suite)
-        recorded = "recorded" if result.new else "recorded before, nothing was changed"
-        out.print(f"Step {result.step}, suite {result.suite}: {recorded}.")
-        print_evaluation(out, result)
+        with _prefect(out), EvaluationLine(out):
+            results = evaluate(**_evaluation(options, params), **asked)
+        if options.which == "pending" or not results:
+            print_evaluations(out, options.suite, results)
+        else:
+            recorded = "recorded" if results[0].new else "recorded before, nothing was changed"
+            out.print(f"Step {results[0].step}, suite {options.suite}: {recorded}.")
+            print_evaluation(out, results[0])
     return status[0]
 
 
@@ -116,15 +126,20 @@ def _config(options: argparse.Namespace) -> CheckpointConfig:
 
 
 def _params(options: argparse.Namespace) -> dict[str, Any]:
-    try:
-        params = json.loads(options.params)
-    except ValueError as error:
-        raise ConfigError(f"--params is no JSON: {error}") from error
-    if not isinstance(params, dict):
-        raise ConfigError("--params must be a JSON object", hint="""For example --params '{"width": 128}'.""")
+    params = _object("--params", options.params)
     if options.seed is not None and params.setdefault("seed", options.seed) != options.seed:
         raise ConfigError(f"--seed is {options.seed}, and --params has the seed {params['seed']}")
     return params
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")
+    return value
 
 
 def _evaluation(options: argparse.Namespace, params: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +210,9 @@ def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[l
     except CkptError as error:
         status[0] = 1
         out.print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
+    except ExceptionGroup as errors:  # of several evaluations
+        status[0] = 1
+        out.print(errors.message, style="red", markup=False, soft_wrap=True)
     except ParameterTypeError as error:
         status[0] = 1
         out.print(str(error), style="red", markup=False, soft_wrap=True)

@@ -1,20 +1,33 @@
-"""Evaluate a committed checkpoint: `python -m flows.evaluate`, or the deployment `evaluate/byte-lm`."""
+"""Evaluate committed checkpoints: `python -m flows.evaluate`, or the deployment `evaluate/byte-lm`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from prefect import flow
+from prefect import Task, flow
+from prefect.futures import as_completed
 from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import Run
+from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluate_checkpoint
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Rounds, choose, teller
 from ckpt_tasks.orchestration.hooks import attempted_task
+from ckpt_tasks.orchestration.promote import Promotion
+
+_RETRY_DELAY_S = 2.0
 
 
-@flow(name="evaluate", flow_run_name="{run_key} {which} {suite}", persist_result=False)
+@flow(
+    name="evaluate",
+    flow_run_name="{run_key} {which} {suite}",
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=2),  # type: ignore[arg-type]
+)
 def evaluate(
     *,
     run_key: str,
@@ -23,23 +36,108 @@ def evaluate(
     params: dict[str, Any] | None = None,
     which: int | str = "latest",
     suite: str = "quick",
+    limit: int | None = None,
+    follow_s: float = 0.0,
+    promote: str | None = None,
+    promote_params: dict[str, Any] | None = None,
+    storage_options: dict[str, Any] | None = None,
     retries: int = 2,
-) -> EvaluationResult:
-    """Evaluate the checkpoint `which` (a step, "latest" or "best") by `suite`, and record the result beside it.
+) -> list[EvaluationResult]:
+    """Evaluate checkpoints by `suite`, each once, and record the results beside them.
 
-    The checkpoint is kept from being pruned meanwhile, and only its model is restored. Once per checkpoint and suite: a
-    second call returns what is recorded, and changes nothing.
+    `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
+    this suite has not evaluated, newest first and `limit` at most, and those that are committed until nothing has been
+    pending for `follow_s` seconds. A checkpoint is kept from being pruned while it is evaluated; one that is gone by
+    then is skipped. What is recorded is returned as it is, and nothing changes. `promote` ("module:function") is called
+    with the run's best checkpoint, and `promote_params`, if that is one of those that were looked at.
+
+    Several are evaluated side by side by the flow's task runner; what fails does so at the end of the flow.
     """
-    config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
-    run = open_run(config.checkpoint_dir, run_key)
-    checkpoint = run.find(which)
+    config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir, storage_options=storage_options), run_key)
+    evaluator = Evaluator(
+        run_key=run_key,
+        checkpoint_dir=config.checkpoint_dir,
+        program=program,
+        params=params or {},
+        suite=suite,
+        storage_options=storage_options,
+        holder=f"evaluation {suite}, flow run {flow_run.id}",
+    )
+    run = evaluator.open_for(which)
+    if run is None:
+        return []
+    promotion = _promotion(evaluator, run, promote, promote_params)
+    attempted = partial(attempted_task, retries=retries, retry_delay_s=_RETRY_DELAY_S)
+    task = attempted(_evaluation, task_run_name="{suite} on step {step}")
+    errors: dict[str, Exception] = {}
+    if which == "pending":
+        rounds = _side_by_side(task, Rounds(limit, follow_s).look(run, suite), evaluator, errors)
+    else:
+        rounds = _by_name(task, choose(run, which), evaluator)
+    results: list[EvaluationResult] = []
+    for found in rounds:
+        results += found
+        looked_at = [one for one in found if one.new or which != "pending"]
+        if promotion is not None and looked_at:
+            _promote(attempted(promotion.of_best, task_run_name="promotion"), looked_at, errors)
+    _raise(errors, suite)
+    return results
 
-    def evaluation(step: int, suite: str) -> EvaluationResult:
-        holder = f"evaluation {suite}, flow run {flow_run.id}"
-        return evaluate_checkpoint(run, checkpoint, program, params, suite, holder=holder)
 
-    name = "{suite} on step {step}"
-    return attempted_task(evaluation, task_run_name=name, retries=retries, retry_delay_s=2.0)(checkpoint.step, suite)
+def _raise(errors: dict[str, Exception], suite: str) -> None:
+    if errors:
+        told = "; ".join(f"{where}: {error}" for where, error in errors.items())
+        raise ExceptionGroup(f"suite {suite}: {told}", [*errors.values()])
+
+
+def _promotion(evaluator: Evaluator, run: Run, name: str | None, params: dict[str, Any] | None) -> Promotion | None:
+    if name is None:
+        return None
+    promotion = Promotion(evaluator=evaluator, name=name, params=params or {})
+    promotion.check(run)
+    return promotion
+
+
+def _evaluation(evaluator: Evaluator, checkpoint: Checkpoint, step: int, suite: str) -> EvaluationResult:
+    return evaluator.evaluate(checkpoint)
+
+
+def _promote(task: Task[..., None], looked_at: list[EvaluationResult], errors: dict[str, Exception]) -> None:
+    try:
+        task(looked_at)
+    except Exception as error:  # noqa: BLE001 (raised at the end: what comes is evaluated all the same)
+        errors["promotion"] = error
+
+
+def _by_name(
+    task: Task[..., EvaluationResult], chosen: Checkpoint | None, evaluator: Evaluator
+) -> Iterator[list[EvaluationResult]]:
+    if chosen is not None:
+        yield [task(evaluator, chosen, chosen.step, evaluator.suite)]
+
+
+def _side_by_side(
+    task: Task[..., EvaluationResult],
+    rounds: Iterable[list[Checkpoint]],
+    evaluator: Evaluator,
+    errors: dict[str, Exception],
+) -> Iterator[list[EvaluationResult]]:
+    """Evaluate round after round on the flow's task runner; put the errors aside, by their steps."""
+    told, done, known = teller.get(), 0, 0
+    for todo in rounds:
+        known += len(todo)
+        futures = [task.submit(evaluator, one, one.step, evaluator.suite) for one in todo]
+        steps = {future.task_run_id: one.step for future, one in zip(futures, todo, strict=True)}
+        found = []
+        for future in as_completed(futures):
+            try:
+                found.append(future.result())
+            except Exception as error:  # noqa: BLE001 (the flow raises it, once the others are done)
+                errors[f"step {steps[future.task_run_id]}"] = error
+            done += 1
+            if told:
+                told(done, known)
+        yield found
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.session import Progress, watcher
-from ckpt_tasks.orchestration.evaluate import EvaluationResult
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
 
-__all__ = ["LiveLine", "print_evaluation", "print_run"]
+__all__ = ["EvaluationLine", "LiveLine", "print_evaluation", "print_evaluations", "print_run"]
 
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3
+_OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "pruned meanwhile"}
 
 
 class LiveLine:
@@ -92,6 +93,49 @@ def print_evaluation(out: Console, result: EvaluationResult) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
     out.print(table)
+
+
+def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResult]) -> None:
+    """Print what a suite measured on several checkpoints, by their steps, and which of them is new."""
+    table = Table(
+        title=f"Evaluations by {suite}" if results else f"Nothing to evaluate by {suite}.", title_justify="left"
+    )
+    metrics = _first({name for one in results for name in one.metrics}, _MOST_METRICS)
+    for name in ("step", *metrics, "outcome"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for one in sorted(results, key=lambda one: one.step):
+        numbers = (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
+        table.add_row(str(one.step), *numbers, _OUTCOMES[one.outcome])
+    out.print(table if results else table.title)
+
+
+class EvaluationLine:
+    """Watch the evaluations of the flow that the block runs: one line that changes on a terminal, else a plain one."""
+
+    def __init__(self, out: Console):
+        self._out = out
+        self._live = Live(console=out, refresh_per_second=4, transient=True) if out.is_terminal else None
+        self._shown_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._token = teller.set(self)
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        teller.reset(self._token)
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, done: int, known: int) -> None:
+        """Take in how many are done, of how many that are known so far."""
+        text = f"{done} of {known} checkpoints evaluated"
+        if self._live:
+            self._live.update(Text(text))
+        elif time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
+            self._shown_s = time.monotonic()
+            self._out.print(text)
 
 
 def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:

@@ -11,23 +11,32 @@ from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.forked import effective_params, fork_run, recorded_params
 from ckpt_tasks.gang.local import LocalSession
-from ckpt_tasks.orchestration.artifacts import publish_run
+from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
+from ckpt_tasks.orchestration.events import announce
+from ckpt_tasks.orchestration.handover import ends_quietly_for_a_sibling
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
+from ckpt_tasks.orchestration.stopping import EarlyStopping
+from ckpt_tasks.policy.stopping import EarlyStop
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Where the run stands, how many steps this flow run trained, and the last metrics (none if it trained none)."""
+    """Where the run stands, how many steps this flow run trained, and the last metrics (none if it trained none).
+
+    `stopped_because` says why it was stopped early; None where it was not.
+    """
 
     run_key: str
     step: int
     trained: int
     metrics: Mapping[str, float]
+    stopped_because: str | None = None
 
 
-@flow(name="train", flow_run_name="{run_key}", persist_result=False)
+@flow(name="train", flow_run_name="{run_key} to {total_steps}", persist_result=False)
 def train(
     *,
     run_key: str,
@@ -39,25 +48,42 @@ def train(
     batch_seconds: float = 30.0,
     retries: int = 3,
     retry_delay_s: float = 2.0,
+    early_stop: EarlyStop | None = None,
+    fork_from: str | None = None,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
     has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_s`
     seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
-    goes on from the newest good checkpoint.
+    goes on from the newest good checkpoint. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of
+    another one, if that is given. Where `early_stop` says so, the flow run is suspended at the end of a batch.
     """
     config = config_of_run(checkpoint, run_key)
+    if fork_from is not None:
+        fork_run(fork_from, config, params)
+    params = effective_params(recorded_params(config), params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
-    with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
+    with (
+        ends_quietly_for_a_sibling(config, flow_run.id),
+        Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
+        RunPages(ckpt, run_key, total_steps) as pages,
+    ):
+        announce(ckpt, run_key, program=program, params=params)
+        stopping = EarlyStopping(ckpt, early_stop)
         session = LocalSession(ckpt, program, params)
         batch_task = step_batch(session, retries=retries, retry_delay_s=retry_delay_s)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
-        publish_run(ckpt, run_key)
-    return TrainResult(run_key=run_key, step=total_steps, trained=trained, metrics=session.metrics)
+            pages.show(batch.end, batch.metrics)
+            if stopping.check():
+                break
+    stopping.suspend()
+    step = ckpt.position if stopping.why else total_steps
+    metrics, why = session.metrics, stopping.why
+    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)
 
 
 if __name__ == "__main__":

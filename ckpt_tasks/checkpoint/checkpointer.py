@@ -15,19 +15,21 @@ from ckpt_tasks.checkpoint.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.interrupt import Interrupt
+from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.checkpoint.reading import Run, open_store
+from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
 from ckpt_tasks.checkpoint.save import encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StateError, StoreError
 from ckpt_tasks.format.keys import MAX_STEP
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.pace import Pace
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.storage.places import find_place
 
 __all__ = ["Checkpointer"]
 
@@ -53,7 +55,8 @@ class Checkpointer:
         self.config = config
         self.attempt_hooks = AttemptHooks()
         self.last_restore: RestoreReport | None = None
-        self._history = History(open_store(config.checkpoint_dir, config.storage_options))
+        self._place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
+        self._history = History(self._place.open())
         self._take_over = take_over
         self._flow_run_id = flow_run_id
         self._owner: Owner | None = None
@@ -144,6 +147,7 @@ class Checkpointer:
         else:
             self._saver.parent = found
             self._pruner.verified.add(found.manifest_digest)
+        self._saver.listeners.restored(report)
         return found.step
 
     def step(
@@ -243,11 +247,15 @@ class Checkpointer:
 
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step whatever the policy says."""
-        self._pin(step, reason)
+        owner = self._own()
+        self.wait()
+        self._pruner.pin(owner, step, reason)
 
     def unpin(self, step: int) -> None:
         """Leave the checkpoint of a step to the policy again."""
-        self._pin(step, None)
+        owner = self._own()
+        self.wait()
+        self._pruner.pin(owner, step, None)
 
     def note(self, what: str, **fields: Any) -> None:
         """Write an event into the run's history: a failure, a fall-back, whatever people should find later."""
@@ -302,6 +310,10 @@ class Checkpointer:
             before_attempt=before_attempt, after_attempt=after_attempt, after_failure=after_failure
         )
 
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener of commits, failed saves and restores from now on."""
+        self._saver.listeners.add(listener)
+
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _own(self) -> Owner:
@@ -309,7 +321,7 @@ class Checkpointer:
         if self._owner is None:
             self._generations.check()
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
-            self._history.create(key, single_writer=config.single_writer)
+            self._history.create(key, single_writer=config.single_writer or self._place.single_writer)
             self._run_key = self._history.check(config.run_key) or key
             self._damaged = damage(self._history)  # the owner's entry will stand above it
             self._owner = acquire(
@@ -380,16 +392,6 @@ class Checkpointer:
         if self._interrupt.pending is not None:
             self._release()  # whoever comes next need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
-
-    def _pin(self, step: int, reason: str | None) -> None:
-        owner = self._own()
-        self.wait()
-        found = Run(self._history, self._run_key).find(step)
-
-        def change(state: State, n: int) -> State:
-            return state.with_pin(found.manifest_digest, reason)
-
-        self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
 
     def _check_step(self, step: int) -> None:
         if type(step) is not int or not 0 <= step <= MAX_STEP:

@@ -70,7 +70,7 @@ def damage(history: History) -> tuple[str, ...]:
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        head = history.head()  # an owner that came after the first look may have written them: its entry was there first
+        head = history.head()  # they may be those of an owner that came after the first look, whose entry was first
         if head.entry is None and not head.damaged:
             raise NoGoodCheckpointError(
                 f"{store.url} holds checkpoints and no ledger",

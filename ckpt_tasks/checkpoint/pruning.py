@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 from ckpt_tasks.checkpoint.history import History, check_owner
+from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import parse_attempt
-from ckpt_tasks.format.ledger import Owner, lineage
+from ckpt_tasks.format.ledger import Owner, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 
 __all__ = ["Pruner"]
@@ -62,6 +63,15 @@ class Pruner:
             self._drop_unfinished(owner)
             self._swept = True
         return verdicts
+
+    def pin(self, owner: Owner, step: int, reason: str | None) -> None:
+        """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""
+        found = Run(self._history, None).find(step)
+
+        def change(state: State, n: int) -> State:
+            return state.with_pin(found.manifest_digest, reason)
+
+        self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
 
     def _knows_good(self, verdicts: list[Verdict]) -> bool:
         return any(v.keep and v.manifest_digest in self.verified for v in verdicts)

@@ -14,7 +14,7 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
-from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.places import find_place
 from ckpt_tasks.storage.port import Store
 
 if TYPE_CHECKING:
@@ -25,24 +25,18 @@ __all__ = ["Run", "open_run", "open_store"]
 _LONGEST_LEASE_S = 3.2e9
 
 
-def open_store(checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store of a run directory: a local one, or a place in an object store (s3://bucket/run)."""
-    scheme, separator, path = checkpoint_dir.partition("://")
-    if not separator:
-        return LocalStore(checkpoint_dir)
-    if scheme == "file":
-        return LocalStore(path)
-    from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
-    from ckpt_tasks.storage.retrying import RetryingStore
-
-    return RetryingStore(ObjectStore(checkpoint_dir, storage_options))
+def open_store(
+    checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
+) -> Store:
+    """Return the store of a run directory: a local one, a place in an object store (s3://bucket/run), or a block's."""
+    return find_place(checkpoint_dir, storage_options, run_key).open()
 
 
 def open_run(
     checkpoint_dir: str, run_key: str | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Run:
     """Open a run directory for reading; raises CheckpointNotFoundError where there is no run."""
-    history = History(open_store(checkpoint_dir, storage_options))
+    history = History(open_store(checkpoint_dir, storage_options, run_key))
     key = history.check(run_key)
     return Run(history, key)
 

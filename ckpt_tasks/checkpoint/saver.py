@@ -15,6 +15,7 @@ from ckpt_tasks.checkpoint import save as steps
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History, check_owner
+from ckpt_tasks.checkpoint.listening import Listeners
 from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summarize
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot, be_nice
@@ -47,6 +48,7 @@ class Saver:
         self.parent: Checkpoint | None = None
         self.last_commit: Checkpoint | None = None
         self.known_n = -1
+        self.listeners = Listeners()
         self._history = history
         self._config = config
         self._pruner = pruner
@@ -252,6 +254,25 @@ class Saver:
             self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot), self._plan)
 
     def _flush(self, snapshot: Snapshot) -> None:
+        try:
+            entry = self._save(snapshot)
+        except steps.SupersededError:
+            raise  # a newer snapshot takes its place: nothing has failed
+        except Exception as error:
+            self.listeners.failed(snapshot.saving.attempt.step, error)
+            raise
+        saved = entry.state.live[-1]
+        self.last_commit = self.parent = saved
+        self.known_n = saved.n
+        self.listeners.committed(saved)
+        self._learn(entry)
+        if self._generations.copies is not None:
+            self._generations.copies.retain(entry.state.live)
+        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
+            self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
+
+    def _save(self, snapshot: Snapshot) -> Entry:
+        """Write a snapshot and commit it."""
         state = self._history.head().state
         check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
         try:
@@ -275,16 +296,12 @@ class Saver:
                 **({"superseded": superseded} if superseded else {}),
             },
         )
-        saved = entry.state.live[-1]
         self._pruner.deleted = frozenset()
-        self._stored = saved.manifest_digest, steps.Stored.of(described.manifest.objects, described.rows)
-        self.last_commit = self.parent = saved
-        self.known_n = saved.n
-        self._learn(entry)
-        if self._generations.copies is not None:
-            self._generations.copies.retain(entry.state.live)
-        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
-            self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
+        self._stored = (
+            entry.state.live[-1].manifest_digest,
+            steps.Stored.of(described.manifest.objects, described.rows),
+        )
+        return entry
 
     def _learn(self, entry: Entry) -> None:
         one = happening(entry)

@@ -42,7 +42,7 @@ from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Row", "SyncPlan", "SyncReport", "plan_sync", "run_sync"]
+__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "leased", "plan_sync", "run_sync"]
 
 _IN_FLIGHT = 8
 _LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
@@ -100,7 +100,7 @@ def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> Syn
 
     Raises RunMismatchError where the target has another run, or checkpoints that the source never had.
     """
-    _check_apart(source.history.store.url, target.url)
+    check_apart(source.history.store.url, target.url)
     head, history = source.head(), History(target)
     key = source.run_key or _run_key(source.history.store, head)
     there = _look(history, key)
@@ -179,7 +179,7 @@ class _Copy:
         store = self._source.history.store
         copied = found = 0
         try:
-            with _leased(self._source, checkpoint) as renew:
+            with leased(self._source, checkpoint, _HOLDER) as renew:
                 records = []
                 for record, rows in _contents(store, checkpoint, self._plan.run_key):
                     renew()
@@ -201,14 +201,16 @@ class _Copy:
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
         """Put the ledger entry and return its number; `history` has an older one, and what that says of the save."""
         digest = checkpoint.manifest_digest
-        marks = {c.manifest_digest: c.abandoned for c in self._plan.head.state.live}
+        said = self._plan.head.state
+        marks = {c.manifest_digest: c.abandoned for c in said.live}
 
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
             # Which lines were left is what the source says: its pruned checkpoints, which tell, never come here.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
-            return replace(after, live=live)
+            # What the source was forked from, and what its program is built with, is as true of its copy.
+            return replace(after, live=live, origin=said.origin, params=said.params)
 
         event = {**_said(history, checkpoint), "kind": "commit", "step": checkpoint.step}
         return self._target.append(event, change, owner=self._owner).n
@@ -264,7 +266,7 @@ def _contents(
 
 
 @contextmanager
-def _leased(source: Run, checkpoint: Checkpoint) -> Iterator[Callable[[], None]]:
+def leased(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due."""
     leases, due_s = ExitStack(), 0.0
 
@@ -273,7 +275,7 @@ def _leased(source: Run, checkpoint: Checkpoint) -> Iterator[Callable[[], None]]
         if time.monotonic() < due_s:
             return
         newer = ExitStack()
-        newer.enter_context(source.lease(checkpoint, _HOLDER, _LEASE_S))
+        newer.enter_context(source.lease(checkpoint, holder, _LEASE_S))
         leases.close()
         leases, due_s = newer, time.monotonic() + _LEASE_S / 2
 
@@ -366,7 +368,8 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return event if (event["kind"], event.get("step")) == ("commit", checkpoint.step) else {}
 
 
-def _check_apart(source: str, target: str) -> None:
+def check_apart(source: str, target: str) -> None:
+    """Raise ConfigError where one place is the other one or lies in it."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

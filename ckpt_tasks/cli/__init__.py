@@ -9,11 +9,14 @@ from __future__ import annotations
 import typer
 
 from ckpt_tasks.cli.diff import diff
+from ckpt_tasks.cli.doctor import doctor
 from ckpt_tasks.cli.doctor_store import doctor_store
 from ckpt_tasks.cli.export import export
+from ckpt_tasks.cli.fork import fork
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.plan import plan
 from ckpt_tasks.cli.prune import prune
+from ckpt_tasks.cli.report import report
 from ckpt_tasks.cli.show import show
 from ckpt_tasks.cli.sync import sync
 from ckpt_tasks.cli.verify import verify
@@ -30,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a plain traceback can be searched for and sent
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (ls, show, verify, diff, export, plan, prune, sync, doctor_store):
+for verb in (ls, show, verify, diff, export, plan, prune, report, sync, fork, doctor, doctor_store):
     app.command(verb.__name__.replace("_", "-"))(verb)
 
 

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
+from ckpt_tasks.pages.svg import FONTS, INK, PALE, polyline, round_ticks, text
+from ckpt_tasks.pages.words import fine_span, percent
 from ckpt_tasks.policy.cadence import TradeOff
 
 __all__ = ["draw_curve", "fine_span", "percent"]
 
 _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # the axes
-_WAITING, _AGAIN, _TOGETHER, _INK, _PALE = "#c77700", "#c0392b", "#1f4e79", "#333333", "#777777"
-_FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+_WAITING, _AGAIN, _TOGETHER = "#c77700", "#c0392b", "#1f4e79"
 _SHOWN = 4.5  # the top of the picture, as a multiple of what the recommended interval costs
 _TICKS_S = (
     *(m * 10.0**e for e in range(-4, 2) for m in (1, 3)),
@@ -44,15 +45,15 @@ def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     frame = f'x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONTS}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
         f"<title>{escape(heading)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 30, heading, size=17, weight="bold"),
-        _text(_LEFT, 50, about, fill=_PALE),
+        text(_LEFT, 30, heading, size=17, weight="bold"),
+        text(_LEFT, 50, about, fill=PALE),
         *_forbidden(x(least_s) if least_s > first_s else _LEFT),
         *_grid(x, y, highest, (first_s, last_s)),
         f'<clipPath id="frame"><rect {frame}/></clipPath>',
-        *(_line(places, colour, width) for _, colour, width, places in curves),
+        *(polyline(places, colour, width) for _, colour, width, places in curves),
         *_mark(x(recommended.interval_s), y(recommended.total), recommended),
         *_legend([(name, colour, width) for name, colour, width, _ in curves]),
         "</svg>",
@@ -60,36 +61,18 @@ def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float
     return "\n".join(parts) + "\n"
 
 
-def fine_span(seconds: float) -> str:
-    """Write a duration with two digits or three: 0.2 ms, 45 ms, 1.5 s, 99 s, 3.3 min, 27 h, 2.5 d."""
-    for length_s, unit, most in ((1e-3, "ms", 995), (1, "s", 120), (60, "min", 120), (3_600, "h", 48)):
-        amount = seconds / length_s
-        if amount < most:
-            return f"{amount:.{1 if amount < 9.95 else 0}f} {unit}"
-    return f"{seconds / 86_400:.{1 if seconds < 9.95 * 86_400 else 0}f} d"
-
-
-def percent(part: float) -> str:
-    """Write a part of all time with two digits or more: 0.034 %, 0.34 %, 3.4 %, 34 %."""
-    amount = 100 * part
-    if 0 < amount < 0.001:
-        return "< 0.001 %"
-    digits = next(digits for least, digits in ((9.95, 0), (0.995, 1), (0.0995, 2), (0, 3)) if amount >= least)
-    return f"{amount:.{digits}f} %"
-
-
 def _grid(x: Scale, y: Scale, highest: float, ends_s: tuple[float, float]) -> Iterable[str]:
-    for share in _shares(highest):
+    for share in round_ticks(0.0, highest):
         at = y(share)
         yield f'<path d="M{_LEFT} {at:.1f}H{_RIGHT}" stroke="#e4e4e4"/>'
-        yield _text(_LEFT - 10, at + 4, f"{100 * share:.4g} %", anchor="end")
+        yield text(_LEFT - 10, at + 4, f"{100 * share:.4g} %", anchor="end")
     for tick_s in (tick_s for tick_s in _TICKS_S if ends_s[0] <= tick_s <= ends_s[1]):
         at = x(tick_s)
-        yield f'<path d="M{at:.1f} {_BOTTOM}v6" stroke="{_INK}"/>'
-        yield _text(at, _BOTTOM + 23, _tick(tick_s), anchor="middle")
-    yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="{_INK}"/>'
-    yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 52, "training between two saves", anchor="middle")
-    yield _text(_LEFT, _TOP - 12, "part of all time", fill=_PALE)
+        yield f'<path d="M{at:.1f} {_BOTTOM}v6" stroke="{INK}"/>'
+        yield text(at, _BOTTOM + 23, _tick(tick_s), anchor="middle")
+    yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="{INK}"/>'
+    yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 52, "training between two saves", anchor="middle")
+    yield text(_LEFT, _TOP - 12, "part of all time", fill=PALE)
 
 
 def _forbidden(until: float) -> Iterable[str]:
@@ -97,7 +80,7 @@ def _forbidden(until: float) -> Iterable[str]:
         yield f'<rect x="{_LEFT}" y="{_TOP}" width="{until - _LEFT:.1f}" height="{_BOTTOM - _TOP}" fill="#f1f1f1"/>'
     if until > _LEFT + 220:
         for line, words in enumerate(("shorter than a flush", "or over the cap")):
-            yield _text(until - 10, _TOP + 18 + 16 * line, words, anchor="end", fill=_PALE, size=12)
+            yield text(until - 10, _TOP + 18 + 16 * line, words, anchor="end", fill=PALE, size=12)
 
 
 def _mark(at_x: float, at_y: float, recommended: TradeOff) -> Iterable[str]:
@@ -105,39 +88,16 @@ def _mark(at_x: float, at_y: float, recommended: TradeOff) -> Iterable[str]:
     side, anchor = (10, "start") if at_x < _RIGHT - 180 else (-10, "end")
     yield f'<path d="M{at_x:.1f} {_TOP}V{_BOTTOM}" stroke="{_TOGETHER}" stroke-dasharray="4 4"/>'
     yield f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{_TOGETHER}"/>'
-    yield _text(at_x + side, _TOP + 18, label, anchor=anchor, fill=_TOGETHER, weight="bold")
+    yield text(at_x + side, _TOP + 18, label, anchor=anchor, fill=_TOGETHER, weight="bold")
 
 
 def _legend(curves: Iterable[tuple[str, str, int]]) -> Iterable[str]:
     place = _RIGHT - 460
     for name, colour, width in curves:
         yield f'<path d="M{place} 68h22" stroke="{colour}" stroke-width="{width}"/>'
-        yield _text(place + 28, 72, name)
+        yield text(place + 28, 72, name)
         place += 50 + round(7.2 * len(name))
-
-
-def _line(places: Iterable[tuple[float, float]], colour: str, width: int) -> str:
-    path = " ".join(f"{at_x:.1f},{at_y:.1f}" for at_x, at_y in places)
-    return f'<polyline points="{path}" clip-path="url(#frame)" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-
-
-def _text(
-    at_x: float, at_y: float, text: str, *, anchor: str = "start", fill: str = _INK, size: int = 13, weight: str = ""
-) -> str:
-    more = f' font-weight="{weight}"' if weight else ""
-    return (
-        f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{fill}" font-size="{size}"{more}>'
-        f"{escape(text)}</text>"
-    )
 
 
 def _tick(seconds: float) -> str:
     return fine_span(seconds).replace(".0 ", " ")
-
-
-def _shares(highest: float) -> list[float]:
-    """Return four to eight round shares from 0 up to the highest."""
-    rough = highest / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.7)
-    return [n * step for n in range(int(highest / step) + 1)]

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.cli.words import age, count, number, size, span, when
 
@@ -38,6 +39,7 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
                 "checkpoint_dir": run.history.store.url,
                 "owner": None if owner is None else _owner(owner),
                 "best": {"metric": head.state.best_metric, "mode": head.state.best_mode},
+                **lineage_facts(head.state),
                 "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
                 "checkpoints": rows,
             }
@@ -93,6 +95,11 @@ def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> Non
         listing.add_row(*cells, style="dim" if row["abandoned"] else "")
     out.print(listing if rows else Text("\nThere is no checkpoint yet.\n"))
     out.print(Text(_holder(head.state.owner), style="dim"))
+    origin = head.state.origin
+    if origin is not None:
+        changed = f", with {params_line(origin.set)}" if origin.set else ""
+        forked = f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}."
+        out.print(Text(printable(forked), style="dim"))
     if any(row["abandoned"] for row in rows):
         out.print(Text("Left behind: training went back to an older checkpoint, and on from there.", style="dim"))
     if run.run_key is None:

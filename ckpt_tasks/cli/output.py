@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.pages.words import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -81,11 +82,6 @@ def table(*headings: str, right: tuple[str, ...] = ()) -> Table:
         numbers = heading in right
         made.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     return made
-
-
-def printable(text: str) -> str:
-    """Return a text from a run directory without control characters, which could repaint the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def _print_error(error: CkptError, out: Output) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.cli.words import age, count, number, size, span, when
 
@@ -55,6 +56,7 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
         "ledger_entry": checkpoint.n,
         "parent": checkpoint.parent,
         "parent_step": parent,
+        **lineage_facts(state),
         "world_size": manifest.world_size,
         "environment": dict(manifest.environment),
         "metrics": dict(manifest.metrics),
@@ -104,8 +106,10 @@ def _overview(about: Mapping[str, Any]) -> Any:
 
 
 def _lines(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    origin = about["origin"]
     if about["parent"] is None:
-        parent = "none: training began here"
+        came = origin is not None and origin["identity"] == about["manifest_digest"]
+        parent = "the run that it was forked from" if came else "none: training began here"
     elif about["parent_step"] is None:
         parent = f"{about['parent']}, pruned"
     else:
@@ -121,6 +125,11 @@ def _lines(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if about["metrics"]:
         lines.insert(3, ("metrics", ", ".join(f"{name} {number(v)}" for name, v in about["metrics"].items())))
+    if origin is not None:
+        lines.append(("run forked from", f"{origin['run_key']}, {origin['url']}, at step {origin['step']}"))
+        lines.append(("with changed", params_line(origin["set"]) or "nothing"))
+    if about["params"]:
+        lines.append(("parameters", params_line(about["params"])))
     if about["pinned"] is not None:
         lines.append(("pinned", about["pinned"]))
     if about["abandoned"]:

@@ -47,9 +47,10 @@ def sync(
 
 
 def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_writer: bool) -> None:
-    from ckpt_tasks.checkpoint.reading import open_store
+    from ckpt_tasks.storage.places import find_place
 
-    target = open_store(to)
+    place = find_place(to)
+    target, single_writer = place.open(), single_writer or place.single_writer
     began = time.monotonic()
     report = _copy(out, run, only, target, single_writer=single_writer)
     took_s = time.monotonic() - began

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.checkpoint.targets import split_target
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.reading import Run
@@ -45,13 +44,4 @@ def parse_target(text: str) -> Target:
 
     Raises ConfigError where what follows the @ is neither a step nor "latest" nor "best".
     """
-    directory, at, which = text.rpartition("@")
-    if not at or not directory or os.path.isdir(text):
-        return Target(text, None)
-    if which in ("latest", "best"):
-        return Target(directory, which)
-    if which.isascii() and which.isdecimal():
-        return Target(directory, int(which))
-    raise ConfigError(
-        f"{text!r} names neither a directory nor a checkpoint", hint="Write DIR@500, DIR@latest or DIR@best."
-    )
+    return Target(*split_target(text))

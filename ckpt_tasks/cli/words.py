@@ -1,70 +1,7 @@
-"""Numbers as people read them: sizes, ages, durations, metrics."""
+"""Numbers as people read them: sizes, ages, durations, metrics; they live with the pages, which show the same."""
 
 from __future__ import annotations
 
-import sys
-from datetime import UTC, datetime
+from ckpt_tasks.pages.words import age, count, number, size, span, when
 
 __all__ = ["age", "count", "number", "size", "span", "when"]
-
-_LARGEST = sys.float_info.max  # a whole number can be larger
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"))
-
-
-def size(size_bytes: float) -> str:
-    """Write a size: 512 B, 12.3 MiB."""
-    power = 0
-    while size_bytes >= 1023.95 and power < len(_UNITS) - 1:
-        size_bytes, power = size_bytes / 1024, power + 1
-    return f"{size_bytes:.0f} B" if power == 0 else f"{size_bytes:.1f} {_UNITS[power]}"
-
-
-def span(seconds: float) -> str:
-    """Write a duration with two or three digits: 0.12 s, 45 s, 3 min, 2 h, 5 d."""
-    if seconds < 9.95 and not isinstance(seconds, int):
-        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    seconds = round(seconds)
-    for length, unit in _SPANS:
-        if seconds >= 2 * length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
-
-
-def age(iso: str, now: datetime | None = None) -> str:
-    """Write how long ago a time was; clocks that disagree give "now", and what is no time "?"."""
-    moment = _moment(iso)
-    if moment is None:
-        return "?"
-    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
-    return f"{span(round(seconds))} ago" if seconds >= 9.95 else "now"
-
-
-def when(iso: str) -> str:
-    """Write a time to the second, in the time zone of the reader; what is no time is "?"."""
-    moment = _moment(iso)
-    return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def number(value: float) -> str:
-    """Write a metric with four digits; whole numbers of up to nine digits in full."""
-    if abs(value) < 1e9 and float(value).is_integer():
-        return str(int(value))
-    small = type(value) is float or abs(value) <= _LARGEST
-    return f"{value:.4g}" if small else "over 1e+308"
-
-
-def count(many: int, one: str, more: str | None = None) -> str:
-    """Write a number of things: 1 object, 3 objects."""
-    return f"{many:,} {one if many == 1 else more or one + 's'}"
-
-
-def _moment(iso: str) -> datetime | None:
-    # The bytes of a run directory are anybody's, and a clock of a machine can be anywhere.
-    try:
-        moment = datetime.fromisoformat(iso)
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        moment.astimezone()
-    except (ValueError, OverflowError):
-        return None
-    return moment

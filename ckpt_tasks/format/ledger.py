@@ -34,12 +34,15 @@ from ckpt_tasks.format.records import (
     Checkpoint,
     Evaluation,
     Lease,
+    Origin,
     Owner,
     attempt_object,
     read_checkpoint,
     read_evaluation,
     read_lease,
+    read_origin,
     read_owner,
+    read_params,
 )
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "Entry",
     "Evaluation",
     "Lease",
+    "Origin",
     "Owner",
     "State",
     "lineage",
@@ -71,7 +75,8 @@ class State:
     objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run `stalled_flow_run`
     has taken the directory or failed an attempt since the last commit of a new step; `best_metric` and
     `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not
-    be read; what attempts up to it have left may be what that entry named, and is never swept.
+    be read; what attempts up to it have left may be what that entry named, and is never swept. `origin` is the
+    checkpoint of another run that this one was forked from, `params` with what this run's program is built.
     """
 
     owner: Owner | None = None
@@ -85,6 +90,8 @@ class State:
     best_metric: str | None = None
     best_mode: str = "min"
     spared_epochs: int = 0
+    origin: Origin | None = None
+    params: Mapping[str, Any] | None = None
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
@@ -301,6 +308,8 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
+        origin=read_origin(body.get("origin")),  # runs of before there were forks say nothing of it
+        params=read_params(body.get("params")),
     )
 
 

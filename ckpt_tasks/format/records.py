@@ -26,12 +26,15 @@ __all__ = [
     "Checkpoint",
     "Evaluation",
     "Lease",
+    "Origin",
     "Owner",
     "attempt_object",
     "read_checkpoint",
     "read_evaluation",
     "read_lease",
+    "read_origin",
     "read_owner",
+    "read_params",
 ]
 
 _MAX_PID = 2**31 - 1
@@ -106,6 +109,24 @@ class Evaluation:
     evaluated_at: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which checkpoint of another run this one was forked from.
+
+    `url`, `run_key`, `step` and `manifest_digest` are the source's; `identity` is that of the same checkpoint in this
+    run, whose manifest has this run's key. `set` holds the parameters that were changed, and `params` what the source
+    said its program was built with (None: nothing).
+    """
+
+    url: str
+    run_key: str
+    step: int
+    manifest_digest: str
+    identity: str
+    set: Mapping[str, Any]
+    params: Mapping[str, Any] | None
+
+
 def read_owner(item: Mapping[str, Any]) -> Owner:
     """Read an owner; raises one of parsing.MALFORMED, like all of these."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
@@ -157,6 +178,28 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
         raise ValueError(f"{texts['table']!r:.80} is no table of an evaluation by {texts['suite']!r:.80}")
     checked = {"step": whole(item["step"], MAX_STEP), "metrics": _metrics(item["metrics"])}
     return Evaluation(**{**item, **texts, **checked})
+
+
+def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
+    """Read where a run was forked from, if it was."""
+    if item is None:
+        return None
+    return Origin(
+        url=text(item["url"]),
+        run_key=text(item["run_key"]),
+        step=whole(item["step"], MAX_STEP),
+        manifest_digest=text(item["manifest_digest"]),
+        identity=text(item["identity"]),
+        set=read_params(item["set"]) or {},
+        params=read_params(item["params"]),
+    )
+
+
+def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Read with what parameters a program is built."""
+    if item is not None and not isinstance(item, dict):
+        raise ValueError(f"{item!r:.80} are no parameters")
+    return item
 
 
 def attempt_object(name: Any) -> str:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.forked import params_before_fork, record_params
 from ckpt_tasks.errors import CkptError, ProgramError
+from ckpt_tasks.gang.changed import Settings, apply_settings, changed_settings, settings_of
 from ckpt_tasks.gang.session import Progress, watcher
-from ckpt_tasks.state.rng import seed_streams
+from ckpt_tasks.state.rng import seed_streams, undisturbed
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_program"]
 
@@ -109,6 +111,7 @@ class LocalSession(StateSession):
         self._name = program
         self._params = dict(params or {})
         self._program: Program | None = None
+        self._fresh: Settings | None = None
         self._step_s: deque[float] = deque(maxlen=_PACE_STEPS)
 
     @property
@@ -119,6 +122,7 @@ class LocalSession(StateSession):
             seed = self._params.get("seed")
             seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
             self._program = build_program(self._name, self._params)
+            self._fresh = settings_of(self._program.state)
         return self._program
 
     @property
@@ -135,6 +139,21 @@ class LocalSession(StateSession):
     def metrics(self) -> Mapping[str, float]:
         """What the last step reported."""
         return self._metrics or {}
+
+    def restore(self) -> int:
+        """Restore as any session does, and record the parameters.
+
+        Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
+        of optimizers and schedules. Raises StateMismatchError where they do not fit.
+        """
+        step = super().restore()
+        self.clean = False
+        record_params(self.ckpt, self._params)
+        before = params_before_fork(self.ckpt)
+        if before is not None and before != self._params:
+            self._change(before)
+        self.clean = True
+        return step
 
     def run(self, until: int) -> None:
         """Train from the position to step `until`, reporting every step to the Checkpointer and to the watcher."""
@@ -160,6 +179,19 @@ class LocalSession(StateSession):
         self._metrics = None
         gc.collect()  # modules and optimizers refer to each other in circles: without this their memory stays taken
         torch.cuda.empty_cache()
+
+    def _change(self, before: Mapping[str, Any]) -> None:
+        """Bring the difference between these parameters and those of before into the restored state."""
+        state, new = self.state, self._fresh
+        assert new is not None
+        with undisturbed():
+            try:
+                old = settings_of(build_program(self._name, before).state)
+            except ProgramError as error:
+                hint = "What a fork changes is seen by building the program with the parameters of before, too."
+                raise ProgramError(f"with the parameters of the run before the fork: {error}", hint=hint) from error
+        gc.collect()  # as in `discard`
+        apply_settings(state, changed_settings(settings_of(state), old, new))
 
     def _train_step(self, program: Program) -> dict[str, float]:
         found = program.train_step()

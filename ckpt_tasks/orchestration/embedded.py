@@ -48,6 +48,8 @@ def start_embedded_server() -> bool:
     if settings.api.url or not settings.server.ephemeral.enabled:
         return False
     server = SubprocessASGIServer()
+    if server.running:
+        return False
     settings.home.mkdir(parents=True, exist_ok=True)
     with _ctrl_c_blocked(), _output_to(settings.home / "embedded-server.log"):
         server.start(timeout=_PATIENCE_S)

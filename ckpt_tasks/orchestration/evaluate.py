@@ -1,58 +1,195 @@
-"""An evaluation: lease a checkpoint, restore its model into a fresh program, evaluate, record the result beside it."""
+"""An evaluation: lease a checkpoint, restore its model into a fresh program, evaluate, record the result beside it.
+
+Which checkpoints have been evaluated is in the ledger, and nowhere else: an event or a schedule only says when to look.
+So a doubled event changes nothing, and the next look makes up for a lost one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.errors import ProgramError
+from ckpt_tasks.checkpoint.forked import effective_params
+from ckpt_tasks.checkpoint.leasing import LEASE_S, leased
+from ckpt_tasks.checkpoint.reading import Run, open_run
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.local import build_program
-from ckpt_tasks.state.rng import undisturbed
+from ckpt_tasks.orchestration.events import announce_evaluation
+from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
+from ckpt_tasks.state.rng import OwnStreams, seed_streams
 
-__all__ = ["EvaluationResult", "evaluate_checkpoint", "recorded_evaluation"]
+__all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]
+
+# Whoever starts the flow in this thread may be told how many evaluations are done, of how many that are known so far.
+teller: ContextVar[Callable[[int, int], None] | None] = ContextVar("ckpt_tasks_teller", default=None)
+_ROUND = 16  # so many at once, then a look at what has been committed meanwhile
+_LOOK_S = 0.5
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+# The random streams are the process's: of evaluations in threads of one process one at a time computes.
+_COMPUTES = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What a suite measured on a checkpoint; `new` is False where it had been recorded before."""
+    """What a suite measured on a checkpoint.
+
+    `outcome` is "recorded" (by this evaluation), "known" (it had been recorded before, and nothing was changed), or
+    "pruned" (the checkpoint is gone, and nothing was measured).
+    """
 
     step: int
     suite: str
+    manifest_digest: str
     metrics: Mapping[str, float]
-    new: bool
+    outcome: str
+
+    @property
+    def new(self) -> bool:
+        """Whether this evaluation recorded it."""
+        return self.outcome == "recorded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Say of which run checkpoints are evaluated, by what and how: plain values, so that a task runs anywhere."""
+
+    run_key: str
+    checkpoint_dir: str
+    program: str
+    suite: str
+    holder: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def open(self) -> Run:
+        """Open the run; raises CheckpointNotFoundError and RunMismatchError."""
+        return open_run(self.checkpoint_dir, self.run_key, storage_options=self.storage_options)
+
+    def open_for(self, which: int | str) -> Run | None:
+        """Open the run; None where there is none yet and only what is pending was asked for: that is nothing."""
+        try:
+            return self.open()
+        except CheckpointNotFoundError:
+            if which == "pending":
+                return None
+            raise
+
+    def evaluate(self, checkpoint: Checkpoint) -> EvaluationResult:
+        """Evaluate one checkpoint once, record that and send the event; one that is gone by now is "pruned"."""
+        run = self.open()
+        try:
+            result = evaluate_checkpoint(run, checkpoint, self.program, self.params, self.suite, holder=self.holder)
+        except CheckpointNotFoundError:
+            return _result(checkpoint, self.suite, {}, "pruned")
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # their locals are models, and the error lives on in the flow
+            raise
+        if result.new:
+            announce_evaluation(run, self.checkpoint_dir, checkpoint, self.suite, result.metrics)
+        return result
+
+
+class Rounds:
+    """Look at what is pending, some at a time: `limit` at most, until nothing new has come for `follow_s` seconds."""
+
+    def __init__(self, limit: int | None, follow_s: float):
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit must be a whole number from 1 on or None, not {limit}")
+        if not 0 <= follow_s < float("inf"):
+            raise ConfigError(f"follow_s must be a number of seconds from 0 on, not {follow_s}")
+        self.tried: set[str] = set()
+        self._limit = limit
+        self._follow_s = follow_s
+
+    def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
+        """Yield what a suite has not evaluated, newest first; each checkpoint once, whatever became of it."""
+        until_s = time.monotonic() + self._follow_s
+        while self._limit is None or len(self.tried) < self._limit:
+            known = self.tried | {one.manifest_digest for one in run.evaluations() if one.suite == suite}
+            left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
+            todo = [one for one in run.checkpoints() if one.manifest_digest not in known][:left]
+            if todo:
+                self.tried |= {one.manifest_digest for one in todo}
+                yield todo
+                until_s = time.monotonic() + self._follow_s
+            elif time.monotonic() >= until_s:
+                return
+            else:
+                time.sleep(_LOOK_S)
+
+
+def choose(run: Run, which: int | str) -> Checkpoint | None:
+    """Return the checkpoint that is named as `Run.find` has it, or by its identity; None where that one is pruned."""
+    if isinstance(which, str) and _IDENTITY.fullmatch(which):
+        return next((one for one in run.checkpoints() if one.manifest_digest == which), None)
+    return run.find(which)
 
 
 def evaluate_checkpoint(
-    run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any] | None, suite: str, *, holder: str
+    run: Run,
+    checkpoint: Checkpoint,
+    program: str,
+    params: Mapping[str, Any] | None,
+    suite: str,
+    *,
+    holder: str,
+    lease_s: float = LEASE_S,
 ) -> EvaluationResult:
     """Evaluate a checkpoint once per suite; a second call returns what is recorded and changes nothing.
 
-    Only the program's modules are restored. Raises ProgramError, and what the restore raises.
+    Only the program's modules are restored, into a program that is built with the run's recorded parameters, and
+    `params` over them. Raises ProgramError, CheckpointNotFoundError where the checkpoint is pruned by now, and what the
+    restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
         return recorded
-    with run.lease(checkpoint, holder), undisturbed():
-        fresh = build_program(program, params)
-        if not callable(getattr(fresh, "evaluate", None)):
-            raise ProgramError(f"{program} has no evaluate(suite)", key=program)
-        modules = {name: value for name, value in fresh.state.items() if isinstance(value, torch.nn.Module)}
-        run.restore(checkpoint, modules or fresh.state, partial=True)
-        metrics = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
+    with leased(run, checkpoint, holder, lease_s):
+        built_with = effective_params(run.head().state.params, params)
+        metrics = _measure(run, checkpoint, program, built_with, suite)
         new = run.record_evaluation(checkpoint, suite, metrics)
     if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):
         return recorded  # another evaluator was faster
-    return EvaluationResult(step=checkpoint.step, suite=suite, metrics=metrics, new=new)
+    return _result(checkpoint, suite, metrics, "recorded" if new else "known")
 
 
 def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> EvaluationResult | None:
     """Return what is recorded of a suite for a checkpoint, None where that is nothing."""
     for one in run.evaluations():
         if one.suite == suite and one.manifest_digest == checkpoint.manifest_digest:
-            return EvaluationResult(step=one.step, suite=suite, metrics=one.metrics, new=False)
+            return _result(checkpoint, suite, one.metrics, "known")
     return None
+
+
+def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
+    """Evaluate on random streams of its own, which begin the same way wherever it runs."""
+    seed = params.get("seed")
+    keep_threads_out_of_streams()
+    with _COMPUTES, OwnStreams().inside():
+        seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
+        fresh = build_program(program, params)
+        if not callable(getattr(fresh, "evaluate", None)):
+            raise ProgramError(f"{program} has no evaluate(suite)", key=program)
+        modules = {name: value for name, value in fresh.state.items() if isinstance(value, torch.nn.Module)}
+        run.restore(checkpoint, modules or fresh.state, partial=True)
+        return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
+
+
+def _result(checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float], outcome: str) -> EvaluationResult:
+    return EvaluationResult(
+        step=checkpoint.step,
+        suite=suite,
+        manifest_digest=checkpoint.manifest_digest,
+        metrics=metrics,
+        outcome=outcome,
+    )

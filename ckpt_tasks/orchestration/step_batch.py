@@ -48,7 +48,7 @@ def step_batch(session: LocalSession, *, retries: int, retry_delay_s: float) -> 
         get_run_logger().info("Step %d committed after %.1f s: %s", done.end, done.seconds, report or "no metrics")
         return done
 
-    name = "steps {start}–{end}"
+    name = "steps {start} to {end}"  # a dash of any length but ASCII's is left out on the page of a run
     return attempted_task(steps, name="steps", task_run_name=name, retries=retries, retry_delay_s=retry_delay_s)
 
 

@@ -28,17 +28,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt_tasks.errors import (
-    CkptError,
-    CommitUncertainError,
-    ConfigError,
-    IntegrityError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StoreError,
-)
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.links import link_above, unlinked
+from ckpt_tasks.storage.local_errors import DAMAGED, HINTS, NO_LINKS, our_errors
+from ckpt_tasks.storage.port import Store
 
 __all__ = ["Calls", "LocalStore"]
 
@@ -101,14 +95,14 @@ class LocalStore:
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         path = self._path(name)
-        with _errors(name, path):
+        with our_errors(name, path):
             self._directory(path.parent)
             self._write(path, [memoryview(piece).cast("B") for piece in body])
             self._fsync_directory(path.parent)
 
     def put_if_absent(self, name: str, body: bytes) -> None:
         path = self._path(name)
-        with _errors(name, path):
+        with our_errors(name, path):
             self._directory(path.parent)
             temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
             self._write(temporary, [memoryview(body)])
@@ -120,7 +114,7 @@ class LocalStore:
 
     def replace(self, name: str, body: bytes) -> None:
         path = self._path(name)
-        with _errors(name, path):
+        with our_errors(name, path):
             self._directory(path.parent)
             temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
             self._write(temporary, [memoryview(body)])
@@ -129,6 +123,25 @@ class LocalStore:
             except BaseException:
                 self._unlink_quietly(temporary)
                 raise
+
+    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
+        if not isinstance(source, LocalStore):
+            return False
+        path, theirs = self._path(name), source._path(name, IntegrityError)
+        if source.size(name) != size_bytes:
+            raise IntegrityError(f"the object has {source.size(name)} bytes of {size_bytes}", key=name)
+        with our_errors(name, path):
+            self._directory(path.parent)
+            try:
+                self._calls.link(theirs, path)
+            except OSError as error:
+                # An earlier try may have made the link, or it was made and its answer lost.
+                if not (path.exists() and os.path.samefile(theirs, path)):
+                    if error.errno in NO_LINKS or isinstance(error, FileExistsError):
+                        return False
+                    raise
+            self._fsync_directory(path.parent)
+        return True
 
     def get(self, name: str, max_bytes: int) -> bytes:
         with self._opened(name) as (fd, size_bytes):
@@ -152,12 +165,12 @@ class LocalStore:
             raise ConfigError(f"{prefix!r} is no prefix")
         if link_above(self.root, base) is not None:
             return []  # what lies behind a symbolic link is not ours
-        with _errors(prefix, self.root):
+        with our_errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        with _errors(name, path):
+        with our_errors(name, path):
             with suppress(FileNotFoundError):
                 self._calls.unlink(path)
             self._remove_empty(path.parent)
@@ -327,7 +340,7 @@ class LocalStore:
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         path = self._path(name, IntegrityError)
-        with _errors(name, path):
+        with our_errors(name, path):
             try:
                 # O_NONBLOCK: a FIFO in the directory must not hang its reader.
                 fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
@@ -339,9 +352,9 @@ class LocalStore:
                 finally:
                     os.close(fd)
             except OSError as error:
-                if error.errno in _DAMAGED:
+                if error.errno in DAMAGED:
                     raise IntegrityError(
-                        f"{error.strerror} ({path})", key=name, hint=_HINTS.get(error.errno or 0)
+                        f"{error.strerror} ({path})", key=name, hint=HINTS.get(error.errno or 0)
                     ) from error
                 raise
 
@@ -359,42 +372,3 @@ def _address(piece: memoryview) -> int:
     import numpy as np
 
     return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
-
-
-@contextmanager
-def _errors(name: str, path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, so that no foreign exception crosses the port."""
-    try:
-        yield
-    except CkptError:
-        raise
-    except FileNotFoundError as error:
-        raise ObjectNotFoundError("no such object", key=name) from error
-    except FileExistsError as error:
-        raise ObjectExistsError("the object exists already", key=name) from error
-    except OSError as error:
-        failure = StoreError(f"{error.strerror or error} ({path})", key=name, hint=_HINTS.get(error.errno or 0))
-        failure.errno = error.errno
-        raise failure from error
-
-
-# Errors of one object, which an older checkpoint does not share; the others are the store's.
-# ext4 and xfs say EUCLEAN or EBADMSG where they find an inode damaged.
-_DAMAGED = (
-    errno.EIO,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENXIO,
-    errno.EBADMSG,
-    getattr(errno, "EUCLEAN", 0),
-)
-
-_HINTS = {
-    errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",
-    errno.EDQUOT: "The quota is used up: free space, or keep fewer checkpoints (max_num_checkpoints).",
-    errno.EACCES: "The directory is not writable for this user.",
-    errno.EROFS: "The file system is mounted read-only.",
-    errno.ELOOP: "A symbolic link stands where a file of the run should be; it is not followed.",
-    errno.ENOTDIR: "A file stands where a directory should be.",
-}

@@ -61,6 +61,12 @@ class Store(ReadableStore, Protocol):
     def put_if_absent(self, name: str, body: bytes) -> None:
         """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
 
+    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
+        """Have an object of another place under the same name here, its bytes not passing through this process.
+
+        False where that cannot be, or where something else has the name. Only its size has been looked at.
+        """
+
     def replace(self, name: str, body: bytes) -> None:
         """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
 

@@ -22,7 +22,7 @@ import tenacity
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.answers import is_expired
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.wrapping import WrappedStore, unwrapped
 
 __all__ = ["RetryingStore", "send_part"]
 
@@ -72,6 +72,9 @@ class RetryingStore(WrappedStore):
 
     def put_if_absent(self, name: str, body: bytes) -> None:
         self._again(lambda: self.inner.put_if_absent(name, body), _was_refused)
+
+    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
+        return self._again(lambda: self.inner.adopt(unwrapped(source), name, size_bytes))
 
     def replace(self, name: str, body: bytes) -> None:
         self._again(lambda: self.inner.replace(name, body))

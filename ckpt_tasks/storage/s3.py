@@ -20,9 +20,11 @@ from ckpt_tasks.storage.retrying import send_part
 __all__ = ["S3Requests", "sending_once", "slices"]
 
 PART_BYTES = 16 << 20
+_COPIED_BYTES = 256 << 20  # one request: what a server copies within the time that it has for an answer
 _MOST_PARTS = 10_000
 _IN_FLIGHT = 8  # parts: what is held beside the image is their bytes
 _PAGE = 1000
+_NO_COPIES = ("NotImplemented", "MethodNotAllowed")
 _UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # how stores say that they list no uploads
 _WORDLESS = ((400, ""), (403, ""))  # the answer to a HEAD has no document: expired credentials, or no permission?
 
@@ -53,6 +55,23 @@ class S3Requests:
         except BaseException:
             await self._abort(upload)
             raise
+
+    async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
+        """Have the server copy an object, in parallel parts where it is large; False where it knows no copies."""
+        found = await self._call("head_object", Bucket=bucket, Key=source)
+        if found["ContentLength"] != size_bytes:
+            raise IntegrityError(f"the object has {found['ContentLength']} bytes of {size_bytes}", key=source)
+        origin = {"CopySource": {"Bucket": bucket, "Key": source}, "CopySourceIfMatch": found["ETag"]}
+        try:
+            if size_bytes <= _COPIED_BYTES:
+                await self._call("copy_object", Key=key, **origin)
+            else:
+                await self._copy_parts(key, origin, size_bytes)
+        except Exception as error:
+            if answer_of(error)[1] not in _NO_COPIES:
+                raise
+            return False
+        return True
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         """Return a whole object, unless it is larger."""
@@ -161,6 +180,42 @@ class S3Requests:
             await asyncio.gather(*sent, return_exceptions=True)
             raise
 
+    async def _copy_parts(self, key: str, origin: dict[str, Any], size_bytes: int) -> None:
+        part_bytes = max(_COPIED_BYTES, -(-size_bytes // _MOST_PARTS))
+        started = await self._call("create_multipart_upload", Key=key)
+        upload = {"Key": key, "UploadId": started["UploadId"]}
+        free = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def part(number: int, begin: int) -> dict[str, Any]:
+            span = f"bytes={begin}-{min(begin + part_bytes, size_bytes) - 1}"
+
+            async def once() -> dict[str, Any]:
+                try:
+                    return await self._call(
+                        "upload_part_copy", PartNumber=number, CopySourceRange=span, **origin, **upload
+                    )
+                except Exception as error:
+                    if answer_of(error)[1] in _NO_COPIES:
+                        raise
+                    raise as_ours(error, key) from error
+
+            async with free:
+                copied = (await send_part(once))["CopyPartResult"]
+            return {"PartNumber": number, "ETag": copied["ETag"]}
+
+        parts = [asyncio.ensure_future(part(n, at)) for n, at in enumerate(range(0, size_bytes, part_bytes), 1)]
+        try:
+            whole = {"MultipartUpload": {"Parts": [await one for one in parts]}, **upload}
+            answer = await self._call("complete_multipart_upload", **whole)
+            if not answer.get("ETag") and not answer.get("Key"):
+                raise _short("the store broke off while it put the parts together", key)
+        except BaseException:
+            for one in parts:
+                one.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            await self._abort(upload)
+            raise
+
     async def _abort(self, upload: dict[str, str]) -> None:
         try:
             await self._call("abort_multipart_upload", **upload)
@@ -170,7 +225,7 @@ class S3Requests:
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         await self._fs.set_session()
         client = await self._fs.get_s3(self._bucket)
-        answer: dict[str, Any] = await getattr(client, method)(Bucket=self._bucket, **arguments)
+        answer: dict[str, Any] = await getattr(client, method)(**{"Bucket": self._bucket, **arguments})
         return answer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["WrappedStore"]
+__all__ = ["WrappedStore", "unwrapped"]
 
 
 class WrappedStore:
@@ -36,6 +36,9 @@ class WrappedStore:
     def put_if_absent(self, name: str, body: bytes) -> None:
         self.inner.put_if_absent(name, body)
 
+    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
+        return self.inner.adopt(unwrapped(source), name, size_bytes)
+
     def replace(self, name: str, body: bytes) -> None:
         self.inner.replace(name, body)
 
@@ -59,3 +62,10 @@ class WrappedStore:
 
     def assume_single_writer(self) -> None:
         self.inner.assume_single_writer()
+
+
+def unwrapped(store: Store) -> Store:
+    """Return the store behind all that stands in front of it."""
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    return store

@@ -80,7 +80,7 @@ def test_every_batch_is_one_task_and_one_commit(run_dir: Path) -> None:
     assert (result.step, result.trained, list(result.metrics)) == (12, 12, ["loss"])
     assert steps(run_dir) == [12, 10, 5, 0]
     runs = task_runs()
-    assert [one.name for one in runs] == ["steps 0–5", "steps 5–10", "steps 10–12"]
+    assert [one.name for one in runs] == ["steps 0 to 5", "steps 5 to 10", "steps 10 to 12"]
     assert all(one.tags == [] for one in runs)
 
 
@@ -123,8 +123,8 @@ def test_retries_end(run_dir: Path, tmp_path: Path) -> None:
     assert steps(run_dir) == [5, 0]
     runs = task_runs()
     assert [(one.name, one.run_count, one.state_name) for one in runs] == [
-        ("steps 0–5", 1, "Completed"),
-        ("steps 5–10", 2, "Failed"),
+        ("steps 0 to 5", 1, "Completed"),
+        ("steps 5 to 10", 2, "Failed"),
     ]
 
 
@@ -246,4 +246,4 @@ def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
         watcher.reset(token)
         other.close()
     assert steps(run_dir) == [6, 5, 0]
-    assert (task_runs()[-1].name, task_runs()[-1].run_count) == ("steps 5–10", 1)
+    assert (task_runs()[-1].name, task_runs()[-1].run_count) == ("steps 5 to 10", 1)

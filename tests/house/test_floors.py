@@ -19,7 +19,7 @@ FLOORS = [
     ("storage",),
     ("state",),
     ("checkpoint",),
-    ("gang",),
+    ("gang", "pages"),
     ("orchestration",),
     ("cli",),
 ]

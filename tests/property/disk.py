@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage.port import Store
 from tests.property.schedules import Schedule
 
 __all__ = ["Connection", "Disk", "InjectedError", "Watcher"]
@@ -67,6 +68,9 @@ class Disk:
 
     def size(self, name: str) -> int:
         return len(self.get(name, 1 << 62))
+
+    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
+        return False
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         return sorted([name for name in self.objects if name.startswith(prefix)])[:limit]

@@ -62,7 +62,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     for module in (pipeline, saver):
         patch.setattr(module, "be_nice", lambda: None)  # it would be the test's own thread
     patch.setattr(pipeline, "_live", WeakSet())  # at the end of the interpreter there is no schedule to wait on
-    patch.setattr(checkpointer, "open_store", lambda *_: store())
+    patch.setattr(checkpointer, "find_place", lambda *_: SimpleNamespace(open=store, single_writer=False))
     # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))
     patch.setattr(restore, "plan_restore", lambda *args, **options: plan_restore(*args, **{**options, "rng": False}))

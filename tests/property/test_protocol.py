@@ -26,7 +26,6 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-
 SHORT = range(250)
 LONG = 20_000
 BLOCK = 1_000
@@ -86,7 +85,11 @@ def test_the_schedules_are_rough_enough() -> None:
     assert sum(outcome.commits for outcome in outcomes) > 300
     assert sum(outcome.retired for outcome in outcomes) > 100
     assert sum(outcome.epochs > 3 for outcome in outcomes) > 20
-    assert fates == {}
+    committing = {fate for what, fate in fates if what == "put_if_absent"}
+    assert committing == {"done", "refused", "unanswered", "exists", "late", "twice", "torn"}
+    assert {("put", "torn"), ("put", "late"), ("delete", "late"), ("get", "refused"), ("names", "refused")} <= {*fates}
+    evaluators = Counter(name for outcome in outcomes for _, name, _, _, _ in outcome.trace)
+    assert evaluators["evaluator-0"] > 500
 
 
 # ── parts of the protocol, taken out ─────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,93 @@
+"""Runs that were forked, and parameters: what a flow asks of them and records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.fork import checked_params, plan_fork, run_fork
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.targets import split_target
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
+from ckpt_tasks.storage.places import find_place
+
+__all__ = ["effective_params", "fork_run", "params_before_fork", "record_params", "recorded_params"]
+
+_ABSENT = object()
+
+
+def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
+    """Make the run of `config` a fork of `source` ("DIR@STEP"), unless it is one: however often this is called.
+
+    What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError where the
+    run began by itself, and what a fork raises.
+    """
+    place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
+    history = History(place.open())
+    if _is_forked(history):
+        return
+    directory, which = split_target(source)
+    alike = directory.partition("://")[0] == config.checkpoint_dir.partition("://")[0]
+    run = open_run(directory, storage_options=config.storage_options if alike else None)
+    recorded = run.head().state.params or {}
+    changed = {name: value for name, value in (params or {}).items() if recorded.get(name, _ABSENT) != value}
+    checkpoint = run.find("latest" if which is None else which)
+    try:
+        plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
+        run_fork(run, history.store, plan, single_writer=config.single_writer or place.single_writer)
+    except StateError:
+        if not _is_forked(history):  # else another process of the same flow run was faster
+            raise
+
+
+def effective_params(recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return with what a program is built: what the run has recorded, and over it what is given now."""
+    return {**(recorded or {}), **(given or {})}
+
+
+def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """Return with what parameters the program of a run was built last; None where the run does not say, or is none."""
+    try:
+        run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+    except CheckpointNotFoundError:
+        return None
+    return run.head().state.params
+
+
+def record_params(ckpt: Checkpointer, params: Mapping[str, Any]) -> None:
+    """Record with what parameters the program is built, as the run's owner; nothing is written where that is known.
+
+    Raises ConfigError where they cannot be written as JSON.
+    """
+    wanted = checked_params(params)
+    if wanted == (ckpt._history.head().state.params or {}):
+        return
+    event = {"kind": "note", "note": "params", "params": wanted}
+    ckpt._history.append(event, lambda state, n: replace(state, params=wanted), owner=ckpt._own())
+
+
+def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
+    """Return the source's parameters where what was restored last is the checkpoint that the run was forked from.
+
+    None where it is any other one: what was saved since has the changed values.
+    """
+    state, restored = ckpt._history.head().state, ckpt.last_restore
+    if state.origin is None or restored is None:
+        return None
+    forked = next((c for c in state.live if c.manifest_digest == state.origin.identity), None)
+    if forked is None or not restored.source.endswith("/" + forked.manifest.rpartition("/")[0]):
+        return None
+    return state.origin.params or {}
+
+
+def _is_forked(history: History) -> bool:
+    state = history.head().state
+    if state.live and state.origin is None:
+        raise ConfigError(
+            f"{history.store.url} is a run that began by itself", hint="Fork into another directory, or go on with it."
+        )
+    return bool(state.live)

@@ -1,0 +1,27 @@
+"""How a checkpoint is named in one text: DIR@STEP."""
+
+from __future__ import annotations
+
+import os
+
+from ckpt_tasks.errors import ConfigError
+
+__all__ = ["split_target"]
+
+
+def split_target(text: str) -> tuple[str, int | str | None]:
+    """Take "DIR@STEP" apart at its last @; a directory of that whole name, if there is one, is meant as it stands.
+
+    Returns the directory, and a step, "latest", "best", or None where none was named. Raises ConfigError where what
+    follows the @ is none of these.
+    """
+    directory, at, which = text.rpartition("@")
+    if not at or not directory or os.path.isdir(text):
+        return text, None
+    if which in ("latest", "best"):
+        return directory, which
+    if which.isascii() and which.isdecimal():
+        return directory, int(which)
+    raise ConfigError(
+        f"{text!r} names neither a directory nor a checkpoint", hint="Write DIR@500, DIR@latest or DIR@best."
+    )

@@ -1,0 +1,182 @@
+"""`ckpt doctor`: is all there that a run needs to go on by itself, and what to do where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.errors import CkptError, ObjectNotFoundError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.policy.health import Check, MemoryFacts
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["doctor"]
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
+_DEADLINE_S = 5.0
+_SMALL_BYTES = 1 << 16  # whether it works is asked, not how fast: that is `ckpt doctor-store`
+_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red", "not checked": "dim"}
+
+DirectoryArgument = Annotated[
+    str | None, typer.Argument(metavar="[DIR]", help="a run directory, or where one shall be", show_default=False)
+]
+PoolOption = Annotated[
+    str | None, typer.Option("--pool", metavar="NAME", help="the work pool (default: ckpt-tasks)", show_default=False)
+]
+DeploymentOption = Annotated[
+    str | None, typer.Option("--deployment", metavar="FLOW/NAME", help="only this deployment", show_default=False)
+]
+
+
+def doctor(
+    directory: DirectoryArgument = None,
+    *,
+    pool: PoolOption = None,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether runs would go on by themselves.
+
+    Looks at Prefect's server, automations and work pool, at the store of DIR, this host's memory and the clocks.
+    Changes nothing; where there is no run at DIR yet, a few small objects are written below DIR/probe and deleted
+    again. Exits with 1 if something is wrong.
+    """
+    with output(as_json) as out:
+        checks = [*_of_prefect(pool, deployment), *_of_place(directory)]
+        wrong = sum(check.verdict == "wrong" for check in checks)
+        out.data({"well": not wrong, "checks": [asdict(check) for check in checks]})
+        if not as_json:
+            _print(out, checks, wrong)
+        if wrong:
+            out.fail()
+
+
+def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
+    from ckpt_tasks.orchestration.doctor import check_prefect  # takes seconds
+
+    return check_prefect(pool, deployment)
+
+
+def _of_place(directory: str | None) -> list[Check]:
+    from ckpt_tasks.policy.health import Check, judge_memory
+    from ckpt_tasks.storage.places import find_place
+    from ckpt_tasks.storage.retrying import RetryingStore
+
+    if directory is None:
+        return [Check("store", "not checked", "no DIR was named"), judge_memory(_memory(None, None))]
+    try:
+        store = find_place(directory).open()
+        inner = store.inner if isinstance(store, RetryingStore) else store
+        patient = RetryingStore(inner, deadline_s=_DEADLINE_S)
+        seen, size_bytes = _store(inner, patient)
+    except CkptError as error:
+        return [Check("store", "wrong", error.message, error.hint or ""), judge_memory(_memory(None, None))]
+    return [seen, *_clock(inner.endpoint), judge_memory(_memory(inner.url, size_bytes))]
+
+
+def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
+    """Look at the run that is there, which has proved its store, or try the store; return its newest one's size too."""
+    from ckpt_tasks.checkpoint.history import History
+    from ckpt_tasks.format.keys import FORMAT_NAME
+    from ckpt_tasks.format.ledger import lineage
+    from ckpt_tasks.policy.health import Check
+
+    try:
+        data = patient.get(FORMAT_NAME, 1 << 20)
+    except ObjectNotFoundError:
+        return _tried(store), None
+    history = History(patient)
+    key = history.check(None)
+    live = lineage(history.head().state.live)
+    size_bytes = live[0].size_bytes if live else None
+    if key is None:
+        return Check("store", "wrong", f"{store.url}: format.json is damaged", "ckpt verify says what else is."), None
+    return _proved(store, key, json.loads(data)), size_bytes
+
+
+def _proved(store: Store, key: str, written: dict[str, Any]) -> Check:
+    from ckpt_tasks.policy.health import Check
+
+    seen = f"{store.url} holds the run {key!r}"
+    if store.endpoint is None:
+        return Check("store", "ok", f"{seen}; of two writers one loses (link)")
+    if written.get("single_writer"):
+        do = "See to it that one process at a time writes, or use a store with conditional puts."
+        return Check("store", "warning", f"{seen}; nothing but you keeps a second writer out (single_writer)", do)
+    if written.get("endpoint") != store.endpoint:
+        return Check("store", "ok", f"{seen}; {store.endpoint} is tried when the next process takes it")
+    proved = written.get("proved")
+    if not isinstance(proved, dict) or proved.get("put_if_absent") is not True:
+        return Check("store", "warning", f"{seen}; put-if-absent has not been proved", f"ckpt doctor-store {store.url}")
+    return Check("store", "ok", f"{seen}; put-if-absent was proved when it was made")
+
+
+def _tried(store: Store) -> Check:
+    from ckpt_tasks.policy.health import Check
+    from ckpt_tasks.storage.findings import judge
+    from ckpt_tasks.storage.measuring import measure
+
+    verdict = judge(measure(store, large_bytes=_SMALL_BYTES))
+    seen = f"{store.url}: no run yet; {verdict.words}"
+    return Check("store", "ok" if verdict.fit else "wrong", seen, "" if verdict.fit else "ckpt doctor-store says more.")
+
+
+def _clock(endpoint: str | None) -> list[Check]:
+    if endpoint is None or "://" not in endpoint:
+        return []
+    from ckpt_tasks.orchestration.doctor import clock_of
+    from ckpt_tasks.policy.health import judge_clock
+
+    return [judge_clock("store's clock", *clock_of(endpoint), "the store")]
+
+
+def _memory(url: str | None, size_bytes: int | None) -> MemoryFacts:
+    from ckpt_tasks.policy.health import MemoryFacts
+    from ckpt_tasks.state.memory import SLOTS, default_directory
+
+    if not _SHARED_MEMORY.is_dir():
+        return MemoryFacts(directory=str(_SHARED_MEMORY), there=False)
+    status = os.statvfs(_SHARED_MEMORY)
+    needed_bytes = None if size_bytes is None else size_bytes * len(SLOTS)
+    fits = None
+    if needed_bytes is not None and url is not None:
+        fits = default_directory(max(needed_bytes - _held_bytes(url), 0) // len(SLOTS)) is not None
+    return MemoryFacts(
+        directory=str(_SHARED_MEMORY),
+        there=True,
+        free_bytes=status.f_bavail * status.f_frsize,
+        total_bytes=status.f_blocks * status.f_frsize,
+        needed_bytes=needed_bytes,
+        fits=fits,
+    )
+
+
+def _held_bytes(url: str) -> int:
+    """Return how much the run's own snapshots take on this host: new ones take their place."""
+    held_bytes = 0
+    for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
+        if not lock.is_symlink() and lock.is_file() and lock.read_bytes() == url.encode():
+            held_bytes += sum(path.stat().st_size for path in lock.parent.glob("*/*") if path.is_file())
+    return held_bytes
+
+
+def _print(out: Output, checks: list[Check], wrong: int) -> None:
+    from rich.text import Text
+
+    made = table("check", "", "seen", "what to do")
+    for check in checks:
+        word = Text(check.verdict, style=_STYLES[check.verdict])
+        made.add_row(check.name, word, printable(check.seen), printable(check.do))
+    out.print(made)
+    warnings = sum(check.verdict == "warning" for check in checks)
+    if wrong:
+        out.print(Text.assemble((f"Wrong: {wrong}", "bold red"), f", warnings: {warnings}."))
+    else:
+        out.print(Text.assemble(("Nothing is wrong", "bold green"), f", warnings: {warnings}."))

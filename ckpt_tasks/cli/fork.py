@@ -1,0 +1,174 @@
+"""`ckpt fork`: a run of its own from any checkpoint of another one, with changed parameters."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable
+from ckpt_tasks.cli.params import written
+from ckpt_tasks.cli.progress import reading
+from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.words import size, span
+from ckpt_tasks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.fork import ForkPlan, Moved
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["fork"]
+
+ToArgument = Annotated[
+    str, typer.Argument(metavar="TO", help="the run directory to make; it must be new", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program to change; the value as JSON has it"),
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--run-key", metavar="KEY", help="the new run's key; without it TO's last part")
+]
+SingleOption = Annotated[
+    bool, typer.Option("--single-writer", help="TO has no put-if-absent, and nobody else writes there")
+]
+
+
+def fork(
+    checkpoint: CheckpointArgument,
+    to: ToArgument,
+    *,
+    changes: SetOption = None,
+    run_key: KeyOption = None,
+    single_writer: SingleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Begin a new run from a checkpoint of another one.
+
+    In one file system nothing is copied: both runs have the same files, under names of their own. In one S3 store the
+    server copies. Otherwise every byte is sent and verified. The runs stand alone afterwards: either may be pruned or
+    deleted. Where this was interrupted, give the same command again.
+    """
+    with output(as_json) as out:
+        changed = parse_changes(changes or [])
+        run, found = parse_target(checkpoint).find()
+        from ckpt_tasks.checkpoint.fork import plan_fork, run_fork
+        from ckpt_tasks.storage.places import find_place
+
+        place = find_place(to, run_key=run_key)
+        target, began = place.open(), time.monotonic()
+        planned = plan_fork(run, found, target, changed, run_key)
+        with reading(out, "copying", found.size_bytes) as told:
+            moved = run_fork(run, target, planned, single_writer=single_writer or place.single_writer, told=told)
+        took_s = time.monotonic() - began
+        out.data(_facts(planned, target, moved, took_s))
+        if not as_json:
+            _print(out, planned, target, moved, took_s)
+
+
+def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE texts; a value is JSON where it can be, else a text.
+
+    Raises ConfigError for what is no name, for a name that is given twice, and for values that look like something
+    that JSON writes otherwise: a text in the place of a number would be noticed late.
+    """
+    found: dict[str, Any] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"{change!r:.100} changes no parameter", hint="Write --set lr=1e-4, a plain name.")
+        if name in found:
+            raise ConfigError(f"the parameter {name!r} is set twice")
+        found[name] = _value(name, text)
+    return found
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as an infinity
+    except (ValueError, RecursionError):
+        if text in ("True", "False", "None") or _is_number(text):
+            hint = "Write 0.1, 1000, true, false or null; a text that looks like one in quotes: name='\"True\"'."
+            raise ConfigError(f"{name}={text!r:.80} is no value that JSON knows", hint=hint) from None
+        return text
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _facts(planned: ForkPlan, target: Store, moved: Moved, took_s: float) -> dict[str, Any]:
+    origin, checkpoint = planned.origin, planned.checkpoint
+    return {
+        "from": origin.url,
+        "from_run_key": origin.run_key,
+        "to": target.url,
+        "run_key": planned.run_key,
+        "step": checkpoint.step,
+        "manifest_digest": checkpoint.manifest_digest,
+        "set": dict(origin.set),
+        "params": None if planned.params is None else dict(planned.params),
+        "size_bytes": checkpoint.size_bytes,
+        **moved._asdict(),
+        "took_s": round(took_s, 3),
+    }
+
+
+def _print(out: Output, planned: ForkPlan, target: Store, moved: Moved, took_s: float) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    origin = planned.origin
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    lines = [
+        ("from", f"{origin.run_key}  {origin.url}"),
+        ("to", f"{planned.run_key}  {target.url}"),
+        ("step", str(origin.step)),
+        ("bytes", _ways(moved)),
+        ("took", span(took_s)),
+    ]
+    for name, value in lines:
+        facts.add_row(name, printable(value))
+    before = origin.params or {}
+    for name, value in origin.set.items():
+        was = f" (was {written(before[name])})" if name in before else ""
+        facts.add_row("set", printable(f"{name} = {written(value)}{was}"))
+    if origin.set and origin.params is None:
+        facts.add_row("", "the source has not recorded its parameters: all others are the program's own defaults")
+    done = "There already" if planned.done else "Forked"
+    out.print(facts, "", Text.assemble((done, "bold green"), ". The two runs stand alone now: either may be deleted."))
+    for line in next_steps(planned.run_key, target.url):
+        out.print(Text(printable(line), style="dim"))
+
+
+def _ways(moved: Moved) -> str:
+    ways = (
+        (moved.linked_bytes, "in files of both runs"),
+        (moved.copied_bytes, "copied by the store: `ckpt verify` reads them"),
+        (moved.sent_bytes, "sent, every byte verified"),
+        (moved.found_bytes, "lay there already"),
+    )
+    return ", ".join(f"{size(size_bytes)} {way}" for size_bytes, way in ways if size_bytes) or "none"
+
+
+def next_steps(run_key: str, url: str) -> tuple[str, ...]:
+    """Say how training goes on in the new run."""
+    return (
+        f"Train it:    the flow `train` with run_key={run_key} and checkpoint_dir={url}",
+        f"Look at it:  ckpt show {url}",
+    )

@@ -1,0 +1,88 @@
+"""`ckpt report`: what became of a run's time, as a table and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.target import RunArgument
+from ckpt_tasks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.pages.report import Report
+
+__all__ = ["report"]
+
+_BAR = 36  # characters for all the time
+
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="the HTML file (default: RUN_KEY-report.html)", show_default=False),
+]
+
+
+def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Write the report of a run.
+
+    One HTML file with the run on a time line (loss, evaluations, commits, failures, resumes) and its goodput: which
+    part of its time went into the training that its result is made of, and where the rest went. An older report is
+    replaced; a file that is none is not.
+    """
+    from ckpt_tasks.checkpoint.reading import open_run
+    from ckpt_tasks.checkpoint.timeline import read_timeline
+    from ckpt_tasks.pages.report import make_report, to_html
+
+    with output(as_json) as shown:
+        run = open_run(directory)
+        made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), run.head().state)
+        place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
+        _write(place, to_html(made))
+        shown.data({**made.data(), "html": str(place)})
+        if not as_json:
+            _print(shown, run, made, place)
+
+
+def _write(place: Path, page: str) -> None:
+    from ckpt_tasks.pages.report import GENERATOR
+
+    try:
+        if place.exists() and GENERATOR not in place.read_bytes()[:4096].decode("utf-8", "replace"):
+            raise ConfigError(f"{place} is no report and is not replaced", hint="Name another file with --out.")
+        place.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written: {error}", hint="Name another file with --out.") from error
+
+
+def _print(shown: Output, run: Run, made: Report, place: Path) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for name, value in made.facts():
+        if value != run.history.store.url:  # the title says it
+            facts.add_row(name, printable(value))
+    shown.print(title(run), Text(made.summary, style="bold"), "", facts)
+    if made.shares:
+        shown.print(_shares(made))
+    for caveat in made.caveats():
+        shown.print(Text(caveat, style="yellow"))
+    shown.print(Text.assemble("Report: ", (printable(str(place)), "bold")))
+
+
+def _shares(made: Report) -> Any:
+    from ckpt_tasks.pages.report import SHARES_MEAN
+    from ckpt_tasks.pages.words import fine_span, percent
+
+    listing = table("", "time", "part", "", "", right=("time", "part"))
+    for name, seconds, part in made.shares:
+        cells = (name, fine_span(seconds), percent(part), "█" * round(_BAR * part), SHARES_MEAN[name])
+        listing.add_row(*cells, style="bold" if name == "useful" else "")
+    return listing

@@ -1,0 +1,180 @@
+"""The block `CheckpointStore`: a place for checkpoints and its credentials, kept on Prefect's server under a name.
+
+Wherever a checkpoint directory is named, block://NAME/PATH names such a place (docs/decisions/0022). What is passed
+on and written down is the block's name or its URL; its secrets go from Prefect's server to the store's client, and
+nowhere else. Prefect's server and its workers import this module when they start: it brings in no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import httpx
+from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from prefect.types import SecretDict
+from pydantic import ConfigDict, Field, HttpUrl, ValidationError, model_validator
+
+from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.storage.answers import without_secrets
+from ckpt_tasks.storage.places import Place
+
+__all__ = ["CheckpointStore", "resolve"]
+
+_RUN_KEY = "{run_key}"
+_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; anything else could be another address of its API
+_SECRET_OPTIONS = frozenset({
+    "account_key",
+    "aws_secret_access_key",
+    "aws_session_token",
+    "client_secret",
+    "connection_string",
+    "password",
+    "sas_token",
+    "secret",
+    "token",
+})  # fmt: skip
+_IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
+
+
+class CheckpointStore(Block):
+    """Say where checkpoints lie and how to get there; raises ConfigError, never with a secret in it.
+
+    `secrets` are merged over `storage_options` when the store is opened.
+    """
+
+    # What is wrong with a secret is said without it; and a misspelled field is no field.
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    _block_type_name = "Checkpoint Store"
+    _block_type_slug = "checkpoint-store"
+    _logo_url = HttpUrl(f"{_IMAGES}/block-logos/filesystem.png")
+    _documentation_url = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+    _description = "A directory or an object store for checkpoints, with its credentials: block://NAME wherever a checkpoint directory is named."  # noqa: E501 (shown in Prefect's pages)
+    _code_example = """
+```python
+from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.orchestration.blocks import CheckpointStore
+
+checkpoint_store = CheckpointStore.load("BLOCK_NAME")
+config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it when it is opened
+```"""
+
+    url: str = Field(
+        description="A directory (/data/runs) or a place in an object store (s3://bucket/runs). What follows the"
+        " block's name is added to it, or takes the place of {run_key} in it."
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Storage options",
+        description="Options of the store's file system (s3fs, adlfs, gcsfs) that everybody may read.",
+    )
+    secrets: SecretDict = Field(
+        default_factory=lambda: SecretDict({}),
+        description="Options that nobody may read: keys, secrets, tokens. They are merged over the others.",
+    )
+    single_writer: bool = Field(
+        default=False,
+        title="Single writer",
+        description="Do without the store's put-if-absent: you see to it that one process at a time writes.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_slug(cls, values: Any) -> Any:
+        """Take back what a dump adds to the fields; its value has been compared by Prefect."""
+        if isinstance(values, Mapping):
+            return {key: value for key, value in values.items() if key != "block_type_slug"}
+        return values
+
+    def block_initialization(self) -> None:
+        """Refuse what would fail later, or could be read by others; Prefect calls this after validation."""
+        for where, value in _strings("storage_options", self.storage_options):
+            if where.rpartition(".")[2] in _SECRET_OPTIONS or without_secrets(value) != value:
+                raise ConfigError(f"{where} holds a secret that everybody could read", hint="Put it under secrets.")
+        scheme, separator, path = self.url.partition("://")
+        if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
+            shown = without_secrets(self.url)
+            raise ConfigError(f"{shown!r:.200} is no place for every host", hint="Name an absolute directory or a URL.")
+        self.place("run" if _RUN_KEY in self.url else "").open()
+
+    def place(self, below: str = "", run_key: str | None = None) -> Place:
+        """Return the place itself, or that of the run `below` it; `run_key` stands in where the URL needs one.
+
+        Raises ConfigError where the URL needs a run and none is named, or the name leads elsewhere.
+        """
+        parts = below.rstrip("/").split("/") if below else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ConfigError(f"{below!r:.200} is no path below a block's place")
+        run = "/".join(parts)
+        if _RUN_KEY in self.url:
+            if not (run or run_key):
+                raise ConfigError(f"{self.url} needs a run's key", hint="Name the run: block://NAME/RUN_KEY.")
+            url = self.url.replace(_RUN_KEY, run or str(run_key))
+        else:
+            url = f"{self.url.rstrip('/')}/{run}" if run else self.url
+        return Place(url, _merged(self.storage_options, self.secrets.get_secret_value()), self.single_writer)
+
+
+def resolve(path: str, run_key: str | None) -> Place:
+    """Return the place behind block://`path`: a block's name, then perhaps a path below it.
+
+    Raises ConfigError where there is no such block, StoreError where Prefect's server does not answer.
+    """
+    name, _, below = path.partition("/")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r:.80} is no block's name", hint="It has small letters, digits and dashes.")
+    return _block(name).place(below, run_key)
+
+
+def _block(name: str) -> CheckpointStore:
+    settings = get_current_settings()
+    if not settings.api.url and settings.server.ephemeral.enabled:
+        from ckpt_tasks.orchestration.embedded import start_embedded_server  # brings in all of Prefect's server
+
+        start_embedded_server()
+    try:
+        # Not Block.load: in a running event loop it returns a coroutine, and it sends an event to say that it was here.
+        with get_client(sync_client=True) as client:
+            document = client.read_block_document_by_name(name, CheckpointStore.get_block_type_slug())
+    except ObjectNotFound as error:
+        made = f"CheckpointStore(url=…, secrets=…).save({name!r})"
+        raise ConfigError(
+            f"Prefect's server has no block {name!r:.80} of the type checkpoint-store",
+            hint=f"Make it in Prefect's pages (Blocks, Checkpoint Store), or in Python: {made}.",
+        ) from error
+    except (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError) as error:
+        why = without_secrets(str(error)) or type(error).__name__
+        raise StoreError(
+            f"the block {name!r:.80} cannot be read: {why:.300}",
+            hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
+        ) from error
+    try:
+        return CheckpointStore.model_validate(document.data)
+    except ValidationError as error:
+        raise ConfigError(f"the block {name!r:.80} is no CheckpointStore of this version: {error}") from None
+
+
+def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two sets of options, and the sets within them; the second one wins."""
+    both = {**options, **over}
+    for key in options.keys() & over.keys():
+        if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):
+            both[key] = _merged(options[key], over[key])
+    return both
+
+
+def _strings(where: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield every text within options, and where it is."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(f"{where}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(where, item)
+    elif isinstance(value, str):
+        yield where, value

@@ -1,0 +1,126 @@
+"""What a run tells Prefect's automations: an event for every commit, failed save, restore and evaluation.
+
+Events are for whoever wants to act soon. They are sent once, without waiting, and may be lost: whoever must know reads
+the ledger, as every evaluation does. docs/EVALUATIONS.md lists the payloads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+from prefect.events import emit_event
+from prefect.exceptions import EventTooLarge
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.listening import Listener
+from ckpt_tasks.checkpoint.reading import Run
+from ckpt_tasks.checkpoint.restore import RestoreReport
+from ckpt_tasks.errors import CkptError
+from ckpt_tasks.format.ledger import Checkpoint
+
+__all__ = ["announce", "announce_evaluation", "asset_key"]
+
+_log = logging.getLogger("ckpt_tasks")
+_MOST_TEXT = 2000
+_MOST_KEY = 512  # of Prefect, for the key of an asset
+_NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
+
+
+def announce(
+    ckpt: Checkpointer, run_key: str, *, program: str | None = None, params: Mapping[str, Any] | None = None
+) -> None:
+    """Send an event for every commit, failed save and restore of this Checkpointer; to be called in the flow.
+
+    The events belong to the flow run of the caller. `program` and `params` are for whoever evaluates the checkpoints.
+    """
+    about = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.checkpoint_dir)}
+    made_by = {"program": program, "params": dict(params or {})}
+    context = copy_context()  # commits are made by a thread, which knows of no flow run
+
+    def send(event: str, payload: Mapping[str, Any], resource: Mapping[str, str] | None = None) -> None:
+        context.copy().run(_send, event, resource or _resource(run_key), {**about, **payload})
+
+    def committed(checkpoint: Checkpoint) -> None:
+        told = _of_checkpoint(checkpoint)
+        send("ckpt.committed", {**told, **made_by})
+        key = asset_key(about["checkpoint_dir"], run_key, checkpoint)
+        name = {"prefect.resource.id": key, "prefect.resource.name": f"{run_key}, step {checkpoint.step}"}
+        send("prefect.asset.materialization.succeeded", told, name)
+
+    def failed(step: int, why: BaseException) -> None:
+        message = why.message if isinstance(why, CkptError) else str(why)
+        send("ckpt.save_failed", {"step": step, "error": type(why).__name__, "message": message[:_MOST_TEXT]})
+
+    def restored(report: RestoreReport) -> None:
+        told = {
+            "step": report.step,
+            "source": report.source,
+            "seconds": report.seconds,
+            "size_bytes": report.size_bytes,
+        }
+        send(
+            "ckpt.restored", {**told, **made_by, "skipped": [[step, why[:_MOST_TEXT]] for step, why in report.skipped]}
+        )
+
+    ckpt.listen(Listener(committed=committed, failed=failed, restored=restored))
+
+
+def announce_evaluation(
+    run: Run, checkpoint_dir: str, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]
+) -> None:
+    """Send the event of a new evaluation."""
+    run_key = run.run_key or ""
+    about = {"run_key": run_key, "checkpoint_dir": absolute(checkpoint_dir), "step": checkpoint.step}
+    told = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": _numbers(metrics)}
+    _send("ckpt.evaluated", _resource(run_key), {**about, **told})
+
+
+def absolute(checkpoint_dir: str) -> str:
+    """Return a directory as other processes of this host find it; URLs stay what they are."""
+    return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
+
+
+def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:
+    """Return the URI under which Prefect knows a checkpoint as an asset: its place, as far as a key can say it."""
+    attempt = checkpoint.manifest.rpartition("/")[0]
+    place = checkpoint_dir if "://" in checkpoint_dir else f"file://{checkpoint_dir}"
+    key = _NOT_IN_KEYS.sub("_", f"{place.rstrip('/')}/{attempt}")
+    return key if len(key) <= _MOST_KEY else f"ckpt://{run_key}/{attempt}"
+
+
+def _send(event: str, resource: Mapping[str, str], payload: Mapping[str, Any]) -> None:
+    try:
+        emit_event(event, resource=dict(resource), payload=dict(payload))
+    except EventTooLarge as error:
+        _log.warning("The event %s was not sent: %s", event, error)
+
+
+def _resource(run_key: str) -> dict[str, str]:
+    return {
+        "prefect.resource.id": f"ckpt-tasks.run.{run_key}",
+        "prefect.resource.name": run_key,
+        "ckpt-tasks.run-key": run_key,
+    }
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "step": checkpoint.step,
+        "epochs": checkpoint.epochs,
+        "manifest_digest": checkpoint.manifest_digest,
+        "metrics": _numbers(checkpoint.metrics),
+        "size_bytes": checkpoint.size_bytes,
+        "waited_s": checkpoint.cost_s,
+        "saved_at": checkpoint.saved_at,
+    }
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics as JSON has them: what is no number in JSON as the text that float() reads back."""
+    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}

@@ -1,0 +1,137 @@
+"""Early stop: where the evaluations of a run no longer get better, its flow run is suspended until a person resumes it.
+
+What was ever measured is in the ledger: the evaluations of checkpoints that are pruned by now are in older entries.
+A note sums up what the entries before it say, so that no process reads more than some hundreds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import get_client
+from prefect.client.schemas import OrchestrationResult
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import Pause
+from prefect.logging import get_run_logger
+from prefect.runtime import deployment, flow_run
+from prefect.states import Suspended
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
+
+__all__ = ["EarlyStopping"]
+
+_NOTE = "early_stop"
+_NOTE_EVERY = 256  # ledger entries
+
+
+class EarlyStopping:
+    """Watch the evaluations of a run whose owner this process is; without a `rule` nothing is watched.
+
+    `why` says why the run was stopped, None where it was not.
+    """
+
+    def __init__(self, ckpt: Checkpointer, rule: EarlyStop | None):
+        self.why: str | None = None
+        self._ckpt = ckpt
+        self._rule = rule
+        self._history: History | None = None
+        self._values: dict[int, float] = {}
+        self._let_go_on_at = -1
+        self._next_n = 0
+        self._noted_n = 0
+
+    def check(self) -> bool:
+        """Say whether the run is to stop here; to be called where all is committed.
+
+        A run that goes on after it was stopped has as much patience again: only what comes after counts.
+        """
+        rule = self._rule
+        if rule is None:
+            return False
+        self._read(rule)
+        found, position = standing(self._values, rule, let_go_on_at=self._let_go_on_at), self._ckpt.position
+        if found.since < rule.patience:
+            if self._next_n - self._noted_n >= _NOTE_EVERY:
+                self._note(rule, self._let_go_on_at)
+            return False
+        best = "no number at all" if found.best is None else f"{found.best:.6g} at step {found.best_step}"
+        why = f"{found.since} evaluations by {rule.suite} without a better {rule.metric} than {best}"
+        self._let_go_on_at = position
+        self._note(rule, position, why=why, step=position)
+        self.why = f"stopped at step {position}: {why}"
+        return True
+
+    def suspend(self) -> None:
+        """Suspend the flow run that this is called in if the run was stopped, for good: a person resumes it.
+
+        Prefect can start the flow run of a deployment again, and no other: of those nothing is suspended.
+        """
+        if self.why is None:
+            return
+        get_run_logger().warning("The run is %s", self.why)
+        if deployment.id is None:
+            return
+        key = f"early stop at step {self._let_go_on_at}"
+        with get_client(sync_client=True) as client:
+            answer: OrchestrationResult[Any] = client.set_flow_run_state(
+                flow_run.id, Suspended(pause_key=key, message=f"The run is {self.why}.")
+            )
+        if answer.status == SetStateStatus.ACCEPT:
+            raise Pause(state=answer.state)  # the engine ends this process; a resumed run is a new one
+
+    def _note(self, rule: EarlyStop, let_go_on_at: int, **more: Any) -> None:
+        values = [[step, value] for step, value in kept(self._values, rule).items()]
+        self._ckpt.note(_NOTE, **_of(rule), let_go_on_at=let_go_on_at, values=values, until=self._next_n, **more)
+        self._noted_n = self._next_n
+
+    def _read(self, rule: EarlyStop) -> None:
+        """Take in what the ledger has beyond what was read before, newest first, down to what a note sums up."""
+        if self._history is None:
+            config = self._ckpt.config
+            run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+            self._history = run.history
+        next_n = self._history.head().next_n
+        summed_up: dict[int, float] | None = None
+        newer: dict[int, float] = {}
+        n, end = next_n - 1, self._next_n
+        while n >= end:
+            entry = _entry(self._history, n)
+            if entry is not None and entry.event["kind"] == "evaluation":
+                newer = {**_measured(entry, rule), **newer}
+            elif entry is not None and summed_up is None and _is_ours(entry, rule):
+                summed_up = {int(step): float(value) for step, value in entry.event["values"]}
+                self._let_go_on_at, self._noted_n = int(entry.event["let_go_on_at"]), n
+                end = max(end, int(entry.event["until"]))  # what came between the look and the note is in neither
+            n -= 1
+        self._values = {**(self._values if summed_up is None else summed_up), **newer}
+        self._next_n = next_n
+
+
+def _entry(history: History, n: int) -> Entry | None:
+    try:
+        return history.read_entry(n)[0]
+    except (IntegrityError, ObjectNotFoundError):
+        return None  # a damaged entry is `verify`'s to report
+
+
+def _is_ours(entry: Entry, rule: EarlyStop) -> bool:
+    event = entry.event
+    return event["kind"] == "note" and event.get("note") == _NOTE and _of(rule).items() <= event.items()
+
+
+def _measured(entry: Entry, rule: EarlyStop) -> Mapping[int, float]:
+    """Return what the evaluation of an entry says of the metric, by step."""
+    one = entry.state.evaluations[-1] if entry.state.evaluations else None
+    if one is None or one.suite != rule.suite or rule.metric not in one.metrics:
+        return {}
+    return {one.step: one.metrics[rule.metric]}
+
+
+def _of(rule: EarlyStop) -> dict[str, Any]:
+    return {"metric": rule.metric, "suite": rule.suite, "mode": rule.mode, "min_delta": rule.min_delta}

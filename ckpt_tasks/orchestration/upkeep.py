@@ -1,0 +1,77 @@
+"""Upkeep of a run that may be training meanwhile: read everything back, and remove what its policy no longer keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.upkeep import record_faults, verify_checkpoint
+from ckpt_tasks.errors import IntegrityError, OwnedError
+
+__all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was read back: the steps whose checkpoints are good, the bytes that they have, and what is wrong."""
+
+    steps: tuple[int, ...]
+    size_bytes: int
+    faults: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        good = f"{len(self.steps)} checkpoints are good, {self.size_bytes / 2**20:,.1f} MiB were read"
+        return f"{good}; {len(self.faults)} faults: {'; '.join(self.faults)}" if self.faults else good
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """The steps whose checkpoints stay, and those whose checkpoints were removed."""
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+
+
+def verify_run(config: CheckpointConfig) -> Verified:
+    """Read every checkpoint of a run back, and what lies beside them; a checkpoint that is pruned meanwhile is none.
+
+    Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another.
+    """
+    run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+    good, faults = [], []
+    for checkpoint in run.checkpoints():
+        found = verify_checkpoint(run.history.store, checkpoint)
+        if not found:
+            good.append(checkpoint)
+        elif any(one.manifest_digest == checkpoint.manifest_digest for one in run.checkpoints()):
+            faults += [f"step {checkpoint.step}: {fault}" for fault in found]
+    return Verified(
+        steps=tuple(sorted(one.step for one in good)),
+        size_bytes=sum(one.size_bytes for one in good),
+        faults=(*faults, *record_faults(run.history)),
+    )
+
+
+def check_good(verified: Verified, run_key: str) -> None:
+    """Raise IntegrityError, with every fault, where anything is damaged."""
+    if verified.faults:
+        raise IntegrityError(
+            f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
+            hint="`ckpt verify` lists the damage; a restore passes over it. Nothing was pruned.",
+        )
+
+
+def prune_run(config: CheckpointConfig) -> Pruned | None:
+    """Remove what the policy no longer keeps; None where the run is training, as it prunes after its own saves."""
+    with Checkpointer(config) as ckpt:
+        try:
+            verdicts = ckpt.prune()
+        except OwnedError:
+            return None
+    return Pruned(
+        kept=tuple(sorted(one.step for one in verdicts if one.keep)),
+        removed=tuple(sorted(one.step for one in verdicts if not one.keep)),
+    )

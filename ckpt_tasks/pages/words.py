@@ -1,0 +1,111 @@
+"""Numbers as people read them: sizes, ages, durations, metrics."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+
+__all__ = ["age", "clock", "count", "fine_span", "number", "percent", "printable", "size", "span", "utc", "when"]
+
+_LARGEST = sys.float_info.max  # a whole number can be larger
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_LONGEST_S = 1e9
+_SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def size(size_bytes: float) -> str:
+    """Write a size: 512 B, 12.3 MiB."""
+    power = 0
+    while size_bytes >= 1023.95 and power < len(_UNITS) - 1:
+        size_bytes, power = size_bytes / 1024, power + 1
+    return f"{size_bytes:.0f} B" if power == 0 else f"{size_bytes:.1f} {_UNITS[power]}"
+
+
+def span(seconds: float) -> str:
+    """Write a duration with two or three digits: 0.12 s, 45 s, 3 min, 2 h, 5 d."""
+    if seconds < 9.95 and not isinstance(seconds, int):
+        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    seconds = round(seconds)
+    for length, unit in _SPANS:
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def fine_span(seconds: float) -> str:
+    """Write a duration with two digits or three: 0.2 ms, 45 ms, 1.5 s, 99 s, 3.3 min, 27 h, 2.5 d."""
+    for length_s, unit, most in ((1e-3, "ms", 995), (1, "s", 120), (60, "min", 120), (3_600, "h", 48)):
+        amount = seconds / length_s
+        if amount < most:
+            return f"{amount:.{1 if amount < 9.95 else 0}f} {unit}"
+    return f"{seconds / 86_400:.{1 if seconds < 9.95 * 86_400 else 0}f} d"
+
+
+def percent(part: float) -> str:
+    """Write a part of all time with two digits or more: 0.034 %, 0.34 %, 3.4 %, 34 %."""
+    amount = 100 * part
+    if 0 < amount < 0.001:
+        return "< 0.001 %"
+    digits = next(digits for least, digits in ((9.95, 0), (0.995, 1), (0.0995, 2), (0, 3)) if amount >= least)
+    return f"{amount:.{digits}f} %"
+
+
+def clock(seconds: float) -> str:
+    """Write how long something still takes, to the second: 0:09, 12:34, 1:02:03; for what has no end "?"."""
+    if not 0 <= seconds < _LONGEST_S:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def age(iso: str, now: datetime | None = None) -> str:
+    """Write how long ago a time was; clocks that disagree give "now", and what is no time "?"."""
+    moment = _moment(iso)
+    if moment is None:
+        return "?"
+    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    return f"{span(round(seconds))} ago" if seconds >= 9.95 else "now"
+
+
+def when(iso: str) -> str:
+    """Write a time to the second, in the time zone of the reader; what is no time is "?"."""
+    moment = _moment(iso)
+    return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def utc(at_s: float) -> str:
+    """Write seconds since 1970 as a time in UTC; what is no time is "?"."""
+    try:
+        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def printable(text: str) -> str:
+    """Return a text from a run directory without control characters, which could repaint a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def number(value: float) -> str:
+    """Write a metric with four digits; whole numbers of up to nine digits in full."""
+    if abs(value) < 1e9 and float(value).is_integer():
+        return str(int(value))
+    small = type(value) is float or abs(value) <= _LARGEST
+    return f"{value:.4g}" if small else "over 1e+308"
+
+
+def count(many: int, one: str, more: str | None = None) -> str:
+    """Write a number of things: 1 object, 3 objects."""
+    return f"{many:,} {one if many == 1 else more or one + 's'}"
+
+
+def _moment(iso: str) -> datetime | None:
+    # The bytes of a run directory are anybody's, and a clock of a machine can be anywhere.
+    try:
+        moment = datetime.fromisoformat(iso)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        moment.astimezone()
+    except (ValueError, OverflowError):
+        return None
+    return moment

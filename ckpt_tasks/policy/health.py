@@ -1,0 +1,348 @@
+"""What `ckpt doctor` concludes from what was seen: what is well, what is not, and what to do about it.
+
+Everything here is said of plain facts; who asked, and whom, is no matter of this module (orchestration/doctor.py,
+cli/doctor.py). The numbers are explained in docs/OPERATING.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "AutomationFacts",
+    "Check",
+    "JobFacts",
+    "MemoryFacts",
+    "PoolFacts",
+    "ServerFacts",
+    "judge_automations",
+    "judge_clock",
+    "judge_fastapi",
+    "judge_heartbeat",
+    "judge_leases",
+    "judge_memory",
+    "judge_pool",
+    "judge_server",
+    "judge_stopping",
+    "judge_tags",
+]
+
+Verdict = Literal["ok", "warning", "wrong", "not checked"]
+
+HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
+SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
+_LEASES = "prefect.server.concurrency.lease_storage"
+_COMMAND = "prefect flow-run execute"
+_TAG = "ckpt-tasks"
+_PREFIX = "ckpt-tasks: "
+_ZOMBIES = f"{_PREFIX}zombie flow runs are crashed"
+_RESUMES = f"{_PREFIX}crashed flow runs are resumed"
+
+_BEATS = 3  # a healthy process may be late twice
+_HEARTBEAT_S = 30  # the smallest that Prefect takes
+_DEFAULT_HEARTBEAT_S = 180  # Prefect's own
+_SKEW_S, _MOST_SKEW_S = 2.0, 30.0  # of 120 s after which a silent owner may be taken over from
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: how it is, what was seen, and what to do where it is not well."""
+
+    name: str
+    verdict: Verdict
+    seen: str
+    do: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomationFacts:
+    """An automation of Prefect's server; `within_s` is its trigger's."""
+
+    name: str
+    enabled: bool = True
+    proactive: bool = True
+    within_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What starts a flow run: a deployment's job variables over its pool's, or the pool's alone (not `deployed`)."""
+
+    name: str
+    command: str | None = None
+    env: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    tags: tuple[str, ...] = ()
+    limit: int | None = None
+    deployed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFacts:
+    """A work pool: `type` is None where there is none of that name, `online` counts its workers that are."""
+
+    name: str
+    type: str | None = None
+    paused: bool = False
+    online: int = 0
+    jobs: tuple[JobFacts, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What Prefect's server said; None stands for what it did not say, `failure` for why.
+
+    `url` is None where every process starts an embedded server. `ahead_s` is how far its clock is ahead of ours, to
+    within `within_s`.
+    """
+
+    url: str | None
+    client_version: str
+    fastapi_version: str | None = None
+    failure: str | None = None
+    version: str | None = None
+    settings: Mapping[str, Any] | None = None
+    automations: tuple[AutomationFacts, ...] | None = None
+    ahead_s: float | None = None
+    within_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """Where snapshots would lie: bytes free there, and what two snapshots need; `fits` is what a run would decide."""
+
+    directory: str
+    there: bool
+    free_bytes: int = 0
+    total_bytes: int = 0
+    needed_bytes: int | None = None
+    fits: bool | None = None
+
+
+# ── Prefect's server ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def judge_server(facts: ServerFacts) -> Check:
+    """Say whether there is a server that lives longer than one process, and one that this client understands."""
+    if facts.url is None:
+        return Check(
+            "server",
+            "warning",
+            "none: each process starts an embedded one, and nobody starts a crashed run again",
+            "Start one (prefect server start) and set PREFECT_API_URL.",
+        )
+    if facts.failure is not None:
+        do = "Start it (prefect server start), or set PREFECT_API_URL to where it is."
+        return Check("server", "wrong", f"{facts.url}: {facts.failure}", do)
+    seen = f"{facts.url}, version {facts.version or 'unknown'}; this client has {facts.client_version}"
+    theirs, ours = _numbers(facts.version or ""), _numbers(facts.client_version)
+    if theirs[:1] != ours[:1]:
+        return Check("server", "wrong", seen, "Give both the same version of Prefect.")
+    if theirs[:2] < ours[:2]:
+        return Check("server", "warning", seen, "Upgrade the server: it is older than its client.")
+    return Check("server", "ok", seen)
+
+
+def judge_fastapi(facts: ServerFacts) -> Check:
+    """Say whether a server that is started from this environment would run; a remote one's packages are not seen."""
+    name, version = "fastapi", facts.fastapi_version
+    found = _numbers(version or "")
+    if not found:
+        return Check(name, "not checked", "not installed here")
+    seen = f"{version} is installed here"
+    if found[:2] <= (0, 150):
+        return Check(name, "ok", seen)
+    running = facts.url is not None and facts.failure is None
+    matter = "does not start" if found >= (0, 155) else "refuses some requests (422)"
+    return Check(
+        name,
+        "warning" if running or found < (0, 152) else "wrong",
+        f"{seen}: a server of Prefect 3.8 {matter} with it",
+        "pip install 'fastapi<=0.150' where the server runs.",
+    )
+
+
+def judge_leases(facts: ServerFacts, jobs: Sequence[JobFacts] = ()) -> Check:
+    """Say whether concurrency limits survive a restart of the server: their default storage is its memory."""
+    name = "lease storage"
+    found = _at(facts.settings, "server", "concurrency", "lease_storage")
+    if not isinstance(found, str):
+        return Check(
+            name, "not checked", "the server does not say; PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE on its host"
+        )
+    if found != f"{_LEASES}.memory":
+        return Check(name, "ok", found.removeprefix(f"{_LEASES}."))
+    limited = [job.name for job in jobs if job.limit is not None]
+    seen = "the server's memory: when it restarts, healthy runs that hold a slot of a limit are crashed"
+    if limited:
+        seen += f"; {_some(limited)} {'are' if limited[1:] else 'is'} limited"
+    do = f"Set PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE={_LEASES}.filesystem for the server, or set no limits."
+    return Check(name, "wrong" if limited else "warning", seen, do)
+
+
+def judge_automations(facts: ServerFacts) -> list[Check]:
+    """Say whether somebody notices a process that is gone, and starts a crashed run again."""
+    do = "python -m deployments.automations apply"
+    if facts.automations is None:
+        return [Check("automations", "not checked", "the server does not say")]
+    if _at(facts.settings, "server", "services", "triggers", "enabled") is False:
+        do = "Set PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED=true for the server."
+        return [Check("automations", "wrong", "the server evaluates no triggers", do)]
+    checks = []
+    for name, wanted in (("zombies", _ZOMBIES), ("resuming", _RESUMES)):
+        found = [one for one in facts.automations if one.name == wanted]
+        if not found:
+            checks.append(Check(name, "wrong", f"no automation {wanted!r}", do))
+        elif len(found) > 1:
+            checks.append(Check(name, "wrong", f"{len(found)} automations {wanted!r}", do))
+        elif not found[0].enabled:
+            checks.append(Check(name, "wrong", f"{wanted!r} is paused", "Enable it in Prefect's pages: Automations."))
+        elif not found[0].proactive:
+            seen = f"{wanted!r} is reactive: it would be told twice of one crash"
+            checks.append(Check(name, "wrong", seen, do))
+        else:
+            checks.append(Check(name, "ok", f"{wanted!r}, after {found[0].within_s or 0:.0f} s"))
+    return checks
+
+
+def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | None) -> Check:
+    """Say whether flow runs show life often enough for who waits for it; `own_s` is this process' own setting."""
+    within_s = next((one.within_s for one in facts.automations or () if one.name == _ZOMBIES), None)
+    if within_s is not None and jobs:
+        jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
+        if not jobs:
+            return Check("heartbeat", "not checked", "the automations hold for no deployment of the pool")
+    found = {job.name: _seconds(job.env.get(HEARTBEAT)) for job in jobs} or {"this process": own_s}
+    unset = [name for name, beat_s in found.items() if beat_s is None]
+    slow = {name: beat_s for name, beat_s in found.items() if beat_s is not None and beat_s > _allowed(within_s)}
+    do = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
+    if slow:
+        name, beat_s = max(slow.items(), key=lambda item: item[1])
+        seen = f"{name}: every {beat_s} s"
+        if within_s is None:
+            return Check("heartbeat", "warning", seen, do)
+        seen += f", and after {within_s:.0f} s a silent run is taken for dead"
+        return Check("heartbeat", "wrong" if beat_s >= within_s else "warning", seen, do)
+    if unset:
+        seen = f"not set for {_some(unset)}: the worker's own counts, {_DEFAULT_HEARTBEAT_S} s by default"
+        return Check("heartbeat", "warning" if within_s is None else "wrong", seen, do)
+    return Check("heartbeat", "ok", f"every {max(beat_s or 0 for beat_s in found.values())} s")
+
+
+def _allowed(within_s: float | None) -> float:
+    return _HEARTBEAT_S if within_s is None else within_s / _BEATS
+
+
+# ── the work pool ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def judge_pool(pool: PoolFacts | None, *, asked: bool) -> Check:
+    """Say whether somebody picks up what is scheduled; `asked`: the pool was named by the user."""
+    if pool is None:
+        return Check("work pool", "not checked", "the server does not say")
+    if pool.type is None:
+        do = f"prefect work-pool create {pool.name} --type process, or name yours: --pool NAME"
+        return Check("work pool", "wrong" if asked else "not checked", f"there is no pool {pool.name!r}", do)
+    deployed = sum(job.deployed for job in pool.jobs)
+    seen = f"{pool.name}, {pool.type}, workers online: {pool.online}, deployments: {deployed}"
+    if pool.paused:
+        return Check("work pool", "wrong", f"{seen}; it is paused", f"prefect work-pool resume {pool.name}")
+    if not pool.online and not pool.type.endswith((":push", ":managed")):
+        return Check("work pool", "wrong", seen, f"prefect worker start --pool {pool.name}")
+    return Check("work pool", "ok", seen)
+
+
+def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
+    """Say whether a flow run that is told to end (SIGTERM) is scheduled again, which has to be asked for."""
+    if pool.type not in ("process", "docker"):  # Kubernetes' worker asks for it itself
+        return Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
+    wrong = [
+        job.name
+        for job in jobs
+        if _COMMAND not in " ".join((job.command or "").split()) or job.env.get(SIGTERM_BEHAVIOR) != "reschedule"
+    ]
+    if not wrong:
+        return Check("preemption", "ok", f"SIGTERM schedules a flow run again: {_some([job.name for job in jobs])}")
+    do = f"Set command: {_COMMAND} and env {SIGTERM_BEHAVIOR}=reschedule in the job variables."
+    return Check("preemption", "warning", f"SIGTERM ends a flow run for good: {_some(wrong)}", do)
+
+
+def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
+    """Say whether the automations hold for the deployments; None where there are none of either."""
+    if not any(one.name in (_ZOMBIES, _RESUMES) for one in facts.automations or ()):
+        return None
+    if not any(job.deployed for job in jobs):
+        return None
+    deployed = [job for job in jobs if job.deployed]
+    without = [job.name for job in deployed if _TAG not in job.tags]
+    if not without:
+        return Check("tags", "ok", f"the automations hold for {_some([job.name for job in deployed])}")
+    seen = f"the automations do not hold for {_some(without)}"
+    return Check("tags", "warning", seen, f"Give what trains the tag {_TAG}, and deploy it again.")
+
+
+# ── this host ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -> Check:
+    """Say whether two clocks agree: a silent owner's heartbeat is compared with the time of who would take over.
+
+    `ahead_s` is how far theirs is ahead of ours, to within `within_s`; only what is certain counts.
+    """
+    if ahead_s is None:
+        return Check(name, "not checked", f"{whose} tells no time")
+    certain_s = max(abs(ahead_s) - within_s, 0.0)
+    if certain_s < _SKEW_S:
+        return Check(name, "ok", f"agrees with {whose} to within {max(abs(ahead_s), within_s):.0f} s")
+    which = "behind" if ahead_s > 0 else "ahead of"
+    do = "Set the clocks by NTP: a process that lives could be taken for dead, and a dead one for alive."
+    seen = f"this host is {abs(ahead_s):.0f} s {which} {whose}"
+    return Check(name, "wrong" if certain_s >= _MOST_SKEW_S else "warning", seen, do)
+
+
+def judge_memory(facts: MemoryFacts) -> Check:
+    """Say whether the next process on this host would find the snapshots of one that was killed."""
+    if not facts.there:
+        do = "Mount a tmpfs at /dev/shm, or name a memory_dir; without one a restart goes back to storage."
+        return Check("memory", "warning", f"no {facts.directory}: snapshots end with their process", do)
+    seen = f"{facts.directory}: {_gib(facts.free_bytes)} of {_gib(facts.total_bytes)} free"
+    if facts.needed_bytes is None:
+        return Check("memory", "ok", seen)
+    seen += f", two snapshots of the newest checkpoint's size need {_gib(facts.needed_bytes)}"
+    if facts.fits:
+        return Check("memory", "ok", seen)
+    do = "Give it more (a container: --shm-size), or name a memory_dir; without room a restart goes back to storage."
+    return Check("memory", "warning", f"{seen}: there is no room, or too little memory", do)
+
+
+# ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading whole numbers of a version."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _seconds(text: str | None) -> int | None:
+    return int(text) if text is not None and str(text).isdecimal() else None
+
+
+def _at(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / (1 << 30):.1f} GiB"

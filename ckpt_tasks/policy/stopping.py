@@ -1,0 +1,76 @@
+"""When evaluations no longer get better: a pure function from what was measured to a count.
+
+Evaluations are looked at in the order of their steps, whenever they came in: the newest checkpoint is often evaluated
+first. The rule (patience, min_delta, mode) is that of Keras' EarlyStopping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckpt_tasks.errors import ConfigError
+
+__all__ = ["EarlyStop", "Standing", "kept", "standing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStop:
+    """Stop a run once `patience` evaluations in a row have not made `metric` better than its best.
+
+    Better is smaller where `mode` is "min", larger where it is "max", by more than `min_delta`; NaN is never better.
+    Only evaluations by `suite` count. Raises ConfigError, a ValueError.
+    """
+
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    metric: str
+    patience: int
+    mode: str = "min"
+    min_delta: float = 0.0
+    suite: str = "quick"
+
+    def __post_init__(self) -> None:
+        for name in ("metric", "suite"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(f"{name} must be a name, not {getattr(self, name)!r}")
+        if type(self.patience) is not int or self.patience < 1:
+            raise ConfigError(f"patience must be a whole number of evaluations from 1 on, not {self.patience!r}")
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        if type(self.min_delta) not in (int, float) or not 0 <= self.min_delta < float("inf"):
+            raise ConfigError(f"min_delta must be a number from 0 on, not {self.min_delta!r}")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands: its best value and the step of that (None: there is none), and how many came since."""
+
+    best: float | None
+    best_step: int | None
+    since: int
+
+
+def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int = -1) -> Standing:
+    """Say where a run stands by the `rule`, from the value of its metric by step.
+
+    Evaluations up to the step `let_go_on_at` do not count: somebody let the run go on from there all the same. The best
+    value is that of all evaluations.
+    """
+    sign = 1.0 if rule.mode == "min" else -1.0
+    best, best_step, since = math.nan, None, 0
+    for step, value in sorted(values.items()):
+        if not math.isnan(value) and (best_step is None or sign * value < sign * best - rule.min_delta):
+            best, best_step, since = value, step, 0
+        elif step > let_go_on_at:
+            since += 1
+    return Standing(None if best_step is None else best, best_step, since)
+
+
+def kept(values: Mapping[int, float], rule: EarlyStop) -> dict[int, float]:
+    """Return the values from the best on: they say the same of where the run stands, with later ones as well."""
+    best_step = standing(values, rule).best_step
+    return {step: value for step, value in values.items() if best_step is None or step >= best_step}

@@ -1,0 +1,86 @@
+"""The second line behind the automations: resume what crashed and was not resumed; the deployment `watch/byte-lm`.
+
+An automation acts on events, and an event can be lost: a server on SQLite loses some under load, and any server those
+of the moment in which it dies. This looks at states, which stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import AwaitingRetry, Crashed
+
+__all__ = ["Watched", "watch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """The names of the flow runs that were resumed, and of those that were found dead and marked as crashed."""
+
+    resumed: tuple[str, ...]
+    dead: tuple[str, ...]
+
+
+@flow(name="watch", flow_run_name="{tag}", persist_result=False)
+def watch(
+    *, tag: str = "ckpt-tasks", crashed_s: float = 120.0, silent_s: float = 300.0, max_runs: int = 100
+) -> Watched:
+    """Resume the flow runs with `tag` that crashed `crashed_s` seconds ago or more, within a day and `max_runs` starts.
+
+    One that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time.
+    """
+    now = datetime.now(UTC)
+    log = get_run_logger()
+    resumed, dead = [], []
+    with get_client(sync_client=True) as client:
+        for run in _runs(client, tag, StateType.CRASHED):
+            age = now - _since(run)
+            if timedelta(seconds=crashed_s) <= age < timedelta(days=1) and 0 < run.run_count < max_runs:
+                wanted: State[None] = AwaitingRetry(message="Crashed, and nobody had resumed it.")
+                if client.set_flow_run_state(run.id, wanted).status is SetStateStatus.ACCEPT:
+                    resumed.append(run.name)
+                    log.warning("%s crashed %.0f s ago and is resumed", run.name, age.total_seconds())
+                else:
+                    log.warning("%s crashed, and the server does not let it go on: has it no deployment?", run.name)
+        for run in _runs(client, tag, StateType.RUNNING):
+            since = now - timedelta(seconds=silent_s)
+            if str(run.id) != flow_run.id and _since(run) < since and not _beats(client, run, since):
+                client.set_flow_run_state(run.id, Crashed(message=f"No heartbeat for {silent_s:.0f} s."))
+                dead.append(run.name)
+                log.warning("%s has sent no heartbeat for %.0f s: marked as crashed", run.name, silent_s)
+    return Watched(resumed=tuple(resumed), dead=tuple(dead))
+
+
+def _runs(client: SyncPrefectClient, tag: str, state: StateType) -> list[FlowRun]:
+    wanted = FlowRunFilter(
+        tags=FlowRunFilterTags(all_=[tag]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state]))
+    )
+    return client.read_flow_runs(flow_run_filter=wanted, limit=200)
+
+
+def _since(run: FlowRun) -> datetime:
+    assert run.state is not None
+    return run.state.timestamp
+
+
+def _beats(client: SyncPrefectClient, run: FlowRun, since: datetime) -> bool:
+    wanted = {
+        "event": {"name": ["prefect.flow-run.heartbeat"]},
+        "resource": {"id": [f"prefect.flow-run.{run.id}"]},
+        "occurred": {"since": since.isoformat()},
+    }
+    answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 1})
+    return bool(answer.json()["events"])

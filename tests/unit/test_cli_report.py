@@ -1,0 +1,89 @@
+"""`ckpt report`: the table, the JSON and the HTML file, and what it does not overwrite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.format.keys import LEDGER_PREFIX
+from tests.unit.cli_runs import ckpt, flip, save_steps
+from tests.unit.histories import LOST, Told, trained
+
+COSTS = {"stall_s": 0.5, "flush_s": 0.0, "step_s": 1.0}
+
+
+@pytest.fixture
+def run(run_dir: Path) -> Path:
+    """A run of 20 s, of which it was down for 9 and waited 1 s for saves."""
+    told = trained(Told(run_dir).taken(), 1, every_s=5.5, steps=5, **COSTS)
+    trained(told.after(9).taken(LOST), 1, every_s=5.5, steps=5, **COSTS)
+    return run_dir
+
+
+def test_it_says_where_the_time_went_and_writes_the_page(run: Path, tmp_path: Path) -> None:
+    """The table has a row per share with its time and part; the file holds the run's key and picture."""
+    place = tmp_path / "out.html"
+    done = ckpt("report", run, "--out", place)
+    assert (done.status, done.err) == (0, "")
+    assert "goodput" in done.out
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
+    assert (rows["down"][1:3], rows["down"][3:5]) == (["9.0", "s"], ["45", "%"])
+    assert rows["saving"][1:5] == ["1.0", "s", "5.0", "%"]
+    page = place.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "lm-7" in page
+
+
+def test_json_has_the_facts(run: Path, tmp_path: Path) -> None:
+    """--json prints what the table shows, and where the file is."""
+    place = tmp_path / "out.html"
+    data = ckpt("report", run, "--out", place, "--json").data
+    assert (data["run_key"], data["step"], data["commits"], data["deaths"]) == ("lm-7", 10, 2, 1)
+    assert data["wall_s"] == 20.0
+    assert sum(data["seconds"].values()) == pytest.approx(20.0)
+    assert data["html"] == str(place)
+
+
+def test_the_file_is_named_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --out it lies in the current directory, and a second report takes the first one's place."""
+    monkeypatch.chdir(tmp_path)
+    assert ckpt("report", run).status == 0
+    assert ckpt("report", run).status == 0
+    assert [one.name for one in tmp_path.glob("*.html")] == ["lm-7-report.html"]
+
+
+def test_a_key_never_leads_out_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run directory's key is anybody's text: no part of it becomes a path."""
+    Told(tmp_path / "run", "../../evil/<b>").taken()
+    monkeypatch.chdir(tmp_path / "run")
+    assert ckpt("report", tmp_path / "run").status == 0
+    assert [one.name for one in (tmp_path / "run").glob("*.html")] == ["evil-b-report.html"]
+
+
+def test_what_is_no_report_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    """A file of another kind stays as it is, and the command says so."""
+    place = tmp_path / "thesis.html"
+    place.write_text("mine")
+    done = ckpt("report", run, "--out", place)
+    assert done.status == 1
+    assert "is no report and is not replaced" in done.err
+    assert place.read_text() == "mine"
+    assert ckpt("report", run, "--out", tmp_path / "no such" / "x.html").status == 1
+
+
+def test_damage_is_said(run_dir: Path, tmp_path: Path) -> None:
+    """A damaged entry is left out, counted, and pointed at `ckpt verify`."""
+    save_steps(run_dir, 1, 2, 3)
+    flip(sorted((run_dir / LEDGER_PREFIX).iterdir())[2], 30)
+    done = ckpt("report", run_dir, "--out", tmp_path / "out.html")
+    assert done.status == 0
+    assert "1 ledger entry cannot be read" in done.out
+
+
+def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
+    """Where there is no run nothing is written."""
+    done = ckpt("report", tmp_path / "nothing", "--out", tmp_path / "out.html")
+    assert done.status == 1
+    assert not (tmp_path / "out.html").exists()

@@ -1,0 +1,159 @@
+"""Parameters of runs and forks: what is recorded, what changes, and that it reaches what was restored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import Checkpointer
+from ckpt_tasks.checkpoint.fork import checked_params
+from ckpt_tasks.checkpoint.forked import effective_params, fork_run, recorded_params
+from ckpt_tasks.errors import (
+    ConfigError,
+    IntegrityError,
+    StateMismatchError,
+)
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.gang.local import LocalSession
+from tests.unit.cli_runs import only, tree
+from tests.unit.forks import PROGRAM, config, fork, run_of, states, train
+
+NOTE = {"kind": "note", "note": "x"}
+ORIGIN = {"url": "u", "run_key": "a", "step": 1, "manifest_digest": "m", "identity": "i", "set": {}, "params": None}
+
+
+@pytest.fixture
+def a(run_dir: Path) -> Path:
+    """Return a run with steps 3 and 6."""
+    train(run_dir, 3, {"lr": 0.02})
+    train(run_dir, 6, {"lr": 0.02})
+    return run_dir
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> Path:
+    return tmp_path / "b"
+
+
+@pytest.mark.parametrize("schedule", ["warmup", "step", "none"])
+def test_changed_parameters_really_apply(run_dir: Path, b: Path, schedule: str) -> None:
+    """P14: the optimizer has the new rate and decay, the checkpoint the old ones; so again after a crash."""
+    old = {"lr": 0.02, "schedule": schedule, "warmup": 2}
+    train(run_dir, 3, old)
+    fork(run_dir, 3, b, {"lr": 0.0002, "weight_decay": 0.25})
+    params = effective_params(recorded_params(config(b)), None)
+    assert params == {**old, "lr": 0.0002, "weight_decay": 0.25}
+    rate = 0.0001 if schedule == "step" else 0.0002
+    for _ in range(2):  # the first process ends before it has committed
+        with Checkpointer(config(b)) as ckpt:
+            session = LocalSession(ckpt, PROGRAM, params)
+            assert session.restore() == 3
+            assert [group["lr"] for group in session.state["optimizer"].param_groups] == pytest.approx([rate] * 2)
+            assert [group["weight_decay"] for group in session.state["optimizer"].param_groups] == [0.25, 0.0]
+            if schedule != "none":
+                assert session.state["schedule"].get_last_lr() == pytest.approx([rate] * 2)
+                assert session.state["schedule"].base_lrs == [0.0002] * 2
+            session.run(4)
+            session.discard()
+    expected = train(b, 5, params)
+    assert train(b, 5, params) == expected  # restored from the fork's own: nothing is applied again
+    assert run_of(b).checkpoints()[0].step == 5
+
+
+def test_the_extra_build_draws_nothing(a: Path, b: Path, tmp_path: Path) -> None:
+    """P74: building the program of before leaves the random streams alone: the same batches and dropout follow."""
+    fork(a, 3, b, {"warmup": 4, "seed": 0})  # said, and what it was
+    fork(a, 3, tmp_path / "c")
+    assert train(b, 6, {"lr": 0.02, "warmup": 4, "seed": 0}) == train(tmp_path / "c", 6, {"lr": 0.02})
+
+
+def test_parameters_that_change_shapes_are_refused(a: Path, b: Path) -> None:
+    """Another width is a mismatch that names the tensors, and nothing is saved over the checkpoint."""
+    fork(a, 3, b, {"width": 16})
+    with pytest.raises(StateMismatchError, match=r"model/0\.weight"):
+        train(b, 6, {"lr": 0.02, "width": 16})
+    assert [c.step for c in run_of(b).checkpoints()] == [3]
+
+
+def test_a_program_of_before_that_cannot_be_built_is_named(a: Path, b: Path) -> None:
+    """Where the code has lost a parameter of the source, the change cannot be seen: nothing trains with old values."""
+    fork(a, 3, b, {"lr": 0.5})
+    entry = only(b, "ledger/*.json")
+    body = json.loads(entry.read_bytes())
+    body["state"]["origin"]["params"] = {"momentun": 1}
+    del body["digest"]
+    entry.write_bytes(sealed(body))
+    with Checkpointer(config(b)) as ckpt:
+        session = LocalSession(ckpt, PROGRAM, {"lr": 0.5})
+        with pytest.raises(ConfigError, match="before the fork"):
+            session.restore()
+        assert not session.clean
+
+
+def test_a_flow_forks_once(a: Path, b: Path) -> None:
+    """`fork_run` makes the run where there is none, with what differs; afterwards it does nothing, source or not."""
+    fork_run(f"{a}@3", config(b), {"lr": 0.02, "warmup": 9})
+    assert states(b)[0]["origin"]["set"] == {"warmup": 9}
+    assert states(b)[0]["params"] == {"lr": 0.02, "warmup": 9}
+    shutil.rmtree(a)
+    before = tree(b)
+    fork_run(f"{a}@3", config(b), {"lr": 0.02, "warmup": 9})
+    assert tree(b) == before
+
+
+def test_a_run_that_began_by_itself_is_not_forked_over(a: Path, b: Path) -> None:
+    """A flow that names a source for a run of its own is told so, and the run stays."""
+    train(b, 1)
+    with pytest.raises(ConfigError, match="began by itself"):
+        fork_run(f"{a}@3", config(b), {})
+
+
+def test_parameters_are_recorded_once(run_dir: Path) -> None:
+    """A session records what its program is built with when that is new; no parameters need no record."""
+    train(run_dir, 1)
+    assert recorded_params(config(run_dir)) is None
+    train(run_dir, 2, {"lr": 0.5})
+    train(run_dir, 3, {"lr": 0.5})
+    train(run_dir, 4, {"lr": 0.25})
+    assert recorded_params(config(run_dir)) == {"lr": 0.25}
+    notes = [note["params"] for note in run_of(run_dir).notes() if note["note"] == "params"]
+    assert notes == [{"lr": 0.25}, {"lr": 0.5}]
+    assert recorded_params(config(run_dir / "absent")) is None
+
+
+@pytest.mark.parametrize("params", [{"a.b": 1}, {1: 2}, {"": 1}, {"x": float("nan")}, {"x": object()}])
+def test_parameters_that_are_no_json_are_refused(params: Any) -> None:
+    """What the ledger could not give back is no parameter."""
+    with pytest.raises(ConfigError):
+        checked_params(params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"origin": "x"},
+        {"origin": {}},
+        {"origin": {**ORIGIN, "step": -1}},
+        {"origin": {**ORIGIN, "url": None}},
+        {"origin": {**ORIGIN, "set": [1]}},
+        {"origin": {**ORIGIN, "params": "lr"}},
+        {"params": ["lr"]},
+    ],
+)
+def test_an_origin_that_makes_no_sense_is_damage(fields: dict[str, Any]) -> None:
+    """A fitting digest does not make sense of fields of another type; absent ones are those of older entries."""
+    body = json.loads(Entry(n=0, epoch=0, nonce="", previous=None, at="", event=NOTE, state=State()).to_bytes()[0])
+    del body["digest"], body["state"]["origin"], body["state"]["params"]
+    read, _ = Entry.from_bytes(sealed(body), "entry")
+    assert (read.state.origin, read.state.params) == (None, None)
+    with pytest.raises(IntegrityError):
+        Entry.from_bytes(sealed({**body, "state": {**body["state"], **fields}}), "entry")
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    return canonical_json({**body, "digest": digest_hex(canonical_json(body))})

@@ -1,0 +1,204 @@
+"""What `ckpt doctor` concludes from plain facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt_tasks.policy import health
+from ckpt_tasks.policy.health import AutomationFacts, Check, JobFacts, MemoryFacts, PoolFacts, ServerFacts
+
+ZOMBIES = AutomationFacts(name="ckpt-tasks: zombie flow runs are crashed", within_s=90)
+RESUMES = AutomationFacts(name="ckpt-tasks: crashed flow runs are resumed", within_s=20)
+GOOD = ServerFacts(
+    url="http://h/api",
+    client_version="3.8.8",
+    fastapi_version="0.150.0",
+    version="3.8.8",
+    settings={"server": {"concurrency": {"lease_storage": "prefect.server.concurrency.lease_storage.filesystem"}}},
+    automations=(ZOMBIES, RESUMES),
+    ahead_s=0.2,
+    within_s=0.5,
+)
+ENV = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule"}
+JOB = JobFacts(name="train/lm", command="prefect flow-run execute", env=ENV, tags=("ckpt-tasks",))
+POOL = PoolFacts(name="p", type="process", online=1, jobs=(JOB,))
+GIB = 1 << 30
+
+
+def verdict(check: Check | None) -> str:
+    assert check is not None
+    assert check.seen
+    assert check.do or check.verdict in ("ok", "not checked")  # whoever is told that it is wrong is told what to do
+    return check.verdict
+
+
+def test_where_all_is_well_nothing_is_said_to_be_done() -> None:
+    """Every check of a server, a pool and a host as docs/OPERATING.md wants them is ok."""
+    checks = [health.judge_server(GOOD), health.judge_fastapi(GOOD), health.judge_leases(GOOD, (JOB,))]
+    checks += [*health.judge_automations(GOOD), health.judge_heartbeat(GOOD, (JOB,), 180)]
+    checks += [health.judge_pool(POOL, asked=True), health.judge_stopping(POOL, (JOB,))]
+    checks += [health.judge_clock("clock", 0.2, 0.5, "the server")]
+    tags = health.judge_tags(GOOD, (JOB,))
+    assert tags is not None
+    assert {(check.verdict, check.do) for check in [*checks, tags]} == {("ok", "")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"url": None}, "warning"),
+        ({"failure": "Connection refused"}, "wrong"),
+        ({"version": "3.9.1"}, "ok"),
+        ({"version": "3.7.9"}, "warning"),
+        ({"version": "2.20.1"}, "wrong"),
+        ({"version": "<html>"}, "wrong"),
+    ],
+)
+def test_the_server(facts: dict[str, Any], expected: str) -> None:
+    """None, one that does not answer, an older one and one of another age."""
+    assert verdict(health.judge_server(replace(GOOD, **facts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "there", "expected"),
+    [
+        ("0.139.0", False, "ok"),
+        ("0.150.9", False, "ok"),
+        ("0.151.0", False, "warning"),
+        ("0.152.0", False, "wrong"),
+        ("0.155.1", False, "wrong"),
+        ("1.0", False, "wrong"),
+        ("1.0", True, "warning"),
+        (None, True, "not checked"),
+        ("dev", True, "not checked"),
+    ],
+)
+def test_fastapi(version: str | None, there: bool, expected: str) -> None:
+    """A server of 3.8.8 runs with fastapi up to 0.150; where one runs already, what is installed here counts less."""
+    facts = replace(GOOD, fastapi_version=version, url="http://h/api" if there else None)
+    assert verdict(health.judge_fastapi(facts)) == expected
+
+
+def test_leases_in_the_servers_memory() -> None:
+    """A warning, and wrong where a deployment has a limit; a server that does not say is not judged."""
+    storage = {"lease_storage": "prefect.server.concurrency.lease_storage.memory"}
+    memory = replace(GOOD, settings={"server": {"concurrency": storage}})
+    assert verdict(health.judge_leases(memory, (JOB,))) == "warning"
+    assert verdict(health.judge_leases(memory, (replace(JOB, limit=1),))) == "wrong"
+    silent: list[Any] = [None, {}, {"server": None}, {"server": {"concurrency": []}}]
+    for settings in silent:
+        assert verdict(health.judge_leases(replace(GOOD, settings=settings), (JOB,))) == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("automations", "expected"),
+    [
+        (None, ["not checked"]),
+        ((), ["wrong", "wrong"]),
+        ((ZOMBIES,), ["ok", "wrong"]),
+        ((replace(ZOMBIES, enabled=False), RESUMES), ["wrong", "ok"]),
+        ((ZOMBIES, replace(RESUMES, proactive=False)), ["ok", "wrong"]),
+        ((ZOMBIES, RESUMES, RESUMES), ["ok", "wrong"]),
+        ((ZOMBIES, RESUMES, AutomationFacts(name="another", enabled=False)), ["ok", "ok"]),
+    ],
+)
+def test_automations(automations: tuple[AutomationFacts, ...] | None, expected: list[str]) -> None:
+    """Missing, paused, doubled and reactive ones are wrong; those of others are nobody's business."""
+    facts = replace(GOOD, automations=automations)
+    assert [verdict(check) for check in health.judge_automations(facts)] == expected
+    off = replace(facts, settings={"server": {"services": {"triggers": {"enabled": False}}}})
+    assert [verdict(check) for check in health.judge_automations(off)] == (
+        ["not checked"] if expected[1:] == [] else ["wrong"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("beat", "within_s", "tagged", "expected"),
+    [
+        ("30", 90, True, "ok"),
+        ("30", None, True, "ok"),
+        ("60", None, True, "warning"),
+        ("60", 90, True, "warning"),
+        ("90", 90, True, "wrong"),
+        ("180", 90, True, "wrong"),
+        ("60", 180, True, "ok"),
+        (None, 90, True, "wrong"),
+        (None, None, True, "warning"),
+        ("nonsense", 90, True, "wrong"),
+        (None, 90, False, "not checked"),
+    ],
+)
+def test_heartbeat(beat: str | None, within_s: float | None, tagged: bool, expected: str) -> None:
+    """Three heartbeats must fit into the time after which a silent run is taken for dead, or healthy ones end."""
+    facts = replace(GOOD, automations=() if within_s is None else (replace(ZOMBIES, within_s=within_s), RESUMES))
+    job = replace(JOB, env={"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": beat}, tags=("ckpt-tasks",) if tagged else ())
+    assert verdict(health.judge_heartbeat(facts, (job,), 30)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "expected"),
+    [
+        ({}, True, "ok"),
+        ({"type": None}, True, "wrong"),
+        ({"type": None}, False, "not checked"),
+        ({"paused": True}, True, "wrong"),
+        ({"online": 0}, True, "wrong"),
+        ({"online": 0, "type": "ecs:push"}, True, "ok"),
+    ],
+)
+def test_the_pool(changed: dict[str, Any], asked: bool, expected: str) -> None:
+    """One that is not there, that is paused, that has no worker; and where none was named, none is missed."""
+    assert verdict(health.judge_pool(replace(POOL, **changed), asked=asked)) == expected
+    assert verdict(health.judge_pool(None, asked=asked)) == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (JOB, "ok"),
+        (replace(JOB, command="python -m prefect.engine"), "warning"),
+        (replace(JOB, command=None), "warning"),
+        (replace(JOB, env={**ENV, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "die"}), "warning"),
+        (replace(JOB, command="nice  prefect  flow-run  execute"), "ok"),
+    ],
+)
+def test_preemption(job: JobFacts, expected: str) -> None:
+    """Only `prefect flow-run execute` with its variable schedules again what is told to end."""
+    assert verdict(health.judge_stopping(POOL, (job,))) == expected
+    assert verdict(health.judge_stopping(replace(POOL, type="kubernetes"), (job,))) == "not checked"
+
+
+def test_tags() -> None:
+    """Automations hold for deployments with their tag; without either there is nothing to say."""
+    assert verdict(health.judge_tags(GOOD, (JOB, replace(JOB, name="x/y", tags=())))) == "warning"
+    assert health.judge_tags(replace(GOOD, automations=()), (JOB,)) is None
+    assert health.judge_tags(GOOD, (replace(JOB, deployed=False),)) is None
+
+
+@given(ahead_s=st.floats(-60, 60), within_s=st.floats(0, 60))
+@example(ahead_s=-2.5, within_s=0.5)
+@example(ahead_s=30.5, within_s=0.5)
+@example(ahead_s=1e9, within_s=0.5)
+def test_clocks(ahead_s: float, within_s: float) -> None:
+    """From 2 s on a warning, from 30 s on wrong, in either direction; what is uncertain is not counted."""
+    certain_s = abs(ahead_s) - within_s
+    expected = "wrong" if certain_s >= 30 else "warning" if certain_s >= 2 else "ok"
+    check = health.judge_clock("clock", ahead_s, within_s, "the server")
+    assert verdict(check) == expected
+    if expected != "ok":
+        assert (" behind " in check.seen) == (ahead_s > 0)
+    assert verdict(health.judge_clock("clock", None, 0, "it")) == "not checked"
+
+
+def test_memory() -> None:
+    """Without a place that outlives the process, or without room in it, a warning: it costs time, not data."""
+    there = MemoryFacts(directory="/dev/shm", there=True, free_bytes=GIB, total_bytes=GIB)
+    assert verdict(health.judge_memory(there)) == "ok"
+    assert verdict(health.judge_memory(replace(there, needed_bytes=GIB, fits=True))) == "ok"
+    assert verdict(health.judge_memory(replace(there, needed_bytes=2 * GIB, fits=False))) == "warning"
+    assert verdict(health.judge_memory(MemoryFacts(directory="/dev/shm", there=False))) == "warning"
