@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ import boto3
 import numpy as np
 import obstore
 import s3fs
+import torch
 from boto3.s3.transfer import TransferConfig
 from botocore.client import Config
 
 from benchmarks.apart import summary
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.storage.objects import ObjectStore
 from tests.servers import s3 as servers
 from tests.servers.ceph import ceph
@@ -34,6 +36,7 @@ from tests.servers.s3 import REGION, S3Server
 
 __all__ = ["measure"]
 
+_STALL = "training waits for a save"
 _PART_BYTES = 16 << 20
 _IN_FLIGHT = 8
 
@@ -143,7 +146,8 @@ _CLIENTS: dict[str, Callable[[S3Server, str], Client]] = {
 def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
     """Time every client `rounds` times, in random order, against Ceph, or ministack where Ceph is not installed.
 
-    Rows: seconds up, seconds down, and the client's processor time for both.
+    Rows: seconds up, seconds down, the client's processor time for both, and how long training waits for a save, here
+    and to a local directory.
     """
     size_bytes = (1 << 20) if tiny else (256 << 20)
     data = np.random.default_rng(0).bytes(size_bytes)
@@ -159,12 +163,39 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                 if round_:  # the first one opens connections
                     for row, seconds in zip(rows, (up, down, up_cpu, down_cpu), strict=True):
                         rows[row].setdefault(name, []).append(seconds)
+        rows[_STALL] = stalls(
+            {"a local directory": str(directory), "ckpt-tasks to S3": f"s3://{bucket}"}, server, data, rounds
+        )
     return {
         "size_bytes": size_bytes,
         "rounds": rounds,
         "device": server.name,
         "rows": {row: {name: summary(times) for name, times in cells.items()} for row, cells in rows.items()},
     }
+
+
+def stalls(places: dict[str, str], server: S3Server, data: bytes, rounds: int) -> dict[str, list[float]]:
+    """Time how long `step()` takes when it saves, with one state and two places that take turns."""
+    state = {"weights": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    found: dict[str, list[float]] = {name: [] for name in places}
+    with ExitStack() as stack:
+        runs = {}
+        for name, place in places.items():
+            options = server.storage_options if place.startswith("s3:") else None
+            config = CheckpointConfig(
+                checkpoint_dir=f"{place}/stall", step_interval=1, max_num_checkpoints=2, storage_options=options
+            )
+            runs[name] = stack.enter_context(Checkpointer(config))
+        for step in range(1, rounds + 3):
+            for name in random.sample([*runs], len(runs)):
+                state["weights"].add_(1)
+                began = time.perf_counter()
+                runs[name].step(step, state)
+                waited_s = time.perf_counter() - began
+                runs[name].wait()
+                if step > 2:  # both images have been touched by then
+                    found[name].append(waited_s)
+    return found
 
 
 def _server(place: Path) -> AbstractContextManager[S3Server]:

@@ -69,6 +69,7 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
         runs[what] = site.train(what, STEPS, what=what, at=45, marker=str(site.home / what))
     waiting = ("killed", "preempted", "evicted", "suspended", "doubled")
     runs |= {name: start_waiting(site, name) for name in waiting}
+    runs["retried"] = site.train("retried", STEPS, what="heal", at=15, marker=str(site.home / "retried.go"))
     fails = site.train("fails", STEPS, what="raise", at=15)
 
     for name in waiting:
@@ -97,6 +98,10 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
     let_go(site, "doubled")
     gave_up = site.until_state(fails, "Failed", seconds=400)
     assert "injected in step 15" in str(gave_up.message)
+    site.until_state(runs["retried"], "Failed", seconds=400)
+    let_go(site, "retried")
+    site.prefect("flow-run", "retry", str(runs["retried"]))
+    site.until(lambda: not site.state(runs["retried"]).is_failed(), 60, "the failed run is scheduled again")
     for name, run in runs.items():
         site.until_state(run, "Completed", seconds=600)
         check(site, name, apart=name != "doubled")  # the step that is under way ends; it is never committed

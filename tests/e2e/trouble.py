@@ -19,8 +19,8 @@ class Trouble:
 
     In step `at`, `what` happens after backward and before the optimizer's step: "raise", "segfault", "memory" (takes
     all that there is; at most 1 GiB more may be had) or "terminate" (of this process): once, unless `marker` is "": the
-    file of that name is there afterwards. With "wait" the step takes until somebody has made that file. Every step that
-    is completed is a line of the file `trace`.
+    file of that name is there afterwards. With "wait" the step takes until somebody has made that file, and with "heal"
+    it raises until then. Every step that is completed is a line of the file `trace`.
     """
 
     unit = "rows"
@@ -72,6 +72,9 @@ class Trouble:
         if self._what == "wait":
             while not Path(self._marker).exists():
                 time.sleep(0.05)
+        elif self._what == "heal":
+            if not Path(self._marker).exists():
+                raise RuntimeError(f"injected in step {self._at}")
         elif self._marker:
             if Path(self._marker).exists():
                 return
