@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.site import Site
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is here: it takes minutes, and runs with `make test-e2e` and `make test-all`."""
     for item in items:
