@@ -16,7 +16,6 @@ import pytest
 from tests.e2e.site import Site
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is here: it takes minutes, and runs with `make test-e2e` and `make test-all`."""
     for item in items:
@@ -24,8 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(1500))
-            database = item.callspec.params.get("site") if isinstance(item, pytest.Function) else None
-            item.add_marker(pytest.mark.xdist_group(str(database)))  # one site for each worker
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ def listening() -> Iterator[tuple[str, list[dict[str, str]]]]:
         yield f"http://127.0.0.1:{server.server_port}/", told
     finally:
         server.shutdown()
+        server.server_close()
 
 
 def names(site: Site) -> list[str]:
