@@ -32,7 +32,8 @@ def test_three_thousand_batches(site: Site) -> None:
     bare_s = bare(site)
     _log.info("a batch takes %.1f ms, its step and its save %.1f ms", 1000 * in_flow_s, 1000 * bare_s)
     assert last.rss_bytes - first.rss_bytes < FLAT_BYTES
-    page = httpx.post(f"{site.api}/task_runs/filter", json={"flow_runs": {"id": {"any_": [str(run)]}}, "limit": 200})
+    wanted = {"flow_runs": {"id": {"any_": [str(run)]}}, "limit": 200}
+    page = httpx.post(f"{site.api}/task_runs/filter", json=wanted, timeout=60)  # it may have events to catch up with
     assert len(page.json()) == 200
     graph_s = time.monotonic()
     assert httpx.get(f"{site.api}/flow_runs/{run}/graph-v2", timeout=60).status_code == 200
