@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -12,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
+from ckpt_tasks.pages.picture import sort_metrics
+from ckpt_tasks.pages.words import clock
 
 __all__ = ["EvaluationLine", "LiveLine", "print_evaluation", "print_evaluations", "print_run"]
 
@@ -64,10 +66,10 @@ class LiveLine:
     def text(self, progress: Progress) -> str:
         """Return the line: step, metrics, speed, time left, the last commit and what training waited for it."""
         parts = [f"step {progress.step}/{self._total}"]
-        parts += [f"{name} {progress.metrics[name]:.4g}" for name in _first(progress.metrics, 1)]
+        parts += [f"{name} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
         if progress.amount:
             parts.append(_speed(self._rate or 0.0, progress.unit))
-        parts.append(f"ETA {_clock((self._total - progress.step) * (self._pace_s or 0.0))}")
+        parts.append(f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}")
         if progress.commit:
             parts.append(f"committed {progress.commit.step} in {progress.commit.cost_s:.2f} s")
         return " · ".join(parts)
@@ -76,8 +78,8 @@ class LiveLine:
 def print_run(out: Console, config: CheckpointConfig) -> None:
     """Print the checkpoints of a run, oldest first."""
     table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
-    newest_first = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options).checkpoints()
-    metrics = _first({name for one in newest_first for name in one.metrics}, _MOST_METRICS)
+    newest_first = run_of(config).checkpoints()
+    metrics = sort_metrics({name for one in newest_first for name in one.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "size", "took", "saved (UTC)"):
         table.add_column(name, justify="right")
     for one in reversed(newest_first):
@@ -88,7 +90,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
 def print_evaluation(out: Console, result: EvaluationResult) -> None:
     """Print what a suite measured."""
     table = Table(title=f"Evaluation of step {result.step}, suite {result.suite}", title_justify="left")
-    names = _first(result.metrics, len(result.metrics))
+    names = sort_metrics(result.metrics)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
@@ -100,7 +102,7 @@ def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResu
     table = Table(
         title=f"Evaluations by {suite}" if results else f"Nothing to evaluate by {suite}.", title_justify="left"
     )
-    metrics = _first({name for one in results for name in one.metrics}, _MOST_METRICS)
+    metrics = sort_metrics({name for one in results for name in one.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "outcome"):
         table.add_column(name.replace("_", " "), justify="right")
     for one in sorted(results, key=lambda one: one.step):
@@ -146,11 +148,6 @@ def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
     yield one.saved_at[11:19]
 
 
-def _first(metrics: Iterable[str], most: int) -> list[str]:
-    """Choose the metrics that there is room for: losses, what they are compared with, then the rest by name."""
-    return sorted(metrics, key=lambda name: ("loss" not in name, "entropy" not in name, name))[:most]
-
-
 def _smooth(mean: float | None, value: float) -> float:
     return value if mean is None else mean + 0.05 * (value - mean)
 
@@ -159,9 +156,3 @@ def _speed(rate: float, unit: str) -> str:
     if unit != "bytes":
         return f"{rate:,.0f} {unit}/s"
     return f"{rate / 1e6:.2f} MB/s" if rate >= 1e5 else f"{rate / 1e3:.1f} kB/s"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

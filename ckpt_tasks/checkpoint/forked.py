@@ -10,7 +10,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.fork import checked_params, plan_fork, run_fork
 from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import open_run, run_of
 from ckpt_tasks.checkpoint.targets import split_target
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.storage.places import find_place
@@ -52,10 +52,9 @@ def effective_params(recorded: Mapping[str, Any] | None, given: Mapping[str, Any
 def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
     """Return with what parameters the program of a run was built last; None where the run does not say, or is none."""
     try:
-        run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+        return run_of(config).head().state.params
     except CheckpointNotFoundError:
         return None
-    return run.head().state.params
 
 
 def record_params(ckpt: Checkpointer, params: Mapping[str, Any]) -> None:

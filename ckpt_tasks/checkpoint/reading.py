@@ -18,9 +18,10 @@ from ckpt_tasks.storage.places import find_place
 from ckpt_tasks.storage.port import Store
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.config import CheckpointConfig
     from ckpt_tasks.checkpoint.restore import RestoreReport
 
-__all__ = ["Run", "open_run", "open_store"]
+__all__ = ["Run", "open_run", "open_store", "run_of"]
 
 _LONGEST_LEASE_S = 3.2e9
 
@@ -39,6 +40,11 @@ def open_run(
     history = History(open_store(checkpoint_dir, storage_options, run_key))
     key = history.check(run_key)
     return Run(history, key)
+
+
+def run_of(config: CheckpointConfig) -> Run:
+    """Open the run that a configuration names; raises what `open_run` raises."""
+    return open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
 
 
 class Run:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.checkpoint.lacking import SYNCED, Lacking, find_lacking
+from ckpt_tasks.checkpoint.leasing import renewable
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.reading import Run
@@ -268,22 +269,16 @@ def _contents(
 @contextmanager
 def leased(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due."""
-    leases, due_s = ExitStack(), 0.0
+    with renewable(source, checkpoint, holder, _LEASE_S) as again:
+        due_s = time.monotonic() + _LEASE_S / 2
 
-    def renew() -> None:
-        nonlocal leases, due_s
-        if time.monotonic() < due_s:
-            return
-        newer = ExitStack()
-        newer.enter_context(source.lease(checkpoint, holder, _LEASE_S))
-        leases.close()
-        leases, due_s = newer, time.monotonic() + _LEASE_S / 2
+        def renew() -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                again()
+                due_s = time.monotonic() + _LEASE_S / 2
 
-    renew()
-    try:
         yield renew
-    finally:
-        leases.close()
 
 
 @contextmanager

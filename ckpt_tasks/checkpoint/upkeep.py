@@ -107,9 +107,15 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]]) -> list[str]:
 
 
 def verify_run_directory(history: History) -> RunFaults:
-    """Verify every live checkpoint and look for damaged ledger entries and orphans."""
+    """Verify every live checkpoint and look for damaged ledger entries and orphans.
+
+    The run may be training: what could not be read because it was pruned meanwhile is left out.
+    """
     head = history.head()
     found = {c.manifest_digest: (c, tuple(verify_checkpoint(history.store, c))) for c in lineage(head.state.live)}
+    if any(faults for _, faults in found.values()):
+        live = {c.manifest_digest for c in history.head().state.live}
+        found = {digest: one for digest, one in found.items() if digest in live or not one[1]}
     return RunFaults(found, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
 
 

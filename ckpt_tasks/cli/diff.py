@@ -11,7 +11,7 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import WatchedStore, reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.cli.words import count, number
+from ckpt_tasks.pages.words import count, number
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.output import JsonOption, Output, console, output, printable, table
-from ckpt_tasks.cli.words import size, span
+from ckpt_tasks.pages.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.storage.findings import Ability, Findings, Latency, Verdict

@@ -12,8 +12,8 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.cli.words import count, size
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
+from ckpt_tasks.pages.words import count, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.export import ExportReport

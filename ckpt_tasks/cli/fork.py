@@ -12,9 +12,10 @@ import typer
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable
 from ckpt_tasks.cli.params import written
 from ckpt_tasks.cli.progress import reading
+from ckpt_tasks.cli.sync import SingleOption
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.cli.words import size, span
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.pages.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.fork import ForkPlan, Moved
@@ -31,9 +32,6 @@ SetOption = Annotated[
 ]
 KeyOption = Annotated[
     str | None, typer.Option("--run-key", metavar="KEY", help="the new run's key; without it TO's last part")
-]
-SingleOption = Annotated[
-    bool, typer.Option("--single-writer", help="TO has no put-if-absent, and nobody else writes there")
 ]
 
 

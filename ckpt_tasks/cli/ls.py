@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.cli.words import age, count, number, size, span, when
+from ckpt_tasks.pages.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.history import Head

@@ -12,8 +12,8 @@ from ckpt_tasks.cli.curve import draw_curve, fine_span, percent
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.cli.words import count
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.pages.words import count
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
     Observed,

@@ -9,8 +9,8 @@ import typer
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.cli.words import age, count, size
 from ckpt_tasks.errors import ConfigError, OwnedError
+from ckpt_tasks.pages.words import age, count, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.config import CheckpointConfig

@@ -11,8 +11,8 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.cli.words import age, count, size, span
 from ckpt_tasks.errors import OwnedError
+from ckpt_tasks.pages.words import age, count, size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.reading import Run
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import Checkpoint
     from ckpt_tasks.storage.port import Store
 
-__all__ = ["sync"]
+__all__ = ["SingleOption", "sync"]
 
 ToArgument = Annotated[
     str, typer.Argument(metavar="TO", help="the run directory that gets it, new or of this run", show_default=False)

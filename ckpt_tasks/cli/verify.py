@@ -9,7 +9,7 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import WatchedStore, reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.cli.words import age, count, size, span
+from ckpt_tasks.pages.words import age, count, size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.reading import Run

@@ -194,6 +194,8 @@ def _check(rows: list[IndexRow], name: str) -> None:
         stored = STORED_DTYPES.get(row.dtype)
         if stored is None:
             raise IntegrityError(f"the index holds the dtype {row.dtype!r:.40}", key=row.full_key)
+        if not len(row.tensor_shape) == len(row.box.offset) == len(row.box.shape):
+            raise IntegrityError("a region has another number of dimensions than its tensor", key=row.full_key)
         if row.begin < 0 or row.end - row.begin != row.box.size * stored.nbytes:
             raise IntegrityError("a region's bytes do not fit its shape", key=row.full_key)
         if row.end - row.begin > REGION_BYTES or row.begin % stored.itemsize:

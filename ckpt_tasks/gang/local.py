@@ -19,7 +19,7 @@ from ckpt_tasks.gang.changed import Settings, apply_settings, changed_settings, 
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.state.rng import seed_streams, undisturbed
 
-__all__ = ["LocalSession", "Program", "StateSession", "build_program"]
+__all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named"]
 
 _PACE_STEPS = 20
 
@@ -45,7 +45,7 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
     Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
     program; what else the factory raises passes through, as that may go away by itself.
     """
-    factory = _find_factory(name)
+    factory = find_named(name, what="program", kind="Factory", error=ProgramError)
     try:
         inspect.signature(factory).bind(**(params or {}))
     except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
@@ -63,6 +63,16 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
         )
     built: Program = program
     return built
+
+
+def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
+    """Seed the random streams of the process with the parameter `seed`, else with 0, and build a program.
+
+    One that seeds fewer streams than it draws from begins the same way in every process all the same.
+    """
+    seed = params.get("seed")
+    seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
+    return build_program(name, params)
 
 
 class StateSession:
@@ -118,10 +128,7 @@ class LocalSession(StateSession):
     def program(self) -> Program:
         """The live program."""
         if self._program is None:
-            # A program that seeds fewer streams than it draws from begins the same way in every process all the same.
-            seed = self._params.get("seed")
-            seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
-            self._program = build_program(self._name, self._params)
+            self._program = build_from_seed(self._name, self._params)
             self._fresh = settings_of(self._program.state)
         return self._program
 
@@ -204,15 +211,16 @@ def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def _find_factory(name: str) -> Callable[..., Any]:
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ProgramError(f"{name!r:.200} names no program", hint='Write it as "package.module:Factory".')
+def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
+    """Import "package.module:attribute" and return it; raise `error`, in these words, where there is none."""
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
     try:
         module = import_module(module_name)
-    except ImportError as error:
-        raise ProgramError(f"{name} cannot be imported: {error}", hint="Is its folder on PYTHONPATH?") from error
+    except ImportError as missing:
+        raise error(f"{name} cannot be imported: {missing}", hint="Is its folder on PYTHONPATH?") from missing
     found: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(found):
-        raise ProgramError(f"{module_name} has no factory {attribute!r}")
+        raise error(f"{module_name} has no {kind.lower()} {attribute!r}")
     return found

@@ -27,7 +27,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.history import Head
-from ckpt_tasks.checkpoint.reading import Run, open_run
+from ckpt_tasks.checkpoint.reading import Run, run_of
 from ckpt_tasks.checkpoint.timeline import Timeline, read_timeline
 from ckpt_tasks.checkpoint.upkeep import plan_prune
 from ckpt_tasks.errors import CkptError, StoreError
@@ -112,8 +112,7 @@ class RunPages:
 
     def _show_report(self) -> None:
         if self._run is None:
-            config = self._ckpt.config
-            self._run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+            self._run = run_of(self._ckpt.config)
         self._timeline = read_timeline(self._run.history, _MOST_ENTRIES, self._timeline)
         head = self._run.head()
         report = make_report(self._key, self._run.history.store.url, self._timeline, head.state, self._kept(head))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 
@@ -35,7 +35,7 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     run is read in full, as no restore would do it, and counts if it is good. Raises RunMismatchError.
     """
     try:
-        run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+        run = run_of(config)
     except CheckpointNotFoundError:
         return 0
     for one in run.checkpoints():

@@ -22,10 +22,10 @@ from ckpt_tasks.checkpoint.leasing import LEASE_S, leased
 from ckpt_tasks.checkpoint.reading import Run, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.local import build_program
+from ckpt_tasks.gang.local import build_from_seed
 from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
-from ckpt_tasks.state.rng import OwnStreams, seed_streams
+from ckpt_tasks.state.rng import OwnStreams
 
 __all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]
 
@@ -173,11 +173,9 @@ def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> Evaluat
 
 def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
     """Evaluate on random streams of its own, which begin the same way wherever it runs."""
-    seed = params.get("seed")
     keep_threads_out_of_streams()
     with _COMPUTES, OwnStreams().inside():
-        seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
-        fresh = build_program(program, params)
+        fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
             raise ProgramError(f"{program} has no evaluate(suite)", key=program)
         modules = {name: value for name, value in fresh.state.items() if isinstance(value, torch.nn.Module)}

@@ -14,7 +14,7 @@ from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.errors import CkptError, OwnerError
 
 __all__ = ["ends_quietly_for_a_sibling"]
@@ -37,7 +37,7 @@ def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None
 
 def _held_by(config: CheckpointConfig, flow_run_id: str | None) -> bool:
     try:
-        run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+        run = run_of(config)
         owner = run.head().state.owner
     except CkptError:  # nothing is known: the error under way is the one to report
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ckpt_tasks.checkpoint.leasing import leased
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.gang.local import find_named
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 
 __all__ = ["Promotion", "export_best"]
@@ -56,16 +56,7 @@ class Promotion:
 
 
 def _find(name: str) -> Callable[..., object]:
-    module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
-        raise ConfigError(f"{name!r:.200} names no promotion", hint='Write it as "package.module:function".')
-    try:
-        found: Callable[..., object] | None = getattr(import_module(module_name), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"{name} cannot be imported: {error}", hint="Is its folder on PYTHONPATH?") from error
-    if not callable(found):
-        raise ConfigError(f"{module_name} has no function {attribute!r}")
-    return found
+    return find_named(name, what="promotion", kind="function", error=ConfigError)
 
 
 def export_best(run: Run, checkpoint: Checkpoint, result: EvaluationResult, *, out: str) -> None:

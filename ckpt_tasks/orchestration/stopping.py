@@ -19,7 +19,7 @@ from prefect.states import Suspended
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
@@ -93,9 +93,7 @@ class EarlyStopping:
     def _read(self, rule: EarlyStop) -> None:
         """Take in what the ledger has beyond what was read before, newest first, down to what a note sums up."""
         if self._history is None:
-            config = self._ckpt.config
-            run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
-            self._history = run.history
+            self._history = run_of(self._ckpt.config).history
         next_n = self._history.head().next_n
         summed_up: dict[int, float] | None = None
         newer: dict[int, float] = {}

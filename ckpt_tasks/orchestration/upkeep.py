@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import record_faults, verify_checkpoint
+from ckpt_tasks.checkpoint.reading import run_of
+from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import IntegrityError, OwnedError
 
 __all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
@@ -40,18 +40,14 @@ def verify_run(config: CheckpointConfig) -> Verified:
 
     Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another.
     """
-    run = open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
-    good, faults = [], []
-    for checkpoint in run.checkpoints():
-        found = verify_checkpoint(run.history.store, checkpoint)
-        if not found:
-            good.append(checkpoint)
-        elif any(one.manifest_digest == checkpoint.manifest_digest for one in run.checkpoints()):
-            faults += [f"step {checkpoint.step}: {fault}" for fault in found]
+    found = verify_run_directory(run_of(config).history)
+    checkpoints = found.checkpoints.values()
+    good = [checkpoint for checkpoint, faults in checkpoints if not faults]
+    damaged = [f"step {checkpoint.step}: {fault}" for checkpoint, faults in checkpoints for fault in faults]
     return Verified(
         steps=tuple(sorted(one.step for one in good)),
         size_bytes=sum(one.size_bytes for one in good),
-        faults=(*faults, *record_faults(run.history)),
+        faults=(*damaged, *found.damaged),
     )
 
 

@@ -6,8 +6,6 @@ of the two. The answers are those of tests/crash/victim.py.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +13,7 @@ from ckpt_tasks.checkpoint.fork import plan_fork, run_fork
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.storage.local import LocalStore
+from tests.crash.victim import serve
 from tests.storage.calls import FailingCalls, Mode, WatchedCalls
 
 CHANGED = {"lr": 0.5}
@@ -35,23 +34,12 @@ def make_fork(source: Path, target: Path, calls: WatchedCalls) -> None:
     run_fork(run, store, plan_fork(run, run.find(3), store, CHANGED))
 
 
-def main() -> None:
-    for line in sys.stdin:
-        source, target, n, mode, way = line.rstrip("\n").split("\t")
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                calls = (FailingCalls if way == "linked" else WithoutLinks)(int(n), cast("Mode", mode))
-                make_fork(Path(source), Path(target), calls)
-                status = 2 if calls.reached else 0
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        print(  # noqa: T201 (the answer)
-            {0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True
-        )
+def act(words: list[str]) -> bool:
+    source, target, n, mode, way = words
+    calls = (FailingCalls if way == "linked" else WithoutLinks)(int(n), cast("Mode", mode))
+    make_fork(Path(source), Path(target), calls)
+    return calls.reached
 
 
 if __name__ == "__main__":
-    main()
+    serve(act)

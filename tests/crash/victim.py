@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -41,14 +41,14 @@ def save_fourth(arguments: Sequence[str]) -> None:
     ckpt.close()
 
 
-def main() -> None:
+def serve(act: Callable[[list[str]], bool]) -> None:
+    """For each line of words fork a process that acts on them; it says whether it came to the call, if it lived."""
     for line in sys.stdin:
-        root, n, mode = line.rstrip("\n").split("\t")
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                status = 2 if save_and_die(Path(root), int(n), cast("Mode", mode)) else 0
+                status = 2 if act(line.rstrip("\n").split("\t")) else 0
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -57,5 +57,10 @@ def main() -> None:
         )
 
 
+def act(words: list[str]) -> bool:
+    root, n, mode = words
+    return save_and_die(Path(root), int(n), cast("Mode", mode))
+
+
 if __name__ == "__main__":
-    main()
+    serve(act)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.site import Site
+from tests.servers.process import free_port
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,8 +65,7 @@ def _postgres(programs: Mapping[str, str], home: Path) -> Iterator[str]:
     data = home / "data"
     command = [programs["initdb"], "-D", str(data), "-U", "prefect", "-A", "trust", "--no-sync"]
     subprocess.run(command, user=user, cwd=home, check=True, capture_output=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["-p", str(port), "-k", str(home), "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
     server = subprocess.Popen([programs["postgres"], "-D", str(data), *options], user=user, cwd=home)
     try:

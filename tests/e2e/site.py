@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from ckpt_tasks import Checkpoint, open_run
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import CkptError
+from tests.servers.process import free_port
 
 __all__ = ["ROOT", "Site", "Step"]
 
@@ -49,8 +49,7 @@ class Site:
     def __init__(self, home: Path, database: str | None = None):
         self.home = home
         self.runs = home / "runs"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self.api = f"http://127.0.0.1:{self._port}/api"
         self.environment = {
             **os.environ,

@@ -8,65 +8,35 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+
+from tests.flows.tiny import Tiny
 
 
-class Trouble:
-    """Fit noise with a net that has dropout; batches come from the global random stream.
+class Trouble(Tiny):
+    """In step `at`, `what` happens after backward and before the optimizer's step.
 
-    In step `at`, `what` happens after backward and before the optimizer's step: "raise", "segfault", "memory" (takes
-    all that there is; at most 1 GiB more may be had) or "terminate" (of this process): once, unless `marker` is "": the
-    file of that name is there afterwards. With "wait" the step takes until somebody has made that file, and with "heal"
-    it raises until then. Every step that is completed is a line of the file `trace`.
+    "raise", "segfault", "memory" (takes all that there is; at most 1 GiB more may be had) or "terminate" (of this
+    process): once, unless `marker` is "": the file of that name is there afterwards. With "wait" the step takes until
+    somebody has made that file, and with "heal" it raises until then. Every step that is completed is a line of the
+    file `trace`.
     """
 
-    unit = "rows"
-
-    def __init__(
-        self,
-        *,
-        trace: str,
-        seed: int = 0,
-        step_s: float = 0.0,
-        what: str = "",
-        at: int = 0,
-        marker: str = "",
-        lr: float = 1e-2,
-    ):
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "steps": torch.zeros((), dtype=torch.int64),
-        }
-        self._step_s, self._what, self._at, self._marker = step_s, what, at, marker
+    def __init__(self, *, trace: str, step_s: float = 0.0, what: str = "", at: int = 0, marker: str = ""):
+        super().__init__(step_s=step_s)
+        self._what, self._at, self._marker = what, at, marker
         self._trace = trace
 
     def train_step(self) -> dict[str, float]:
-        time.sleep(self._step_s)
-        loss = self.model(torch.randn(16, 4)).square().mean()
-        loss.backward()
-        if int(self.state["steps"]) + 1 == self._at:
-            self._get_into_it()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.state["steps"] += 1
+        metrics = super().train_step()
         with open(self._trace, "a") as trace:
             trace.write(f"{time.time()} {os.getpid()} {int(self.state['steps'])} {_memory_bytes()}\n")
-        return {"loss": loss.item(), "rows": 16.0}
+        return metrics
 
-    def evaluate(self, suite: str) -> dict[str, float]:
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.model.eval()
-            value = self.model(torch.randn(64, 4)).square().mean().item()
-            self.model.train()
-        return {"heldout_loss": value}
+    def _interfere(self, step: int) -> None:
+        if step == self._at:
+            self._get_into_it()
 
     def _get_into_it(self) -> None:
         if self._what == "wait":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from urllib.request import urlopen
 import pytest
 from prefect.settings import PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
+
+from tests.servers.process import free_port
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 
@@ -31,8 +32,7 @@ def harness() -> Iterator[None]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a real server; yield the environment with which a process uses it."""
     home = tmp_path_factory.mktemp("prefect-server")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ,
         "PREFECT_HOME": str(home),

@@ -72,6 +72,13 @@ def config(run_dir: Path | str, **options: Any) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=str(run_dir), **{"max_num_checkpoints": None, "memory_dir": None, **options})
 
 
+def two_steps(run_dir: Path) -> Path:
+    """Make a run with steps 3 and 6, each trained by a process of its own."""
+    train(run_dir, 3, {"lr": 0.02})
+    train(run_dir, 6, {"lr": 0.02})
+    return run_dir
+
+
 def train(run_dir: Path | str, until: int, params: Mapping[str, Any] | None = None, **options: Any) -> str:
     """Go on with a run, or begin one, with these parameters; return a digest of every bit of its state then."""
     with Checkpointer(config(run_dir, **options)) as ckpt:

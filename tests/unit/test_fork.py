@@ -25,15 +25,12 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.cli_runs import flip, only, tree
-from tests.unit.forks import fork, objects, run_of, states, train
+from tests.unit.forks import fork, objects, run_of, states, train, two_steps
 
 
 @pytest.fixture
 def a(run_dir: Path) -> Path:
-    """Return a run with steps 3 and 6."""
-    train(run_dir, 3, {"lr": 0.02})
-    train(run_dir, 6, {"lr": 0.02})
-    return run_dir
+    return two_steps(run_dir)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.gang.local import LocalSession
 from tests.unit.cli_runs import only, tree
-from tests.unit.forks import PROGRAM, config, fork, run_of, states, train
+from tests.unit.forks import PROGRAM, config, fork, run_of, states, train, two_steps
 
 NOTE = {"kind": "note", "note": "x"}
 ORIGIN = {"url": "u", "run_key": "a", "step": 1, "manifest_digest": "m", "identity": "i", "set": {}, "params": None}
@@ -29,10 +29,7 @@ ORIGIN = {"url": "u", "run_key": "a", "step": 1, "manifest_digest": "m", "identi
 
 @pytest.fixture
 def a(run_dir: Path) -> Path:
-    """Return a run with steps 3 and 6."""
-    train(run_dir, 3, {"lr": 0.02})
-    train(run_dir, 6, {"lr": 0.02})
-    return run_dir
+    return two_steps(run_dir)
 
 
 @pytest.fixture

@@ -94,6 +94,9 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
         {"tensor_shape": (-2, -3), "box": Box((0, 0), (-2, -3))},
         {"box": Box((-1, 0), (2, 3))},
         {"tensor_shape": (2, 3), "box": Box((0, 0), (-2, -3))},
+        {"box": Box((0,), (2, 3))},
+        {"box": Box((0, 0, 0), (2, 3))},
+        {"box": Box((0,), (6,))},
     ],
     ids=str,
 )

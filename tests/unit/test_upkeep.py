@@ -9,12 +9,13 @@ import pytest
 
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import orphans, plan_prune, retire
+from ckpt_tasks.checkpoint.upkeep import orphans, plan_prune, retire, verify_run_directory
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.format.ledger import Lease, State
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.crash.runs import on_disk, opened, prefix_of, state_of
 from tests.storage.calls import WatchedCalls
 from tests.unit.ledgers import made, owner_of
@@ -114,3 +115,25 @@ def test_a_fenced_process_deletes_nothing(run_dir: Path, history: History) -> No
     with pytest.raises(FencedError):
         retire(history, head.state.owner, plan_prune(head, KEEP_ONE), frozenset())
     assert on_disk(run_dir) == before
+
+
+def test_what_is_pruned_while_it_is_verified_is_no_damage(run_dir: Path, history: History) -> None:
+    """P64: verifying beside a training run leaves out what retention took meanwhile, and says so of nothing else."""
+    ckpt = opened(run_dir, max_num_checkpoints=1, take_over=True)
+    ckpt.restore(state_of(0))
+    first, *_ = history.head().state.live
+
+    class PrunedMeanwhile(WrappedStore):
+        def get(self, name: str, max_bytes: int) -> bytes:
+            if name == first.manifest:
+                ckpt.prune()
+            return super().get(name, max_bytes)
+
+    faults = verify_run_directory(History(PrunedMeanwhile(LocalStore(run_dir))))
+    assert (run_dir / first.manifest).exists() is False
+    assert faults.good
+    assert [c.step for c, _ in faults.checkpoints.values()] == [3, 2]  # 2 was read while it was there
+    (newest,) = history.head().state.live
+    (run_dir / newest.manifest).unlink()
+    assert not verify_run_directory(history).good
+    ckpt.close()
