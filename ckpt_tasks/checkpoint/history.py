@@ -47,6 +47,7 @@ __all__ = ["Head", "History", "now_iso"]
 _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names that are looked at before all of them are
 _NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
+_FOLLOWED = 8  # entries read one by one before all names are looked at
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class History:
 
     def __init__(self, store: Store):
         self.store = store
+        self._known: Head | None = None  # the newest state that was read here, of an undamaged ledger
 
     def create(self, run_key: str, *, single_writer: bool = False) -> None:
         """Make the run directory's format.json unless it is there.
@@ -143,7 +145,37 @@ class History:
         return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
 
     def head(self) -> Head:
-        """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported."""
+        """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported.
+
+        Numbers are dense: on a local disk, who has read entry n looks for n + 1 and needs no list, which takes 5 ms of
+        6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
+        """
+        near = self.store.near
+        head = (self._followed(self._known) if near and self._known else None) or self._listed()
+        self._known = head if head.entry and not head.damaged else None
+        return head
+
+    def _followed(self, head: Head) -> Head | None:
+        """Go on from a state that was read before; None where the list must be asked."""
+        known, fresh = head, False
+        for _ in range(_FOLLOWED):
+            try:
+                entry, digest = self._read_entry(known.next_n)
+            except ObjectNotFoundError:
+                return known if fresh or self._stands(known) else None
+            except IntegrityError:
+                return None
+            known, fresh = Head(entry, digest, entry.n + 1, ()), True
+        return None
+
+    def _stands(self, head: Head) -> bool:
+        """Say whether the entry of a state is still there, as it was."""
+        try:
+            return self._read_entry(head.next_n - 1)[1] == head.digest
+        except (IntegrityError, ObjectNotFoundError):
+            return False
+
+    def _listed(self) -> Head:
         names = self.store.names(LEDGER_PREFIX, limit=_NEWEST)
         numbered = _numbered(names)
         found = self._newest(numbered)
@@ -167,7 +199,11 @@ class History:
             raise IntegrityError(f"the entry says that it is number {entry.n}", key=name)
         if entry.live_list is not None:
             place, expected = entry.live_list
-            live = read_live_list(self.store.get(place, MAX_ENTRY_BYTES), digest=expected, name=place)
+            try:
+                body = self.store.get(place, MAX_ENTRY_BYTES)
+            except ObjectNotFoundError as error:  # the entry is there, and says nothing without it
+                raise IntegrityError("the list of checkpoints is gone", key=place) from error
+            live = read_live_list(body, digest=expected, name=place)
             entry = entry.with_live(live, place)
         return entry, digest
 

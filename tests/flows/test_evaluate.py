@@ -171,7 +171,8 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path) -> None:
     def train_on() -> None:
         time.sleep(2)
         program = Tiny()
-        with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny")) as ckpt:
+        kept = CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=None)
+        with Checkpointer(kept) as ckpt:  # else it may prune what is not evaluated yet
             ckpt.restore(program.state)
             ckpt.save(8, program.state)
             saved_s.append(time.time())
