@@ -13,15 +13,15 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Owner, State
+from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults.chaos import Chaos
 from tests.faults.rules import Exchange
 from tests.servers.s3 import S3Server
-from tests.unit.ledgers import made, owner_of
+from tests.unit.ledgers import ME, owner_of
 
-ME, OTHER = owner_of(1), owner_of(2)
+OTHER = owner_of(2)
 LEDGER = "/ledger/"
 DATA = "/checkpoint_"
 
@@ -143,15 +143,6 @@ class Place:
 def take(history: History, owner: Owner) -> None:
     """Make somebody the owner, whoever was it before."""
     history.append({"kind": "owner"}, lambda state, n: state.with_owner(owner, None, "min"), owner=None)
-
-
-def commit(history: History, step: int, owner: Owner | None = ME) -> int:
-    """Commit a checkpoint of which there is no object; return the number of its entry."""
-
-    def change(state: State, n: int) -> State:
-        return state.with_checkpoint(made(step, n), frozenset())
-
-    return history.append({"kind": "commit", "step": step}, change, owner=owner).n
 
 
 def commits(history: History) -> list[int]:

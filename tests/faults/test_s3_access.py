@@ -15,8 +15,9 @@ from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults import answers
 from tests.faults.answers import Answer
 from tests.faults.rules import Fault
-from tests.faults.s3_runs import Place, commit, commits, is_state, state_of
+from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.storage.conformance import pattern
+from tests.unit.ledgers import commit
 
 LARGE = pattern(1_000_003)
 

@@ -12,7 +12,8 @@ from ckpt_tasks.format.keys import ledger_name
 from tests.faults import answers
 from tests.faults.answers import Answer
 from tests.faults.rules import Fault, Gate
-from tests.faults.s3_runs import LEDGER, OTHER, Place, commit, commits, live, methods, take
+from tests.faults.s3_runs import LEDGER, OTHER, Place, commits, live, methods, take
+from tests.unit.ledgers import commit
 
 WAIT_S = 20.0
 

@@ -13,9 +13,10 @@ from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.format.keys import ledger_name
 from tests.faults import answers
 from tests.faults.rules import Fault, Gate, Rule
-from tests.faults.s3_runs import OTHER, Place, commit, commits, is_state, live, state_of, take
+from tests.faults.s3_runs import OTHER, Place, commits, is_state, live, state_of, take
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
+from tests.unit.ledgers import commit
 
 NEWEST = "/checkpoint_000000000003/"
 # What is read of a checkpoint, and which of the requests for it.

@@ -16,7 +16,8 @@ from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults import answers
 from tests.faults.rules import Fault
-from tests.faults.s3_runs import Place, commit, state_of
+from tests.faults.s3_runs import Place, state_of
+from tests.unit.ledgers import commit
 
 SECRETS = ("KEYHUSHA1", "secretHUSHb2", "tokenHUSHc3", "userHUSHd4", "passwordHUSHe5", "signatureHUSHf6")
 

@@ -18,7 +18,8 @@ from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage import retrying
 from tests.faults import answers
 from tests.faults.rules import Fault, Rule
-from tests.faults.s3_runs import LEDGER, Place, commit, commits, is_state, live, methods, state_of
+from tests.faults.s3_runs import LEDGER, Place, commits, is_state, live, methods, state_of
+from tests.unit.ledgers import commit
 
 
 def bad_line(place: Place, *, key: str = "", seed: int = 0) -> list[Rule]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_tasks.format.ledger import Checkpoint, Owner
+from ckpt_tasks.checkpoint.history import Head, History
+from ckpt_tasks.format.ledger import Checkpoint, Owner, State
 
 
 def made(step: int, n: int, parent: str | None = None, **more: Any) -> Checkpoint:
@@ -40,3 +41,20 @@ def owner_of(epoch: int, **more: Any) -> Owner:
         "taken_at": "2024-01-01T00:00:00+00:00",
     }
     return Owner(**{**fields, **more})
+
+
+ME = owner_of(1)
+
+
+def commit(history: History, step: int, owner: Owner | None = ME) -> int:
+    """Append the commit of a checkpoint; return its number."""
+
+    def change(state: State, n: int) -> State:
+        return state.with_checkpoint(made(step, n), frozenset())
+
+    return history.append({"kind": "commit", "step": step}, change, owner=owner).n
+
+
+def steps(head: Head) -> list[int]:
+    """List the steps of what is live."""
+    return [checkpoint.step for checkpoint in head.state.live]
