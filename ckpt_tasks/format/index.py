@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -74,6 +75,11 @@ class IndexRow(NamedTuple):
         return f"{self.group}/{self.key}"
 
 
+# What the classes' own functions do, without a frame of Python for each of 10⁵.
+_BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
+_ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
+
+
 def write_index(rows: Sequence[IndexRow]) -> bytes:
     """Write rows as the bytes of an uncompressed Arrow IPC file; refuse more than are read."""
     extents = sum(len(row.tensor_shape) for row in rows)
@@ -108,10 +114,9 @@ def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
     try:
         table = read_arrow(data, _SCHEMA, MAX_REGIONS)
         columns = [_values(table.column(field.name), field) for field in _SCHEMA]
-        rows = [
-            IndexRow(group, key, dtype, full, Box(offset, shape), place, begin, end, digest_)
-            for group, key, dtype, full, offset, shape, place, begin, end, digest_ in zip(*columns, strict=True)
-        ]
+        group, key, dtype, full, offset, shape, place, begin, end, digests = columns
+        boxes = map(_BOX, zip(offset, shape, strict=True))
+        rows = [*map(_ROW, zip(group, key, dtype, full, boxes, place, begin, end, digests, strict=True))]
         _check(rows, name)
     except FAULTS as error:
         raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
@@ -123,8 +128,9 @@ def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
     whole: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
     tensors: dict[str, list[IndexRow]] = {}
     for row in rows:
-        key = row.full_key
-        if key not in whole and key not in tensors and row.box.shape == row.tensor_shape and not any(row.box.offset):
+        group, name, _, full, (offset, shape), *_ = row
+        key = f"{group}/{name}"
+        if key not in whole and key not in tensors and shape == full and not any(offset):
             whole[key] = row
         elif key in whole:
             tensors[key] = [whole.pop(key), row]
@@ -190,18 +196,22 @@ def _check(rows: list[IndexRow], name: str) -> None:
     bad += [g for g in {row.group for row in rows} if not is_group(g)]
     if bad:
         raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)
-    for row in rows:
-        stored = STORED_DTYPES.get(row.dtype)
+    sizes = {dtype: (stored.nbytes, stored.itemsize) for dtype, stored in STORED_DTYPES.items()}
+    for row in rows:  # of 10⁵: taken apart once, each row
+        group, key, dtype, full, (offset, shape), _, begin, end, _ = row
+        stored = sizes.get(dtype)
         if stored is None:
-            raise IntegrityError(f"the index holds the dtype {row.dtype!r:.40}", key=row.full_key)
-        if not len(row.tensor_shape) == len(row.box.offset) == len(row.box.shape):
-            raise IntegrityError("a region has another number of dimensions than its tensor", key=row.full_key)
-        if row.begin < 0 or row.end - row.begin != row.box.size * stored.nbytes:
-            raise IntegrityError("a region's bytes do not fit its shape", key=row.full_key)
-        if row.end - row.begin > REGION_BYTES or row.begin % stored.itemsize:
-            raise IntegrityError("a region is too large, or does not lie where its dtype can", key=row.full_key)
-        if row.end == row.begin and math.prod(filter(None, row.tensor_shape)) * stored.nbytes > _MAX_BYTES:
-            raise IntegrityError("an empty tensor is too large", key=row.full_key)
+            raise IntegrityError(f"the index holds the dtype {dtype!r:.40}", key=f"{group}/{key}")
+        nbytes, itemsize = stored
+        if not len(full) == len(offset) == len(shape):
+            raise IntegrityError("a region has another number of dimensions than its tensor", key=f"{group}/{key}")
+        size_bytes = end - begin
+        if begin < 0 or size_bytes != math.prod(shape) * nbytes:
+            raise IntegrityError("a region's bytes do not fit its shape", key=f"{group}/{key}")
+        if size_bytes > REGION_BYTES or begin % itemsize:
+            raise IntegrityError("a region is too large, or does not lie where its dtype can", key=f"{group}/{key}")
+        if not size_bytes and math.prod(filter(None, full)) * nbytes > _MAX_BYTES:
+            raise IntegrityError("an empty tensor is too large", key=f"{group}/{key}")
 
 
 def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
