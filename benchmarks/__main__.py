@@ -59,9 +59,7 @@ def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[st
         return cadence.measure(tiny=options.tiny)
     from benchmarks import prefect_overhead  # not on a machine that has no Prefect
 
-    return prefect_overhead.measure(
-        directory, batch_s=0.05 if options.tiny else 2.0, rounds=2 if options.tiny else min(options.rounds, 5)
-    )
+    return prefect_overhead.measure(directory, tiny=options.tiny, rounds=options.rounds)
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
@@ -75,10 +73,11 @@ def _show(name: str, found: dict[str, Any]) -> None:
     elif name == "overlap":
         _CONSOLE.print_json(json.dumps(found))
     else:
-        _CONSOLE.print(
-            f"Prefect against the bare loop, {found['batches']} batches of {found['batch_s']} s with a save each: "
-            f"{100 * found['overhead']:+.2f} % wall time ({1000 * found['per_batch_s']:.1f} ms a batch)"
-        )
+        for cut in found.values():
+            _CONSOLE.print(
+                f"Prefect against the bare loop, {cut['batches']} batches of {cut['batch_s']} s with a save each: "
+                f"{100 * cut['overhead']:+.2f} % wall time ({1000 * cut['per_batch_s']:.1f} ms a batch)"
+            )
 
 
 def _table(row: str, cells: dict[str, dict[str, float]], found: dict[str, Any]) -> None:

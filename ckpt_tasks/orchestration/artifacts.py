@@ -117,11 +117,13 @@ class RunPages:
         head = self._run.head()
         report = make_report(self._key, self._run.history.store.url, self._timeline, head.state, self._kept(head))
         name, first = in_markdown(self._key), "report" not in self._ids
-        self._put("checkpoints", "table", json.dumps(report.checkpoints), f"The checkpoints of {name}, newest first.")
         self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary}")
         page = get_current_settings().ui_url
-        if first and page:
-            get_run_logger().info("Report: %s/artifacts/artifact/%s", page.rstrip("/"), self._ids["report"])
+        where = f"{page.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if page else None
+        about = f"The checkpoints of {name}, newest first." + (f" [The run's report]({where})" if where else "")
+        self._put("checkpoints", "table", json.dumps(report.checkpoints), about)
+        if first and where:
+            get_run_logger().info("Report: %s", where)
 
     def _show_progress(self) -> None:
         percentage = round(100.0 * min(1.0, self._step / self._total), 1) if self._total > 0 else 100.0

@@ -63,7 +63,10 @@ def let_go(site: Site, run_key: str) -> None:
 
 
 def test_whatever_happens_to_a_process(site: Site) -> None:
-    """A process that is killed, ended, out of memory or out of its mind, or a person who pauses: each run completes."""
+    """A process that is killed, ended, out of memory or out of its mind, or a person who pauses: each run completes.
+
+    What can never succeed ends as failed, and says why.
+    """
     runs = {}
     for what in ("raise", "segfault", "memory", "terminate"):
         runs[what] = site.train(what, STEPS, what=what, at=45, marker=str(site.home / what))
@@ -71,6 +74,7 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
     runs |= {name: start_waiting(site, name) for name in waiting}
     runs["retried"] = site.train("retried", STEPS, what="heal", at=15, marker=str(site.home / "retried.go"))
     fails = site.train("fails", STEPS, what="raise", at=15)
+    doomed = site.train("doomed", STEPS, what="segfault", at=45)
 
     for name in waiting:
         until_waiting(site, name)
@@ -112,6 +116,9 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
     assert preempted[preempted.index("Running") + 1] == "AwaitingRetry"  # no crash, and so not counted as one
     assert site.states(runs["raise"]).count("Running") == 1  # a task's retry was enough
     assert "Resuming" in site.states(runs["suspended"])
+    ended = site.until_state(doomed, "Failed", seconds=600)
+    assert "starts and failures in a row, and no new step was committed" in str(ended.message)
+    assert site.newest("doomed") == 40
 
 
 def test_the_worker_dies_with_everything(site: Site) -> None:

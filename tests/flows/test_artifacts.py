@@ -61,6 +61,8 @@ def test_a_run_has_three_pages(run_dir: Path) -> None:
     assert "data:image/svg+xml;base64," in report
     assert "goodput" in report
     assert str(pages["tiny-1-report"].description).startswith(r"tiny\_1: step 12, goodput ")
+    link = f"/artifacts/artifact/{pages['tiny-1-report'].id})"
+    assert str(pages["tiny-1-checkpoints"].description).endswith(link)
 
 
 def test_a_resume_shows_what_was_before(run_dir: Path, tmp_path: Path) -> None:

@@ -46,10 +46,11 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
             "ledger",
             "overlap",
             "cadence",
+            "prefect",
             "--json",
             str(tmp_path / "it.json"),
         ]
     )
     figures = json.loads((tmp_path / "it.json").read_text())
-    assert figures.keys() == {"machine", "many", "ledger", "overlap", "cadence"}
+    assert figures.keys() == {"machine", "many", "ledger", "overlap", "cadence", "prefect"}
     assert figures["cadence"]["worst"] < 0.01
