@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from prefect.settings import PREFECT_LOGGING_LEVEL, temporary_settings
+from prefect.settings import PREFECT_LOGGING_LEVEL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from benchmarks.sleeper import Sleeper
@@ -39,7 +39,8 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
     cuts = {"long": (_LONG, min(rounds, 5)), "short": (_SHORT, min(rounds, 2))}
     if tiny:
         cuts = {"long": (_Cut(2, 5, 0.05), 1), "short": (_Cut(5, 1, 0.01), 1)}
-    with prefect_test_harness(), temporary_settings({PREFECT_LOGGING_LEVEL: "WARNING"}):
+    quiet = {PREFECT_LOGGING_LEVEL: "WARNING", PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    with prefect_test_harness(), temporary_settings(quiet):
         attempted_task(_nothing, retries=0, retry_delay_s=0)()  # the first run in a process imports and connects
         return {name: _compare(directory / name, cut, repeated) for name, (cut, repeated) in cuts.items()}
 
