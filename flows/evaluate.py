@@ -47,9 +47,10 @@ def evaluate(
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
     this suite has not evaluated, newest first and `limit` at most, and those that are committed until nothing has been
-    pending for `follow_s` seconds. A checkpoint is kept from being pruned while it is evaluated; one that is gone by
-    then is skipped. What is recorded is returned as it is, and nothing changes. `promote` ("module:function") is called
-    with the run's best checkpoint, and `promote_params`, if that is one of those that were looked at.
+    pending for `follow_s` seconds; a run that is not there yet is waited for so long. A checkpoint is kept from being
+    pruned while it is evaluated; one that is gone by then is skipped. What is recorded is returned as it is, and
+    nothing changes. `promote` ("module:function") is called with the run's best checkpoint, and `promote_params`, if
+    that is one of those that were looked at.
 
     Several are evaluated side by side by the flow's task runner; what fails does so at the end of the flow.
     """
@@ -63,7 +64,8 @@ def evaluate(
         storage_options=storage_options,
         holder=f"evaluation {suite}, flow run {flow_run.id}",
     )
-    run = evaluator.open_for(which)
+    looks = Rounds(limit, follow_s)
+    run = evaluator.open_for(which, follow_s)
     if run is None:
         return []
     promotion = _promotion(evaluator, run, promote, promote_params)
@@ -71,7 +73,7 @@ def evaluate(
     task = attempted(_evaluation, task_run_name="{suite} on step {step}")
     errors: dict[str, Exception] = {}
     if which == "pending":
-        rounds = _side_by_side(task, Rounds(limit, follow_s).look(run, suite), evaluator, errors)
+        rounds = _side_by_side(task, looks.look(run, suite), evaluator, errors)
     else:
         rounds = _by_name(task, choose(run, which), evaluator)
     results: list[EvaluationResult] = []

@@ -52,6 +52,15 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, p
 settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
+_LONG_FORM_S = 3000.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the long forms more than the five minutes of `make test`, unless they say themselves how long they take."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

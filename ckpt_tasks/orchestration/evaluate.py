@@ -75,14 +75,21 @@ class Evaluator:
         """Open the run; raises CheckpointNotFoundError and RunMismatchError."""
         return open_run(self.checkpoint_dir, self.run_key, storage_options=self.storage_options)
 
-    def open_for(self, which: int | str) -> Run | None:
-        """Open the run; None where there is none yet and only what is pending was asked for: that is nothing."""
-        try:
-            return self.open()
-        except CheckpointNotFoundError:
-            if which == "pending":
-                return None
-            raise
+    def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
+        """Open the run; None where there is none yet and only what is pending was asked for: that is nothing.
+
+        Such a run is waited for so long: whoever follows it may be there first.
+        """
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                return self.open()
+            except CheckpointNotFoundError:
+                if which != "pending":
+                    raise
+                if time.monotonic() >= until_s:
+                    return None
+            time.sleep(_LOOK_S)
 
     def evaluate(self, checkpoint: Checkpoint) -> EvaluationResult:
         """Evaluate one checkpoint once, record that and send the event; one that is gone by now is "pruned"."""

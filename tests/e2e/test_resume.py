@@ -138,6 +138,19 @@ def test_the_worker_dies_with_everything(site: Site) -> None:
     assert first_s - killed_s < HEARTBEAT_S + RESUME_S + 60  # the machine may be busy
 
 
+def test_the_worker_dies_alone(site: Site) -> None:
+    """A worker is killed and leaves its runs behind: they train on, and complete in the process that they had."""
+    run = start_waiting(site, "left")
+    until_waiting(site, "left")
+    started = engine(site, run)
+    site.kill(site.worker)
+    let_go(site, "left")
+    site.start_worker()
+    site.until_state(run, "Completed", seconds=400)
+    check(site, "left")
+    assert {one.pid for one in site.steps("left")} == {started}
+
+
 def test_the_worker_is_told_to_end(site: Site) -> None:
     """SIGTERM to a process worker takes its runs along; they are resumed by the next one."""
     run = start_waiting(site, "orphaned")

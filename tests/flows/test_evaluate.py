@@ -185,6 +185,22 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path) -> None:
     assert moment(open_run(str(trained)).evaluations()[-1].evaluated_at) - saved_s[0] < 5
 
 
+def test_a_run_that_begins_later_is_waited_for(run_dir: Path) -> None:
+    """A flow run that follows may be there before the run; what it cannot follow is nothing, at once."""
+
+    def begin() -> None:
+        time.sleep(2)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
+            ckpt.save(1, Tiny().state)
+
+    assert pending(run_dir) == {}
+    thread = Thread(target=begin)
+    thread.start()
+    found = pending(run_dir, follow_s=6.0)
+    thread.join()
+    assert found.keys() == {1}
+
+
 @pytest.mark.parametrize("options", [{"limit": 0}, {"follow_s": -1.0}])
 def test_bounds_that_mean_nothing_are_refused(trained: Path, options: dict[str, Any]) -> None:
     """A limit of nothing, or a time before now, is an error by its name."""
