@@ -47,11 +47,9 @@ def evaluate(
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
     this suite has not evaluated, newest first and `limit` at most, and those that are committed until nothing has been
-    pending for `follow_s` seconds; a run that is not there yet is waited for so long. A checkpoint is kept from being
-    pruned while it is evaluated; one that is gone by then is skipped. What is recorded is returned as it is, and
-    nothing changes. `promote` ("module:function") is called with the run's best checkpoint, and `promote_params`, if
-    that is one of those that were looked at.
-
+    pending for `follow_s` seconds; a run that is not there yet is waited for so long. No checkpoint is pruned while it
+    is evaluated; one that is gone by then is skipped. What is recorded is returned as it is, and nothing changes.
+    `promote` ("module:function") is called with the run's best checkpoint, and `promote_params`, if it was looked at.
     Several are evaluated side by side by the flow's task runner; what fails does so at the end of the flow.
     """
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir, storage_options=storage_options), run_key)
