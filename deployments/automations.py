@@ -22,6 +22,8 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from rich.console import Console
 from rich.table import Table
 
+from ckpt_tasks.orchestration.doctor import read_automations
+
 __all__ = ["PREFIX", "TAG", "Outcome", "apply", "main", "remove", "wanted"]
 
 TAG = "ckpt-tasks"
@@ -185,7 +187,7 @@ def _load(name: str) -> Block:
 
 def _ours(client: SyncPrefectClient) -> dict[str, list[Automation]]:
     there: dict[str, list[Automation]] = {}
-    for one in client.read_automations():
+    for one in read_automations(client):
         if one.name.startswith(PREFIX):
             there.setdefault(one.name, []).append(one)
     return there

@@ -43,7 +43,7 @@ from ckpt_tasks.policy.health import (
 )
 from ckpt_tasks.storage.answers import without_secrets
 
-__all__ = ["ask_pool", "ask_server", "check_prefect", "clock_of"]
+__all__ = ["ask_pool", "ask_server", "check_prefect", "clock_of", "read_automations"]
 
 _POOL = "ckpt-tasks"
 _PATIENCE_S = 4.0
@@ -82,7 +82,7 @@ def ask_server() -> ServerFacts:
         with _client() as client:
             found = str(client.request("GET", "/admin/version").json())
             told = _asked(lambda: client.request("GET", "/admin/settings").json())
-            automations = _asked(lambda: client.read_automations(limit=_MOST))
+            automations = _asked(lambda: read_automations(client))
     except (httpx.HTTPError, ValueError) as error:
         return replace(known, failure=_why(error))
     return replace(
@@ -103,6 +103,14 @@ def ask_pool(name: str | None, deployment: str | None = None) -> PoolFacts | Non
     """
     with _client() as client:
         return _asked(lambda: _pool(client, name, deployment))
+
+
+def read_automations(client: SyncPrefectClient) -> list[Automation]:
+    """Read every automation of the server, however many answers that takes."""
+    found: list[Automation] = []
+    while more := client.read_automations(limit=_MOST, offset=len(found)):
+        found += more
+    return found
 
 
 def clock_of(url: str) -> tuple[float | None, float]:

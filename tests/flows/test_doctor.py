@@ -84,6 +84,19 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     assert checks()["resuming"].verdict == "wrong"
 
 
+def test_many_automations_hide_none(client: SyncPrefectClient) -> None:
+    """Behind hundreds of other people's automations ours are found, by the doctor and when they are applied again."""
+    one = wanted()[0]
+    others = [client.create_automation(one.model_copy(update={"name": f"a {n:03}"})) for n in range(200)]
+    try:
+        apply(wanted())
+        assert {outcome.what for outcome in apply(wanted())} == {"as it was"}
+        assert checks()["resuming"].verdict == "ok"
+    finally:
+        for other in others:
+            client.delete_automation(other)
+
+
 def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
     """A pool that is not there, without a worker, with one, and paused; its own job variables count."""
     assert checks("no-such-pool")["work pool"].verdict == "wrong"
