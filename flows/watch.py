@@ -25,6 +25,8 @@ from prefect.states import AwaitingRetry, Crashed
 
 __all__ = ["Watched", "watch"]
 
+_MOST_UNBEGUN = 10  # crashes of a run that has never begun
+
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
@@ -40,7 +42,8 @@ def watch(
 ) -> Watched:
     """Resume the flow runs with `tag` that crashed `crashed_s` seconds ago or more, within a day and `max_runs` starts.
 
-    One that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time.
+    One that never began, as where the server was too busy to let it, has no starts to count: ten times at most. One
+    that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time.
     """
     now = datetime.now(UTC)
     log = get_run_logger()
@@ -48,7 +51,7 @@ def watch(
     with get_client(sync_client=True) as client:
         for run in _runs(client, tag, StateType.CRASHED):
             age = now - _since(run)
-            if timedelta(seconds=crashed_s) <= age < timedelta(days=1) and 0 < run.run_count < max_runs:
+            if timedelta(seconds=crashed_s) <= age < timedelta(days=1) and _may_start(client, run, max_runs):
                 wanted: State[None] = AwaitingRetry(message="Crashed, and nobody had resumed it.")
                 if client.set_flow_run_state(run.id, wanted).status is SetStateStatus.ACCEPT:
                     resumed.append(run.name)
@@ -69,6 +72,12 @@ def _runs(client: SyncPrefectClient, tag: str, state: StateType) -> list[FlowRun
         tags=FlowRunFilterTags(all_=[tag]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state]))
     )
     return client.read_flow_runs(flow_run_filter=wanted, limit=200)
+
+
+def _may_start(client: SyncPrefectClient, run: FlowRun, max_runs: int) -> bool:
+    if run.run_count:
+        return run.run_count < max_runs
+    return sum(state.is_crashed() for state in client.read_flow_run_states(run.id)) <= _MOST_UNBEGUN
 
 
 def _since(run: FlowRun) -> datetime:

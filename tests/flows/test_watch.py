@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Completed, Crashed, Running
+from prefect.states import AwaitingRetry, Completed, Crashed, Running
 
 from flows.watch import watch
 
@@ -47,9 +47,8 @@ def state_of(client: SyncPrefectClient, run: UUID) -> str:
 
 
 def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
-    """A crashed run that had begun is scheduled again; one that never began, ended well or has no deployment is not."""
+    """A crashed run is scheduled again; one that ended well, or has no deployment, is not."""
     crashed = made(client, "one", Running(), Crashed())
-    never = made(client, "one", Crashed())
     done = made(client, "one", Running(), Completed())
     foreign = made(client, "another", Running(), Crashed())
     alone = client.create_flow_run(nothing, tags=["one"]).id
@@ -57,9 +56,8 @@ def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
     client.set_flow_run_state(alone, Crashed(), force=True)
     assert watch(tag="one", crashed_s=3600).resumed == ()
     assert watch(tag="one", crashed_s=0).resumed == (name_of(client, crashed),)
-    assert [state_of(client, one) for one in (crashed, never, done, foreign, alone)] == [
+    assert [state_of(client, one) for one in (crashed, done, foreign, alone)] == [
         "AwaitingRetry",
-        "Crashed",
         "Completed",
         "Crashed",
         "Crashed",
@@ -72,6 +70,15 @@ def test_there_is_an_end_to_it(client: SyncPrefectClient) -> None:
     made(client, "two", Running(), Crashed(), Running(), Crashed())
     assert watch(tag="two", crashed_s=0, max_runs=2).resumed == ()
     assert len(watch(tag="two", crashed_s=0, max_runs=3).resumed) == 1
+
+
+def test_what_never_began_is_resumed_some_times(client: SyncPrefectClient) -> None:
+    """A run that crashed before it began (a busy server refused its submission) is scheduled again, ten times."""
+    once = made(client, "four", Crashed())
+    hopeless = made(client, "four", *[Crashed(), AwaitingRetry()] * 10, Crashed())
+    assert client.read_flow_run(once).run_count == client.read_flow_run(hopeless).run_count == 0
+    assert watch(tag="four", crashed_s=0).resumed == (name_of(client, once),)
+    assert (state_of(client, once), state_of(client, hopeless)) == ("AwaitingRetry", "Crashed")
 
 
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
