@@ -103,8 +103,7 @@ class TestGoogle(StoreConformance):
     server: GcsServer
 
     @pytest.fixture
-    def store(self, gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # the emulator knows nothing of layouts
+    def store(self, gcs: GcsServer) -> Store:
         self.server = gcs
         return ObjectStore(f"gs://{gcs.fresh_bucket()}/runs/a", gcs.storage_options)
 

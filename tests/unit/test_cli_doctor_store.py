@@ -166,9 +166,8 @@ def test_azure(azurite: AzureServer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
-def test_a_google_that_ignores_conditions(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_google_that_ignores_conditions(gcs: GcsServer) -> None:
     """P31: the emulator of Google's storage lets every writer win, and is found out."""
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it knows nothing of layouts
     store = ObjectStore(f"gs://{gcs.fresh_bucket()}/run", gcs.storage_options)
     assert judge(measure(store, large_bytes=1 << 20)).words.startswith("only with single_writer=True")
     assert store.names("") == []
