@@ -150,22 +150,22 @@ class History:
         Numbers are dense: on a local disk, who has read entry n looks for n + 1 and needs no list, which takes 5 ms of
         6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
         """
-        near = self.store.near
-        head = (self._followed(self._known) if near and self._known else None) or self._listed()
+        known = self._known if self.store.near else None
+        head = (known and self._followed(known)) or self._listed()
         self._known = head if head.entry and not head.damaged else None
         return head
 
     def _followed(self, head: Head) -> Head | None:
         """Go on from a state that was read before; None where the list must be asked."""
-        known, fresh = head, False
+        known = head
         for _ in range(_FOLLOWED):
             try:
                 entry, digest = self._read_entry(known.next_n)
             except ObjectNotFoundError:
-                return known if fresh or self._stands(known) else None
+                return known if known is not head or self._stands(head) else None
             except IntegrityError:
                 return None
-            known, fresh = Head(entry, digest, entry.n + 1, ()), True
+            known = Head(entry, digest, entry.n + 1, ())
         return None
 
     def _stands(self, head: Head) -> bool:

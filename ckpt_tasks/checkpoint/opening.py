@@ -73,7 +73,7 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     if faults:
         raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
     groups = {name: SavedGroup(saved["kind"], decode(saved["tree"])) for name, saved in manifest.groups.items()}
-    tensors = {f"{group}/{key}": (dtype, full) for group, key, dtype, full, *_ in rows}
+    tensors = {row.full_key: (row.dtype, row.tensor_shape) for row in rows}
     for name, group in groups.items():
         check_group(name, group.kind, group.tree)
         for ref in tensor_refs(group.tree):

@@ -128,9 +128,8 @@ def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
     whole: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
     tensors: dict[str, list[IndexRow]] = {}
     for row in rows:
-        group, name, _, full, (offset, shape), *_ = row
-        key = f"{group}/{name}"
-        if key not in whole and key not in tensors and shape == full and not any(offset):
+        key, (offset, shape) = row.full_key, row.box
+        if key not in whole and key not in tensors and shape == row.tensor_shape and not any(offset):
             whole[key] = row
         elif key in whole:
             tensors[key] = [whole.pop(key), row]
@@ -198,20 +197,20 @@ def _check(rows: list[IndexRow], name: str) -> None:
         raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)
     sizes = {dtype: (stored.nbytes, stored.itemsize) for dtype, stored in STORED_DTYPES.items()}
     for row in rows:  # of 10⁵: taken apart once, each row
-        group, key, dtype, full, (offset, shape), _, begin, end, _ = row
+        _, _, dtype, full, (offset, shape), _, begin, end, _ = row
         stored = sizes.get(dtype)
         if stored is None:
-            raise IntegrityError(f"the index holds the dtype {dtype!r:.40}", key=f"{group}/{key}")
+            raise IntegrityError(f"the index holds the dtype {dtype!r:.40}", key=row.full_key)
         nbytes, itemsize = stored
         if not len(full) == len(offset) == len(shape):
-            raise IntegrityError("a region has another number of dimensions than its tensor", key=f"{group}/{key}")
+            raise IntegrityError("a region has another number of dimensions than its tensor", key=row.full_key)
         size_bytes = end - begin
         if begin < 0 or size_bytes != math.prod(shape) * nbytes:
-            raise IntegrityError("a region's bytes do not fit its shape", key=f"{group}/{key}")
+            raise IntegrityError("a region's bytes do not fit its shape", key=row.full_key)
         if size_bytes > REGION_BYTES or begin % itemsize:
-            raise IntegrityError("a region is too large, or does not lie where its dtype can", key=f"{group}/{key}")
+            raise IntegrityError("a region is too large, or does not lie where its dtype can", key=row.full_key)
         if not size_bytes and math.prod(filter(None, full)) * nbytes > _MAX_BYTES:
-            raise IntegrityError("an empty tensor is too large", key=f"{group}/{key}")
+            raise IntegrityError("an empty tensor is too large", key=row.full_key)
 
 
 def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:

@@ -216,8 +216,6 @@ def _decode(node: Json, depth: int) -> Any:
     if kind is dict:
         if len(node) == 1:
             ((tag, body),) = node.items()
-            if tag == "~tensor" and type(body) is str:
-                return TensorRef(body)  # of 10⁵ entries, nearly all
             if tag.startswith("~"):
                 reader = _READERS.get(tag)
                 if reader is None:

@@ -13,15 +13,13 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults.chaos import Chaos
 from tests.faults.rules import Exchange
 from tests.servers.s3 import S3Server
-from tests.unit.ledgers import ME, owner_of
+from tests.unit.ledgers import ME, take
 
-OTHER = owner_of(2)
 LEDGER = "/ledger/"
 DATA = "/checkpoint_"
 
@@ -140,20 +138,10 @@ class Place:
         return self.chaos.requests(key=f"^{self.prefix}/{ledger_name(n)}$")
 
 
-def take(history: History, owner: Owner) -> None:
-    """Make somebody the owner, whoever was it before."""
-    history.append({"kind": "owner"}, lambda state, n: state.with_owner(owner, None, "min"), owner=None)
-
-
 def commits(history: History) -> list[int]:
     """List the steps that the ledger says were committed, entry by entry; every entry must be good."""
     entries = [history.read_entry(n)[0] for n in range(history.head().next_n)]
     return [int(entry.event["step"]) for entry in entries if entry.event["kind"] == "commit"]
-
-
-def live(history: History) -> list[int]:
-    """List the steps of the live checkpoints, in the order of their commits."""
-    return [checkpoint.step for checkpoint in history.head().state.live]
 
 
 def methods(exchanges: list[Exchange]) -> str:

@@ -12,8 +12,8 @@ from ckpt_tasks.format.keys import ledger_name
 from tests.faults import answers
 from tests.faults.answers import Answer
 from tests.faults.rules import Fault, Gate
-from tests.faults.s3_runs import LEDGER, OTHER, Place, commits, live, methods, take
-from tests.unit.ledgers import commit
+from tests.faults.s3_runs import LEDGER, Place, commits, methods
+from tests.unit.ledgers import OTHER, commit, steps, take
 
 WAIT_S = 20.0
 
@@ -74,7 +74,7 @@ def test_whatever_is_said_what_lies_there_counts(place: Place, fault: Fault) -> 
     assert commit(history, 5) == 1
     assert rule.hits == 1
     assert commits(place.truth) == [5]
-    assert live(place.truth) == [5]
+    assert steps(place.truth.head()) == [5]
 
 
 def test_a_done_that_nobody_can_see_is_uncertain(place: Place) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_back_is_uncertain_and_stands(place: Place) -> None:
     assert methods(place.of_entry(1)).startswith("PUT GET")
     assert methods(place.of_entry(1)).count("PUT") == 1
     place.chaos.off(gone)
-    assert live(history) == [5]
+    assert steps(history.head()) == [5]
     assert commit(history, 6) == 2
     assert commits(place.truth) == [5, 6]
 
@@ -129,7 +129,7 @@ def test_whoever_loses_a_number_takes_the_next(place: Place, answer: Answer | No
         gate.open()
         assert done.result(WAIT_S) == 2
     assert commits(place.truth) == [1, 2]
-    assert live(place.truth) == [1, 2]
+    assert steps(place.truth.head()) == [1, 2]
 
 
 @pytest.mark.parametrize("body", [b"", b"garbage", b"{}", b"\xff" * 5000])
@@ -149,7 +149,7 @@ def test_garbage_in_the_next_slot_is_passed_over(place: Place, body: bytes, when
             place.past.put(ledger_name(1), body)
             gate.open()
             assert done.result(WAIT_S) == 2
-    assert live(place.truth) == [5]
+    assert steps(place.truth.head()) == [5]
     assert place.past.get(ledger_name(1)) == body
 
 
@@ -169,7 +169,7 @@ def test_a_zombies_commit_that_arrives_after_a_take_over_is_nothing(place: Place
         with pytest.raises(FencedError, match="owner epoch 2"):
             late.result(WAIT_S)
     assert commits(place.truth) == [6]
-    assert live(place.truth) == [6]
+    assert steps(place.truth.head()) == [6]
 
 
 def test_a_zombies_put_that_arrives_twice_changes_nothing(place: Place) -> None:
@@ -186,7 +186,7 @@ def test_a_zombies_put_that_arrives_twice_changes_nothing(place: Place) -> None:
     again = [one for one in place.chaos.log if one.duplicate]
     assert [one.server_status for one in again] == [412, 412]
     assert {n: place.past.get(ledger_name(n)) for n in range(5)} == before
-    assert live(place.truth) == [5, 6, 7]
+    assert steps(place.truth.head()) == [5, 6, 7]
 
 
 def test_a_put_that_its_sender_gave_up_arrives_after_its_second_try(place: Place) -> None:
@@ -218,7 +218,7 @@ def test_a_put_that_was_given_up_for_good_may_still_arrive(place: Place) -> None
         time.sleep(0.01)
     assert commit(history, 6) == 2
     assert commits(place.truth) == [5, 6]
-    assert live(place.truth) == [5, 6]
+    assert steps(place.truth.head()) == [5, 6]
 
 
 # ── the store is overloaded, or gone ─────────────────────────────────────────────────────────────────────────────

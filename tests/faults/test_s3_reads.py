@@ -13,10 +13,10 @@ from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.format.keys import ledger_name
 from tests.faults import answers
 from tests.faults.rules import Fault, Gate, Rule
-from tests.faults.s3_runs import OTHER, Place, commits, is_state, live, state_of, take
+from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
-from tests.unit.ledgers import commit
+from tests.unit.ledgers import OTHER, commit, steps, take
 
 NEWEST = "/checkpoint_000000000003/"
 # What is read of a checkpoint, and which of the requests for it.
@@ -168,7 +168,7 @@ def test_a_bit_that_flips_while_committing_loses_no_commit(place: Place, history
     """P49, P60: the look before a commit has a changed bit: what was acknowledged stays among the live ones."""
     place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(3), times=1)
     commit(history, 4)
-    assert live(place.truth) == [1, 2, 3, 4]
+    assert steps(place.truth.head()) == [1, 2, 3, 4]
 
 
 def test_a_bit_that_flips_while_reading_back_commits_once(place: Place, history: History) -> None:
@@ -176,7 +176,7 @@ def test_a_bit_that_flips_while_reading_back_commits_once(place: Place, history:
     place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(4), times=1)
     assert commit(history, 4) == 4
     assert commits(place.truth) == [1, 2, 3, 4]
-    assert live(place.truth) == [1, 2, 3, 4]
+    assert steps(place.truth.head()) == [1, 2, 3, 4]
 
 
 def test_an_entry_that_always_flips_is_damaged_and_named(place: Place, history: History) -> None:
@@ -192,7 +192,7 @@ def test_a_listed_entry_that_is_not_found_once_is_not_forgotten(place: Place, hi
     """P54: the newest entry is listed, and one read says that it does not exist: no commit is built without it."""
     place.chaos.on(Fault(answer=answers.NO_SUCH_KEY), operation="GetObject", key=ledger_name(3), times=1)
     commit(history, 4)
-    assert live(place.truth) == [1, 2, 3, 4]
+    assert steps(place.truth.head()) == [1, 2, 3, 4]
 
 
 # ── listings of yesterday ────────────────────────────────────────────────────────────────────────────────────────
@@ -206,21 +206,21 @@ def still(stale: Rule, times: int) -> None:
 def test_a_commit_on_a_stale_listing_meets_an_entry_and_goes_on(place: Place, history: History) -> None:
     """P54, P33: the listing hides two entries: their numbers are taken, both are read, and the commit goes on top."""
     stale = place.chaos.on(Fault(replay=True), operation="ListObjects")
-    assert live(history) == [1, 2, 3]
+    assert steps(history.head()) == [1, 2, 3]
     assert [commit(place.truth, step) for step in (4, 5)] == [4, 5]
     still(stale, 2)
     assert commit(history, 6) == 6
-    assert live(place.truth) == [1, 2, 3, 4, 5, 6]
+    assert steps(place.truth.head()) == [1, 2, 3, 4, 5, 6]
     assert commits(place.truth) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_listing_that_stays_stale_stops_no_commit(place: Place, history: History) -> None:
     """P54: the listing never shows what is new: the numbers that were met say more than the listing."""
     place.chaos.on(Fault(replay=True), operation="ListObjects")
-    assert live(history) == [1, 2, 3]
+    assert steps(history.head()) == [1, 2, 3]
     assert [commit(place.truth, step) for step in (4, 5)] == [4, 5]
     assert commit(history, 6) == 6
-    assert live(place.truth) == [1, 2, 3, 4, 5, 6]
+    assert steps(place.truth.head()) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
@@ -243,7 +243,7 @@ def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
 def test_a_zombie_with_a_stale_listing_is_fenced_all_the_same(place: Place, history: History) -> None:
     """P33, P54: the listing still shows the zombie as owner: the number that it wants is taken, and that tells it."""
     stale = place.chaos.on(Fault(replay=True), operation="ListObjects")
-    assert live(history) == [1, 2, 3]
+    assert steps(history.head()) == [1, 2, 3]
     take(place.truth, OTHER)
     still(stale, 1)
     with pytest.raises(FencedError, match="owner epoch 2"):

@@ -18,8 +18,8 @@ from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage import retrying
 from tests.faults import answers
 from tests.faults.rules import Fault, Rule
-from tests.faults.s3_runs import LEDGER, Place, commits, is_state, live, methods, state_of
-from tests.unit.ledgers import commit
+from tests.faults.s3_runs import LEDGER, Place, commits, is_state, methods, state_of
+from tests.unit.ledgers import commit, steps
 
 
 def bad_line(place: Place, *, key: str = "", seed: int = 0) -> list[Rule]:
@@ -56,7 +56,7 @@ def race(place: Place, *, writers: int, each: int, seed: int) -> None:
     assert all(rule.hits for rule in rules)
     found = Counter(commits(place.truth))
     assert [step for step, done in told.items() if found[step] != 1 and (done or found[step])] == []
-    assert sorted(live(place.truth)) == sorted(found)
+    assert sorted(steps(place.truth.head())) == sorted(found)
     assert sum(told.values()) > 0.9 * writers * each
 
 
@@ -102,7 +102,7 @@ def check_run(place: Place, acked: list[int]) -> None:
         assert ckpt.restore(state) == acked[-1]
         assert ckpt.last_restore is not None
         assert (ckpt.last_restore.skipped, ckpt.last_restore.damaged) == ((), ())
-        assert [one.step for one in ckpt.checkpoints()] == sorted(live(place.truth), reverse=True)
+        assert [one.step for one in ckpt.checkpoints()] == sorted(steps(place.truth.head()), reverse=True)
     assert is_state(state, acked[-1])
 
 

@@ -157,17 +157,16 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def deployments(run_dir: Path) -> dict[str, Any]:
-    """Return what docs/EVALUATIONS.md says: each commit's event starts an evaluation, which may stop the run."""
-    payload = ("run_key", "checkpoint_dir", "program", "params")
-    pool = {"name": "following", "job_variables": {}}
-    followed = {"prefect.resource.id": "ckpt-tasks.run.followed"}
+    """Return a run that is to stop early, and the deployment that we ship to evaluate what any run commits."""
+    shipped = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]
+    following = next(one for one in shipped if one["name"] == "following")
     return {
         "name": "followed",
         "deployments": [
             {
                 "name": "followed",
                 "entrypoint": "flows/train.py:train",
-                "work_pool": pool,
+                "work_pool": {"name": "following", "job_variables": {}},
                 "parameters": {
                     "run_key": "followed",
                     "total_steps": 2000,
@@ -178,30 +177,16 @@ def deployments(run_dir: Path) -> dict[str, Any]:
                     "early_stop": {"metric": "heldout_loss", "patience": 4, "min_delta": 10.0},
                 },
             },
-            {
-                "name": "followed",
-                "entrypoint": "flows/evaluate.py:evaluate",
-                "work_pool": pool,
-                "concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"},
-                "parameters": {"which": "pending", "suite": "quick", "follow_s": 20.0},
-                "triggers": [
-                    {
-                        "type": "event",
-                        "expect": ["ckpt.committed", "ckpt.restored"],
-                        "match": followed,
-                        "parameters": {name: f"{{{{ event.payload.{name} }}}}" for name in payload},
-                    }
-                ],
-            },
+            {**following, "work_pool": {**following["work_pool"], "name": "following"}},
         ],
     }
 
 
 @pytest.mark.slow
 def test_from_the_event_of_a_commit_to_a_suspended_run(tmp_path: Path, run_dir: Path, server: dict[str, str]) -> None:
-    """An event starts an evaluation, which then follows within seconds; the run is suspended, and goes on if resumed.
+    """The deployment that we ship is there for the first commit; the run is suspended, and goes on if resumed.
 
-    Prints the seconds from commits to their evaluations' leases.
+    Both of its triggers give it the run's own parameters. Prints the seconds from commits to their evaluations' leases.
     """
     environment = {**server, "PREFECT_WORKER_QUERY_SECONDS": "1"}
 
@@ -221,6 +206,11 @@ def test_from_the_event_of_a_commit_to_a_suspended_run(tmp_path: Path, run_dir: 
         prefect("deployment", "run", "train/followed")
         first = until(lambda: suspended(server))
         assert "without a better heldout_loss" in first["state"]["message"]
+        started = following(server)
+        assert set(started) == {"be there when a run starts", "evaluate what is committed"}
+        for parameters in started.values():
+            assert parameters["checkpoint_dir"] == str(run_dir)
+            assert (parameters["program"], parameters["params"]) == ("tests.flows.tiny:Tiny", {"step_s": 0.1})
         begin_s, follow_s = followed_s(run_dir)
         print(f"the first evaluation began after {begin_s:.1f} s, others {median(follow_s):.1f} s after their commits")  # noqa: T201
         assert median(follow_s) < 5
@@ -249,6 +239,12 @@ def followed_s(run_dir: Path) -> tuple[float, list[float]]:
             leases.append((entry.event["step"], at_s))
     first_s = leases[0][1] - min(committed.values())
     return first_s, [at_s - committed[step] for step, at_s in leases if committed[step] > leases[0][1]]
+
+
+def following(server: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the parameters of the evaluations that triggers have started, by the trigger's name."""
+    runs = [one for one in ask(server, "/flow_runs/filter", {}) if one["parameters"].get("run_key") == "followed"]
+    return {one["created_by"]["display_value"]: one["parameters"] for one in runs if one["created_by"]}
 
 
 def suspended(server: Mapping[str, str], but: str = "") -> dict[str, Any] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+from ckpt_tasks.storage.local import LocalStore
 
 
 def made(step: int, n: int, parent: str | None = None, **more: Any) -> Checkpoint:
@@ -44,6 +46,19 @@ def owner_of(epoch: int, **more: Any) -> Owner:
 
 
 ME = owner_of(1)
+OTHER = owner_of(2)
+
+
+def take(history: History, owner: Owner) -> None:
+    """Make somebody the owner, whoever was it before."""
+    history.append({"kind": "owner"}, lambda state, n: state.with_owner(owner, None, "min"), owner=None)
+
+
+def owned(run: Path) -> History:
+    """Make a run directory's ledger, ME its owner."""
+    history = History(LocalStore(run))
+    take(history, ME)
+    return history
 
 
 def commit(history: History, step: int, owner: Owner | None = ME) -> int:

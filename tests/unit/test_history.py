@@ -24,17 +24,14 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
 from ckpt_tasks.format.ledger import MAX_INLINE_CHECKPOINTS, Owner, State
 from ckpt_tasks.storage.local import LocalStore
-from tests.unit.ledgers import ME, commit, made, owner_of, steps
+from tests.unit.ledgers import ME, OTHER, commit, made, owned, owner_of, steps, take
 
 Change = Callable[[State, int], State]
-OTHER = owner_of(2)
 
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
-    found = History(LocalStore(tmp_path / "run"))
-    found.append({"kind": "owner"}, lambda state, n: state.with_owner(ME, None, "min"), owner=None)
-    return found
+    return owned(tmp_path / "run")
 
 
 def test_entries_are_numbered_without_gaps_and_chained(history: History) -> None:
@@ -154,12 +151,8 @@ def test_an_entry_between_look_and_put_is_built_upon(history: History) -> None:
 
 def test_a_take_over_between_look_and_put_fences(history: History) -> None:
     """P33: the directory changed hands at the last moment: the commit is refused and leaves no entry."""
-
-    def take(name: str) -> None:
-        history.append({"kind": "owner"}, lambda state, n: state.with_owner(OTHER, None, "min"), owner=None)
-
     store = Raced(history.store.url)
-    store.happening = take
+    store.happening = lambda name: take(history, OTHER)
     with pytest.raises(FencedError, match="owner epoch 2"):
         commit(History(store), 2)
     assert steps(history.head()) == []

@@ -10,16 +10,13 @@ import pytest
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
-from tests.unit.ledgers import ME, commit, steps
+from tests.unit.ledgers import commit, owned, steps
 
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
-    found = History(LocalStore(tmp_path / "run"))
-    found.append({"kind": "owner"}, lambda state, n: state.with_owner(ME, None, "min"), owner=None)
-    return found
+    return owned(tmp_path / "run")
 
 
 class Listing(WrappedStore):

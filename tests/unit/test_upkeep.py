@@ -18,7 +18,7 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.crash.runs import on_disk, opened, prefix_of, state_of
 from tests.storage.calls import WatchedCalls
-from tests.unit.ledgers import made, owner_of
+from tests.unit.ledgers import OTHER, made, owner_of, steps, take
 
 KEEP_ONE = RetentionPolicy(max_num_checkpoints=1)
 
@@ -65,15 +65,15 @@ def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> Non
     assert [verdict.step for verdict in verdicts if not verdict.keep] == [2, 1]
     history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, "late"), owner=owner)
     retired = retire(history, owner, verdicts, frozenset())
-    assert [c.step for c in history.head().state.live] == [2, 3]
+    assert steps(history.head()) == [2, 3]
     assert {name.startswith(prefix_of(one)) for name in retired} == {True}
     assert set(history.head().state.retired) == set(retired)
     with open_run(history.store.url).lease(two, "nightly"):
         history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, None), owner=owner)
         retire(history, owner, plan_prune(head, KEEP_ONE), frozenset())
-        assert [c.step for c in history.head().state.live] == [2, 3]
+        assert steps(history.head()) == [2, 3]
     retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
-    assert [c.step for c in history.head().state.live] == [three.step]
+    assert steps(history.head()) == [three.step]
 
 
 def test_an_expired_lease_holds_nothing(history: History) -> None:
@@ -84,7 +84,7 @@ def test_an_expired_lease_holds_nothing(history: History) -> None:
     lease = Lease(id="x", manifest_digest=one.manifest_digest, holder="dead", expires_at=time.time() - 1)
     history.append({"kind": "lease"}, lambda state, n: state.with_lease(lease, 0.0), owner=None)
     retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
-    assert [c.step for c in history.head().state.live] == [3]
+    assert steps(history.head()) == [3]
 
 
 def test_the_ledger_says_so_before_anything_is_deleted(run_dir: Path, history: History) -> None:
@@ -110,7 +110,7 @@ def test_a_fenced_process_deletes_nothing(run_dir: Path, history: History) -> No
     """P33, P64: who lost the directory between plan and execution removes neither checkpoint nor object."""
     head = history.head()
     assert head.state.owner is not None
-    history.append({"kind": "owner"}, lambda state, n: state.with_owner(owner_of(2), None, "min"), owner=None)
+    take(history, OTHER)
     before = on_disk(run_dir)
     with pytest.raises(FencedError):
         retire(history, head.state.owner, plan_prune(head, KEEP_ONE), frozenset())
