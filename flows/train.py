@@ -18,7 +18,7 @@ from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
 from ckpt_tasks.orchestration.handover import ends_quietly_for_a_sibling
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
-from ckpt_tasks.orchestration.stopping import EarlyStopping
+from ckpt_tasks.orchestration.stopping import EarlyStopping, stay_suspended
 from ckpt_tasks.policy.stopping import EarlyStop
 
 
@@ -59,6 +59,7 @@ def train(
     goes on from the newest good checkpoint. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of
     another one, if that is given. Where `early_stop` says so, the flow run is suspended at the end of a batch.
     """
+    stay_suspended()
     config = config_of_run(checkpoint, run_key)
     if fork_from is not None:
         fork_run(fork_from, config, params)

@@ -13,6 +13,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterEndTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
@@ -26,6 +27,7 @@ from prefect.states import AwaitingRetry, Crashed
 __all__ = ["Watched", "watch"]
 
 _MOST_UNBEGUN = 10  # crashes of a run that has never begun
+_PAGE = 200  # flow runs, the most that a server gives at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +40,27 @@ class Watched:
 
 @flow(name="watch", flow_run_name="{tag}", persist_result=False)
 def watch(
-    *, tag: str = "ckpt-tasks", crashed_s: float = 120.0, silent_s: float = 300.0, max_runs: int = 100
+    *,
+    tag: str = "ckpt-tasks",
+    crashed_s: float = 120.0,
+    silent_s: float = 300.0,
+    pending_s: float = 3600.0,
+    max_runs: int = 100,
 ) -> Watched:
     """Resume the flow runs with `tag` that crashed `crashed_s` seconds ago or more, within a day and `max_runs` starts.
 
     One that never began, as where the server was too busy to let it, has no starts to count: ten times at most. One
-    that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time.
+    that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time; so is
+    one that has been pending for `pending_s` seconds, as where its worker died: a cluster may need long to begin.
     """
     now = datetime.now(UTC)
+    today = FlowRunFilterEndTime.model_validate({"after_": now - timedelta(days=1)})
     log = get_run_logger()
     resumed, dead = [], []
     with get_client(sync_client=True) as client:
-        for run in _runs(client, tag, StateType.CRASHED):
+        for run in _runs(client, tag, StateType.CRASHED, ended=today):
             age = now - _since(run)
-            if timedelta(seconds=crashed_s) <= age < timedelta(days=1) and _may_start(client, run, max_runs):
+            if timedelta(seconds=crashed_s) <= age and _may_start(client, run, max_runs):
                 wanted: State[None] = AwaitingRetry(message="Crashed, and nobody had resumed it.")
                 if client.set_flow_run_state(run.id, wanted).status is SetStateStatus.ACCEPT:
                     resumed.append(run.name)
@@ -64,14 +73,28 @@ def watch(
                 client.set_flow_run_state(run.id, Crashed(message=f"No heartbeat for {silent_s:.0f} s."))
                 dead.append(run.name)
                 log.warning("%s has sent no heartbeat for %.0f s: marked as crashed", run.name, silent_s)
+        for run in _runs(client, tag, StateType.PENDING):
+            if _since(run) < now - timedelta(seconds=pending_s):
+                client.set_flow_run_state(run.id, Crashed(message=f"Pending for {pending_s:.0f} s."))
+                dead.append(run.name)
+                log.warning("%s has been pending for %.0f s: marked as crashed", run.name, pending_s)
     return Watched(resumed=tuple(resumed), dead=tuple(dead))
 
 
-def _runs(client: SyncPrefectClient, tag: str, state: StateType) -> list[FlowRun]:
+def _runs(
+    client: SyncPrefectClient, tag: str, state: StateType, ended: FlowRunFilterEndTime | None = None
+) -> list[FlowRun]:
     wanted = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[tag]), state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state]))
+        tags=FlowRunFilterTags(all_=[tag]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
+        end_time=ended,
     )
-    return client.read_flow_runs(flow_run_filter=wanted, limit=200)
+    found: list[FlowRun] = []
+    while True:
+        page = client.read_flow_runs(flow_run_filter=wanted, limit=_PAGE, offset=len(found))
+        found += page
+        if len(page) < _PAGE:
+            return found
 
 
 def _may_start(client: SyncPrefectClient, run: FlowRun, max_runs: int) -> bool:

@@ -82,15 +82,16 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        if error is None:
-            self._close(keep=self._interrupt.pending is not None)
-        else:
-            self._saver.settle()
-            failure = self._saver.take_failure()
-            if failure is not None and failure is not error:
-                error.add_note(f"The last snapshot could not be saved either: {failure}")
-            self._close(keep=True)  # whoever tries again on this host goes on from memory
-        self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
+        try:
+            if error is not None:
+                self._saver.settle()
+                failure = self._saver.take_failure()
+                if failure is not None and failure is not error:
+                    error.add_note(f"The last snapshot could not be saved either: {failure}")
+            # After an error, or a signal, whoever tries again on this host goes on from memory.
+            self._close(keep=error is not None or self._interrupt.pending is not None)
+        finally:
+            self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
 
     @property
     def last_commit(self) -> Checkpoint | None:

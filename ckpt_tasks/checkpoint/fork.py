@@ -37,12 +37,12 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import MAX_EPOCH, is_run_key, parse_attempt
+from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Origin, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["ForkPlan", "Moved", "checked_params", "plan_fork", "run_fork"]
+__all__ = ["ForkPlan", "Moved", "checked_params", "find_source", "plan_fork", "run_fork"]
 
 _HOLDER = "ckpt fork"
 
@@ -78,6 +78,19 @@ class Moved(NamedTuple):
     copied_bytes: int = 0
     sent_bytes: int = 0
     found_bytes: int = 0
+
+
+def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
+    """Find the checkpoint to fork: the step `which`, or "latest" (also None) or "best".
+
+    Where a fork to `target` was begun and killed it is the one of that time: the source may have committed since then.
+    """
+    if not isinstance(which, int):
+        there = set(target.names(""))
+        for one in source.checkpoints():
+            if f"{one.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # it came before all else
+                return one
+    return source.find("latest" if which is None else which)
 
 
 def plan_fork(

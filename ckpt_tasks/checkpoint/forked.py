@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.fork import checked_params, plan_fork, run_fork
+from ckpt_tasks.checkpoint.fork import checked_params, find_source, plan_fork, run_fork
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import open_run, run_of
 from ckpt_tasks.checkpoint.targets import split_target
@@ -35,7 +35,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     run = open_run(directory, storage_options=config.storage_options if alike else None)
     recorded = run.head().state.params or {}
     changed = {name: value for name, value in (params or {}).items() if recorded.get(name, _ABSENT) != value}
-    checkpoint = run.find("latest" if which is None else which)
+    checkpoint = find_source(run, which, history.store)
     try:
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
         run_fork(run, history.store, plan, single_writer=config.single_writer or place.single_writer)

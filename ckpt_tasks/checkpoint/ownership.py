@@ -96,9 +96,11 @@ def acquire(
     """Take the run directory and return this process' owner record.
 
     Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
-    commits and releases within its grace. Raises OwnedError where the owner may be alive and `take_over` is False.
+    commits and releases within its grace. A flow run waits for an owner that is none (upkeep, a person who prunes) as
+    long as it takes to tell whether that is alive: `timeout_s`. Raises OwnedError where the owner may be alive and
+    `take_over` is False.
     """
-    deadline = time.monotonic() + RELEASE_GRACE_S
+    began_s = time.monotonic()
     while True:
         head = history.head()
         owner = head.state.owner
@@ -107,12 +109,14 @@ def acquire(
             break
         assert owner is not None
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
-        if not same_run:
+        passing = owner.flow_run_id is None and me.flow_run_id is not None
+        waited_s = time.monotonic() - began_s
+        if not same_run and not (passing and waited_s <= timeout_s):
             raise OwnedError(
                 f"the run directory is held by process {owner.pid} on {owner.host} since {owner.taken_at}",
                 hint="Stop that process, wait until its heartbeat expires, or pass take_over=True to fence it.",
             )
-        if time.monotonic() > deadline:
+        if same_run and waited_s > RELEASE_GRACE_S:
             free = "the same flow run has not released it within its grace"
             break
         time.sleep(_POLL_S)

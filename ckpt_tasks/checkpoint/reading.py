@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.checkpoint.history import Head, History, now_iso
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, StoreError
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    ConfigError,
+    IntegrityError,
+    StoreError,
+)
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Run", "open_run", "open_store", "run_of"]
 
 _LONGEST_LEASE_S = 3.2e9
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 def open_store(
@@ -92,7 +101,10 @@ class Run:
 
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
-        """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most."""
+        """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most.
+
+        An end that cannot be written is no error of the block's: the lease expires by itself.
+        """
         if not 0 <= expires_s < _LONGEST_LEASE_S:
             raise ConfigError(f"a lease lasts from no time to a century, not {expires_s!r}")
         now = time.time()
@@ -113,7 +125,10 @@ class Run:
             yield lease
         finally:
             event = {"kind": "lease", "holder": holder, "step": checkpoint.step, "ended": True}
-            self.history.append(event, lambda state, n: state.without_lease(lease.id), owner=None)
+            try:
+                self.history.append(event, lambda state, n: state.without_lease(lease.id), owner=None)
+            except (StoreError, CommitUncertainError) as error:
+                _log.warning("The lease of step %d stays until it expires: %s", checkpoint.step, error)
 
     def evaluations(self) -> list[Evaluation]:
         """List the evaluations of live checkpoints, in the order in which they were recorded."""

@@ -52,12 +52,14 @@ def fork(
     """
     with output(as_json) as out:
         changed = parse_changes(changes or [])
-        run, found = parse_target(checkpoint).find()
-        from ckpt_tasks.checkpoint.fork import plan_fork, run_fork
+        wanted = parse_target(checkpoint)
+        run = wanted.open()
+        from ckpt_tasks.checkpoint.fork import find_source, plan_fork, run_fork
         from ckpt_tasks.storage.places import find_place
 
         place = find_place(to, run_key=run_key)
         target, began = place.open(), time.monotonic()
+        found = find_source(run, wanted.which, target)
         planned = plan_fork(run, found, target, changed, run_key)
         with reading(out, "copying", found.size_bytes) as told:
             moved = run_fork(run, target, planned, single_writer=single_writer or place.single_writer, told=told)

@@ -24,6 +24,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
+from pydantic import ValidationError
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.history import Head
@@ -44,6 +45,7 @@ _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # after a failure, twice as long after each more
 _MOST_ENTRIES = 1_000  # of the ledger; `ckpt report` reads more
 _BATCHES_MEASURED = 8
+_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # what stands between has answered in the server's place
 
 
 class RunPages:
@@ -165,7 +167,7 @@ class RunPages:
         try:
             self._context.run(publish)
             self._pause_s = _PAUSE_S
-        except (httpx.HTTPError, PrefectException, CkptError) as error:
+        except (httpx.HTTPError, PrefectException, CkptError, *_NO_ANSWER) as error:
             self._not_before_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             if not self._warned:

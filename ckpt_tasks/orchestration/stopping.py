@@ -1,5 +1,8 @@
 """Early stop: where the evaluations of a run no longer get better, its flow run is suspended until a person resumes it.
 
+Whoever suspends means it: a flow run that was suspended and taken for crashed, because the end of its process came
+after its last heartbeat, is suspended again when it is started without a person.
+
 What was ever measured is in the ledger: the evaluations of checkpoints that are pruned by now are in older entries.
 A note sums up what the entries before it say, so that no process reads more than some hundreds of them.
 """
@@ -7,12 +10,16 @@ A note sums up what the entries before it say, so that no process reads more tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
+from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.schemas import OrchestrationResult
+from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Suspended
@@ -20,14 +27,42 @@ from prefect.states import Suspended
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import run_of
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "stay_suspended"]
 
 _NOTE = "early_stop"
 _NOTE_EVERY = 256  # ledger entries
+
+
+def stay_suspended() -> None:
+    """Suspend the flow run that this is called in again, where it was suspended, and taken for crashed since then.
+
+    A person who resumes it makes it "Resuming" first, and then nothing is done; nor where it has no deployment.
+    """
+    if deployment.id is None or flow_run.run_count < 2:
+        return
+    states = sorted(_states(), key=lambda one: one.timestamp)
+    ends = [(one, after) for one, after in pairwise(states) if one.is_paused() or one.name == "Resuming"]
+    if ends and ends[-1][0].is_paused() and ends[-1][1].is_crashed():
+        suspended = ends[-1][0]
+        key = f"suspended still at start {flow_run.run_count}"  # a key is good for once
+        until = suspended.state_details.pause_timeout
+        _suspend(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
+
+
+def _states() -> list[State[Any]]:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run_states(UUID(flow_run.id))
+
+
+def _suspend(state: State[Any]) -> None:
+    with get_client(sync_client=True) as client:
+        answer: OrchestrationResult[Any] = client.set_flow_run_state(UUID(flow_run.id), state)
+    if answer.status == SetStateStatus.ACCEPT:
+        raise Pause(state=answer.state)  # the engine ends this process; a resumed run is a new one
 
 
 class EarlyStopping:
@@ -45,16 +80,26 @@ class EarlyStopping:
         self._let_go_on_at = -1
         self._next_n = 0
         self._noted_n = 0
+        self._stop: Mapping[str, Any] | None = None  # noted by an earlier process of this flow run
 
     def check(self) -> bool:
         """Say whether the run is to stop here; to be called where all is committed.
 
-        A run that goes on after it was stopped has as much patience again: only what comes after counts.
+        A run that goes on after it was stopped has as much patience again: only what comes after counts. Where the
+        store does not answer, the end of the next batch is soon enough.
         """
-        rule = self._rule
-        if rule is None:
+        try:
+            return self._rule is not None and self._check(self._rule)
+        except (StoreError, httpx.HTTPError, PrefectException) as error:
+            get_run_logger().warning("Whether the run is to stop could not be looked up: %s", error)
             return False
+
+    def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
+        if self._stop is not None and not any(one.state_details.pause_key == self._pause_key for one in _states()):
+            self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"  # that process could not say so
+            return True
+        self._stop = None
         found, position = standing(self._values, rule, let_go_on_at=self._let_go_on_at), self._ckpt.position
         if found.since < rule.patience:
             if self._next_n - self._noted_n >= _NOTE_EVERY:
@@ -77,17 +122,16 @@ class EarlyStopping:
         get_run_logger().warning("The run is %s", self.why)
         if deployment.id is None:
             return
-        key = f"early stop at step {self._let_go_on_at}"
-        with get_client(sync_client=True) as client:
-            answer: OrchestrationResult[Any] = client.set_flow_run_state(
-                flow_run.id, Suspended(pause_key=key, message=f"The run is {self.why}.")
-            )
-        if answer.status == SetStateStatus.ACCEPT:
-            raise Pause(state=answer.state)  # the engine ends this process; a resumed run is a new one
+        _suspend(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
+
+    @property
+    def _pause_key(self) -> str:
+        return f"early stop at step {self._let_go_on_at}"
 
     def _note(self, rule: EarlyStop, let_go_on_at: int, **more: Any) -> None:
         values = [[step, value] for step, value in kept(self._values, rule).items()]
-        self._ckpt.note(_NOTE, **_of(rule), let_go_on_at=let_go_on_at, values=values, until=self._next_n, **more)
+        about = {**_of(rule), "let_go_on_at": let_go_on_at, "flow_run": flow_run.id, **more}
+        self._ckpt.note(_NOTE, **about, values=values, until=self._next_n)
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:
@@ -105,6 +149,7 @@ class EarlyStopping:
             elif entry is not None and summed_up is None and _is_ours(entry, rule):
                 summed_up = {int(step): float(value) for step, value in entry.event["values"]}
                 self._let_go_on_at, self._noted_n = int(entry.event["let_go_on_at"]), n
+                self._stop = entry.event if _stops(entry, flow_run.id) else None
                 end = max(end, int(entry.event["until"]))  # what came between the look and the note is in neither
             n -= 1
         self._values = {**(self._values if summed_up is None else summed_up), **newer}
@@ -121,6 +166,11 @@ def _entry(history: History, n: int) -> Entry | None:
 def _is_ours(entry: Entry, rule: EarlyStop) -> bool:
     event = entry.event
     return event["kind"] == "note" and event.get("note") == _NOTE and _of(rule).items() <= event.items()
+
+
+def _stops(entry: Entry, flow_run_id: str | None) -> bool:
+    event = entry.event
+    return "why" in event and flow_run_id is not None and event.get("flow_run") == flow_run_id
 
 
 def _measured(entry: Entry, rule: EarlyStop) -> Mapping[int, float]:

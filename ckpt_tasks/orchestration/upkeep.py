@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.ownership import identify, why_free
 from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import IntegrityError, OwnedError
@@ -61,7 +63,12 @@ def check_good(verified: Verified, run_key: str) -> None:
 
 
 def prune_run(config: CheckpointConfig) -> Pruned | None:
-    """Remove what the policy no longer keeps; None where the run is training, as it prunes after its own saves."""
+    """Remove what the policy no longer keeps; None where the run is training, as it prunes after its own saves.
+
+    What may be training elsewhere is left alone, however long it has shown no life.
+    """
+    if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
+        return None
     with Checkpointer(config) as ckpt:
         try:
             verdicts = ckpt.prune()

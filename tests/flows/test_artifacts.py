@@ -104,11 +104,12 @@ def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.
 
 
 class Unwell(BaseHTTPRequestHandler):
-    """A server that says to every request that it should come again."""
+    """A server that says to every request that it should come again, and a proxy that answers with a page."""
 
     def do_POST(self) -> None:
-        self.send_response(503)
+        self.send_response(200 if "/proxy/" in self.path else 503)
         self.end_headers()
+        self.wfile.write(b"<html>Back soon.</html>")
 
     do_GET = do_POST  # noqa: N815 — what http.server calls
 
@@ -121,15 +122,19 @@ def unwell() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unwell) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/api"
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
 
 
-@pytest.mark.parametrize("error", ["ConnectError", "PrefectHTTPStatusError"])
+@pytest.mark.parametrize("error", ["ConnectError", "PrefectHTTPStatusError", "JSONDecodeError"])
 def test_a_server_that_is_away_stops_nothing(run_dir: Path, unwell: str, error: str) -> None:
     """Where the API cannot be reached, or is unwell, one warning says so, nothing waits, and training goes on."""
-    url = unwell if error == "PrefectHTTPStatusError" else "http://127.0.0.1:9/api"
+    url = {
+        "ConnectError": "http://127.0.0.1:9/api",
+        "PrefectHTTPStatusError": f"{unwell}/api",
+        "JSONDecodeError": f"{unwell}/proxy/api",
+    }[error]
     said: list[str] = []
 
     class Warnings(logging.Handler):

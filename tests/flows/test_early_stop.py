@@ -14,10 +14,13 @@ from statistics import median
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+from uuid import uuid4
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from prefect import flow, get_client
 from prefect.exceptions import ParameterTypeError
+from prefect.states import Suspended
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.history import History
@@ -106,6 +109,53 @@ def test_a_wrong_rule_is_refused_before_anything_runs(run_dir: Path, options: di
     assert not run_dir.exists()
 
 
+@pytest.mark.usefixtures("harness")
+def test_a_stop_of_which_prefect_was_not_told_is_not_forgotten(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends between its note and *Suspended* leaves the stop to the next one of the same flow run.
+
+    Once the flow run was suspended for it, whoever resumed it wants it to go on.
+    """
+    with get_client(sync_client=True) as client, Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        run = client.create_flow_run(train, parameters={}).id
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
+        unimproved(ckpt, run_dir)
+        first, second, resumed = (EarlyStopping(ckpt, RULE) for _ in range(3))
+        assert first.check()
+        assert second.check()
+        assert first.why == "stopped at step 3: 2 evaluations by quick without a better loss than 1 at step 1"
+        assert second.why == first.why
+        client.set_flow_run_state(run, Suspended(pause_key="early stop at step 3"), force=True)
+        assert not resumed.check()
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+        assert not EarlyStopping(ckpt, RULE).check()
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_store_that_is_away_stops_nothing(run_dir: Path) -> None:
+    """Where the ledger cannot be read at the end of a batch, the run goes on, and is stopped later."""
+
+    @flow
+    def looks() -> list[bool]:
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+            unimproved(ckpt, run_dir)
+            stopping = EarlyStopping(ckpt, RULE)
+            (run_dir / "ledger").rename(run_dir / "elsewhere")
+            (run_dir / "ledger").write_text("no directory")
+            away = stopping.check()
+            (run_dir / "ledger").unlink()
+            (run_dir / "elsewhere").rename(run_dir / "ledger")
+            return [away, stopping.check()]
+
+    assert looks() == [False, True]
+
+
+def unimproved(ckpt: Checkpointer, run_dir: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(step, {"value": step})
+        run = open_run(str(run_dir))
+        run.record_evaluation(run.find("latest"), "quick", {"loss": 1.0})
+
+
 def test_no_start_reads_the_whole_history(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A note sums up what older entries say: a new process reads some hundreds of entries, and knows the same best."""
     monkeypatch.setattr(stopping, "_NOTE_EVERY", 16)
@@ -166,6 +216,7 @@ def deployments(run_dir: Path) -> dict[str, Any]:
             {
                 "name": "followed",
                 "entrypoint": "flows/train.py:train",
+                "tags": ["ckpt-tasks"],
                 "work_pool": {"name": "following", "job_variables": {}},
                 "parameters": {
                     "run_key": "followed",

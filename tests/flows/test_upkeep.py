@@ -12,6 +12,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import IntegrityError
 from flows.upkeep import upkeep
+from tests.unit.ledgers import owner_of, take
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -73,3 +74,14 @@ def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
     assert done.verified.steps == (1, 2, 3)
     assert done.pruned is None
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 4
+
+
+def test_who_may_train_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    """P33: an owner on another host that has shown no life for hours may still come back: upkeep does not fence it."""
+    config = saved(tmp_path / "run", range(1, 4))
+    history = open_run(str(tmp_path / "run")).history
+    take(history, owner_of(2))
+    assert upkeep(run_key="run", checkpoint=config).pruned is None
+    owner = history.head().state.owner
+    assert owner is not None
+    assert owner.epoch == 2

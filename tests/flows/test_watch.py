@@ -11,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import AwaitingRetry, Completed, Crashed, Running
+from prefect.states import AwaitingRetry, Completed, Crashed, Pending, Running
 
 from flows.watch import watch
 
@@ -79,6 +79,22 @@ def test_what_never_began_is_resumed_some_times(client: SyncPrefectClient) -> No
     assert client.read_flow_run(once).run_count == client.read_flow_run(hopeless).run_count == 0
     assert watch(tag="four", crashed_s=0).resumed == (name_of(client, once),)
     assert (state_of(client, once), state_of(client, hopeless)) == ("AwaitingRetry", "Crashed")
+
+
+def test_all_are_looked_at(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have crashed, each is looked at: a server gives them page by page."""
+    monkeypatch.setattr("flows.watch._PAGE", 2)
+    crashed = {name_of(client, made(client, "five", Running(), Crashed())) for _ in range(5)}
+    assert set(watch(tag="five", crashed_s=0).resumed) == crashed
+
+
+def test_who_waits_for_ever_is_dead(client: SyncPrefectClient) -> None:
+    """A run whose worker died before its process began is pending for ever, and crashes nowhere: it is marked."""
+    run = made(client, "six", Pending())
+    assert watch(tag="six").dead == ()
+    assert watch(tag="six", pending_s=0, crashed_s=3600).dead == (name_of(client, run),)
+    assert state_of(client, run) == "Crashed"
+    assert watch(tag="six", crashed_s=0).resumed == (name_of(client, run),)
 
 
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
+    CkptError,
     ConfigError,
     RunMismatchError,
     StateError,
@@ -337,6 +339,25 @@ def test_signals_are_chained_and_given_back(run_dir: Path) -> None:
             ckpt.step(2, _state(2.0))  # its handler returned: training goes on
             ckpt.save(3, _state(3.0))
         assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_is_handed_on_after_a_last_save_that_fails(run_dir: Path) -> None:
+    """P69: whoever sent the signal wants this process to end, also where the last snapshot cannot be committed."""
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with ExitStack() as stack:
+            ckpt = stack.enter_context(_open(run_dir, step_interval=1))
+            ckpt.save(1, _state(1.0))
+            (run_dir / "ledger").rename(run_dir / "elsewhere")
+            (run_dir / "ledger").write_text("no directory")
+            ckpt.step(2, _state(2.0))
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(CkptError):
+                stack.close()
+        assert called == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 

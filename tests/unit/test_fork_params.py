@@ -154,3 +154,22 @@ def test_an_origin_that_makes_no_sense_is_damage(fields: dict[str, Any]) -> None
 
 def sealed(body: dict[str, Any]) -> bytes:
     return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+
+
+@pytest.mark.parametrize("which", ["", "@latest"])
+def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
+    a: Path, b: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P73: killed while bytes came over, then the source commits: the fork keeps its checkpoint."""
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    newest = run_of(a).find("latest").step
+    monkeypatch.setattr("ckpt_tasks.checkpoint.fork._put_manifest", killed)
+    with pytest.raises(SystemExit):
+        fork_run(f"{a}{which}", config(b))
+    monkeypatch.undo()
+    train(a, newest + 3)
+    fork_run(f"{a}{which}", config(b))
+    assert [one.step for one in run_of(b).checkpoints()] == [newest]

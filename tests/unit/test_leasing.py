@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.leasing import leased
 from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, StoreError
+from ckpt_tasks.storage.local import LocalStore
 
 SHORT_S = 0.6
 
@@ -66,3 +68,23 @@ def test_a_reader_whose_checkpoint_went_all_the_same_ends_well(run: Run) -> None
         )
         time.sleep(SHORT_S)
     assert [one.step for one in run.checkpoints()] == [2]
+
+
+class Full(LocalStore):
+    """A store that takes nothing new once it is told so; or takes it, and cannot be read then."""
+
+    failure: Exception | None = None
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        if self.failure is not None:
+            raise self.failure
+        super().put_if_absent(name, body)
+
+
+@pytest.mark.parametrize("failure", [StoreError("no room"), CommitUncertainError("who knows")])
+def test_an_end_that_cannot_be_written_is_no_error(run: Run, failure: Exception) -> None:
+    """P64: what was done under a lease is done, though its end cannot be recorded: the lease expires by itself."""
+    store = Full(run.history.store.url)
+    with leased(Run(History(store), "read"), run.find(1), "a reader"):
+        store.failure = failure
+    assert [one.holder for one in run.head().state.leases] == ["a reader"]
