@@ -109,7 +109,11 @@ class StateMismatchError(StateError):
         self.different = different
 
     def __str__(self) -> str:
-        lists = (("missing", self.missing), ("unexpected", self.unexpected), ("different", self.different))
+        lists = (
+            ("not in the checkpoint", self.missing),
+            ("only in the checkpoint", self.unexpected),
+            ("different", self.different),
+        )
         parts = [f"{name}: {_some(keys)}" for name, keys in lists if keys]
         return "; ".join([super().__str__(), *parts])
 

@@ -20,10 +20,9 @@ from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
-from ckpt_tasks.checkpoint.save import encode_groups
+from ckpt_tasks.checkpoint.save import check_step, encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
-from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StateError, StoreError
-from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StoreError
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.pace import Pace
@@ -166,13 +165,13 @@ class Checkpointer:
         FencedError as soon as this process knows that it lost the run directory, and what went wrong with an earlier
         snapshot.
         """
-        self._check_step(step)
+        check_step(step, self._position)
         self._raise_failure()
         self._position = step
         now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
         self._pace.stepped(now)
         ending = self._interrupt.pending is not None
-        if self._saver.due(self._last, now) or ending:
+        if taken := self._saver.due(self._last, now) or ending:
             keep = ending or self._saver.preserves(step)
             self._snapshot(step, state, metrics or {}, epoch, keep=keep)
         elif self._knows_line and not self._saver.prepared:
@@ -180,7 +179,7 @@ class Checkpointer:
         if ending:
             self.wait()
         self._hand_on()
-        return self._last.step == step
+        return taken
 
     def save(
         self,
@@ -195,7 +194,7 @@ class Checkpointer:
         Raises UnsupportedStateError (nothing was written), StoreError, FencedError or CommitUncertainError; the newest
         checkpoint is still the old one then.
         """
-        self._check_step(step)
+        check_step(step, self._position)
         self._raise_failure()
         self._snapshot(step, state, metrics or {}, epoch, keep=True)
         self.wait()
@@ -393,7 +392,3 @@ class Checkpointer:
         if self._interrupt.pending is not None:
             self._release()  # whoever comes next need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
-
-    def _check_step(self, step: int) -> None:
-        if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")

@@ -82,7 +82,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
-            raise ConfigError(f"checkpoint_dir must be a directory's name, not {self.checkpoint_dir!r}")
+            raise ConfigError(f"checkpoint_dir must be a directory's name, a str, not {self.checkpoint_dir!r}")
         if self.run_key is not None and not _is_name(self.run_key):
             raise ConfigError(
                 f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."

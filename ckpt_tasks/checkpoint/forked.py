@@ -15,7 +15,7 @@ from ckpt_tasks.checkpoint.targets import split_target
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.storage.places import find_place
 
-__all__ = ["effective_params", "fork_run", "params_before_fork", "record_params", "recorded_params"]
+__all__ = ["effective_params", "fork_run", "params_before_fork", "params_of", "record_params", "recorded_params"]
 
 _ABSENT = object()
 
@@ -57,13 +57,18 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
         return None
 
 
+def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
+    """Return what `recorded_params` says, as the run's owner."""
+    return ckpt._history.head().state.params
+
+
 def record_params(ckpt: Checkpointer, params: Mapping[str, Any]) -> None:
     """Record with what parameters the program is built, as the run's owner; nothing is written where that is known.
 
     Raises ConfigError where they cannot be written as JSON.
     """
     wanted = checked_params(params)
-    if wanted == (ckpt._history.head().state.params or {}):
+    if wanted == (params_of(ckpt) or {}):
         return
     event = {"kind": "note", "note": "params", "params": wanted}
     ckpt._history.append(event, lambda state, n: replace(state, params=wanted), owner=ckpt._own())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ckpt_tasks.state.memory import (
     SnapshotMemory,
     default_directory,
     private_root,
+    sweep,
 )
 from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.sources import TensorSource
@@ -73,6 +75,19 @@ class Generation:
         return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
+def _name_of(url: str, format_json: bytes) -> str:
+    """Return the name of a run's memory; the same path can have another run by now, and format.json says which."""
+    return digest_hex(url.encode() + b"\0" + format_json)
+
+
+def _is_gone(name: str, url: str) -> bool:
+    """Say whether a run on a local disk was removed, or has made room for another one."""
+    try:
+        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
 class Generations:
     """The memory of one run's snapshots, in this process and from the one before it on this host."""
 
@@ -96,10 +111,10 @@ class Generations:
         directory = self._directory(0)
         if directory is None or isinstance(self.memory, MemoryDirectory):
             return
-        # The same path can have another run by now: format.json says which one it is.
-        run = digest_hex(self._store.url.encode() + b"\0" + self._store.get(FORMAT_NAME, 1 << 20))
+        run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
             self.memory = MemoryDirectory(private_root(directory), run, self._store.url)
+            sweep(private_root(directory), _is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise

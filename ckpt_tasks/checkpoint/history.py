@@ -315,7 +315,11 @@ def _numbered(names: list[str]) -> list[tuple[int, str]]:
 def check_owner(found: Owner | None, mine: Owner) -> None:
     """Raise FencedError unless the directory is still this owner's."""
     if found is None or found.id != mine.id or found.epoch != mine.epoch:
-        who = f"process {found.pid} on {found.host}, owner epoch {found.epoch}" if found else "nobody that can be read"
+        who = "nobody that can be read"
+        if found is not None:
+            same = (found.host, found.pid, found.process_start) == (mine.host, mine.pid, mine.process_start)
+            who = "another Checkpointer of this process" if same else f"process {found.pid} on {found.host}"
+            who += f", owner epoch {found.epoch}"
         raise FencedError(
             f"the run directory has been taken over by {who}",
             hint="This process must stop: what it trained since its last commit is not part of the run.",

@@ -6,7 +6,7 @@ import logging
 
 from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.upkeep import delete_retired, orphans, plan_prune, retire, verify_checkpoint
+from ckpt_tasks.checkpoint.upkeep import delete_retired, missing_metric, orphans, plan_prune, retire, verify_checkpoint
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Owner, State, lineage
@@ -30,6 +30,7 @@ class Pruner:
         self._history = history
         self._policy = policy
         self._swept = False
+        self._warned = False
 
     def plan(self, going_on_from: str | None, verified: frozenset[str] | None = None) -> list[Verdict]:
         """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
@@ -48,6 +49,11 @@ class Pruner:
         # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
         # not count, or nothing newer would ever be read.
         wanted = self.plan(going_on_from, verified=frozenset())
+        if not all(v.keep for v in wanted) and not self._warned:
+            missing = missing_metric(self._history.head(), self._policy)
+            if missing is not None:
+                _log.warning("None is kept as the best: %s", missing)
+                self._warned = True
         if not all(v.keep for v in wanted) and not self._knows_good(wanted):
             self._verify_newest(owner)
         verdicts = self.plan(going_on_from)

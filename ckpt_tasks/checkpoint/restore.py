@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def restore_newest(
                 )
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{generation.place}: {error}" if generation else str(error)))
+            _log.warning("Step %d is passed over: %s", *skipped[-1])
             continue
         return checkpoint, RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
     raise NoGoodCheckpointError(

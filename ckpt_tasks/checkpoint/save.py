@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from ckpt_tasks.errors import CkptError, IntegrityError, StateError, Unsupported
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import Slot
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
@@ -40,6 +40,8 @@ __all__ = [
     "Stored",
     "SupersededError",
     "TornError",
+    "check_step",
+    "checked_metrics",
     "commit",
     "describe",
     "digest_image",
@@ -147,6 +149,28 @@ class Stored(NamedTuple):
 def new_attempt(step: int, owner: Owner) -> Attempt:
     """Name a new try to save a step."""
     return Attempt(step, owner.epoch, secrets.token_hex(8))
+
+
+def check_step(step: int, position: int) -> None:
+    """Raise StateError for what is no step, or comes before the one that was restored or reported last."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
+    if step < position:
+        raise StateError(
+            f"step {step} comes after step {position}",
+            hint="Steps count on over all epochs; to go back, restore an older checkpoint.",
+        )
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers; raise StateError naming the one that is none."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise StateError(f"a metric is one number, not {value!r:.80}", key=str(name)) from error
+    return found
 
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:

@@ -127,7 +127,7 @@ class Saver:
             run_key=self._run_key,
             owner=self._owner,
             groups=groups,
-            metrics={name: float(value) for name, value in metrics.items()},
+            metrics=steps.checked_metrics(metrics),
             epochs=epochs,
         )
         slot = self._pipeline.take_slot()

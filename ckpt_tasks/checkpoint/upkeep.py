@@ -38,6 +38,7 @@ from ckpt_tasks.storage.port import Store
 __all__ = [
     "RunFaults",
     "delete_retired",
+    "missing_metric",
     "orphans",
     "plan_prune",
     "retire",
@@ -179,6 +180,17 @@ def plan_prune(
         restored_from=restored_from,
         metrics=metrics,
     )
+
+
+def missing_metric(head: Head, policy: RetentionPolicy) -> str | None:
+    """Say which metrics there are where the policy keeps the best by another one; None where it has what it needs."""
+    if not policy.keep_best or not head.state.live:
+        return None
+    measured = [one.metrics for one in head.state.live] + [one.metrics for one in head.state.evaluations]
+    known = {name for metrics in measured for name in metrics}
+    if policy.best_metric in known:
+        return None
+    return f"no checkpoint has the metric {policy.best_metric!r}: there is {', '.join(sorted(known)) or 'none at all'}"
 
 
 def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ def prune(
     """
     from ckpt_tasks.checkpoint.config import CheckpointConfig
     from ckpt_tasks.checkpoint.reading import open_run
+    from ckpt_tasks.checkpoint.upkeep import missing_metric
 
     with output(as_json) as out:
         run = open_run(directory)
@@ -65,6 +66,9 @@ def prune(
             best_metric=best_metric or (state.best_metric if keep_best else None),
             best_mode=best_mode or state.best_mode,
         )
+        missing = missing_metric(run.head(), config.retention_policy)
+        if missing is not None:
+            raise ConfigError(missing, hint="Name one of them with --best-metric; nothing was removed.")
         _prune(out, run, config, dry_run)
 
 

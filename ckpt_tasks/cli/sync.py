@@ -10,7 +10,7 @@ import typer
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import reading
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.pages.words import age, count, size, span
 
@@ -31,7 +31,11 @@ SingleOption = Annotated[
 
 
 def sync(
-    checkpoint: CheckpointArgument, to: ToArgument, *, single_writer: SingleOption = False, as_json: JsonOption = False
+    checkpoint: RunOrCheckpointArgument,
+    to: ToArgument,
+    *,
+    single_writer: SingleOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Copy a run, or one checkpoint, to another store.
 

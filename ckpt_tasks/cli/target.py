@@ -12,12 +12,19 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint
 
-__all__ = ["CheckpointArgument", "RunArgument", "Target", "parse_target"]
+__all__ = ["CheckpointArgument", "RunArgument", "RunOrCheckpointArgument", "Target", "parse_target"]
 
 RunArgument = Annotated[str, typer.Argument(metavar="DIR", help="a run directory", show_default=False)]
 CheckpointArgument = Annotated[
     str,
     typer.Argument(metavar="DIR[@STEP]", help="a step, @latest or @best; without one the latest", show_default=False),
+]
+
+RunOrCheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR[@STEP]", help="a step, @latest or @best; without one the whole run", show_default=False
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import WatchedStore, reading
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.pages.words import age, count, size, span
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["verify"]
 _NAMES_SHOWN = 8
 
 
-def verify(target: CheckpointArgument, as_json: JsonOption = False) -> None:
+def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None:
     """Read a run or one checkpoint back and list what is wrong.
 
     Exits with 1 if anything is. Checks the digests of all bytes, sizes, headers, whether what is stored makes whole
@@ -110,7 +110,9 @@ def _print_verdict(out: Output, faults: RunFaults, work: str) -> None:
         out.print(Text.assemble(("Good", "bold green"), f": {good}, {work}."))
     elif bad:
         verdict = f": {bad} of {count(len(faults.checkpoints), 'checkpoint')}, {work}."
-        out.print(Text.assemble(("Damaged", "bold red"), verdict, " A restore passes over them."))
+        left = bad < len(faults.checkpoints)
+        then = " A restore passes over them." if left else " There is none that could be restored."
+        out.print(Text.assemble(("Damaged", "bold red"), verdict, then))
     else:
         out.print(
             Text.assemble(("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}.")

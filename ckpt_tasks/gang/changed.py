@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_tasks.errors import StateMismatchError
 
-__all__ = ["Settings", "apply_settings", "changed_settings", "settings_of"]
+__all__ = ["Settings", "alike", "apply_settings", "changed_settings", "settings_of"]
 
 _NOT_OPTIONS = ("params", "param_names")
 _ABSENT = object()
@@ -67,6 +67,11 @@ def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settin
         for name in restored.schedules
     }
     return Settings(groups, schedules)
+
+
+def alike(one: Settings, other: Settings) -> bool:
+    """Say whether two fresh programs have the same settings."""
+    return not _differ([one.groups, one.schedules], [other.groups, other.schedules])
 
 
 def apply_settings(state: Mapping[str, Any], settings: Settings) -> None:

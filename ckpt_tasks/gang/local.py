@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.forked import params_before_fork, record_params
-from ckpt_tasks.errors import CkptError, ProgramError
-from ckpt_tasks.gang.changed import Settings, apply_settings, changed_settings, settings_of
+from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_params
+from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
+from ckpt_tasks.gang.changed import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.state.rng import seed_streams, undisturbed
 
@@ -151,12 +151,16 @@ class LocalSession(StateSession):
         """Restore as any session does, and record the parameters.
 
         Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
-        of optimizers and schedules. Raises StateMismatchError where they do not fit.
+        of optimizers and schedules. Raises StateMismatchError where they do not fit. On any other one a parameter that
+        sets what a restore brings back would be changed in the record alone: ConfigError.
         """
+        recorded = params_of(self.ckpt)
         step = super().restore()
         self.clean = False
-        record_params(self.ckpt, self._params)
         before = params_before_fork(self.ckpt)
+        if before is None and self.ckpt.last_restore is not None:
+            self._refuse_changes(recorded)
+        record_params(self.ckpt, self._params)
         if before is not None and before != self._params:
             self._change(before)
         self.clean = True
@@ -191,14 +195,38 @@ class LocalSession(StateSession):
         """Bring the difference between these parameters and those of before into the restored state."""
         state, new = self.state, self._fresh
         assert new is not None
+        old = self._settings_with(before)
+        apply_settings(state, changed_settings(settings_of(state), old, new))
+
+    def _refuse_changes(self, recorded: Mapping[str, Any] | None) -> None:
+        """Raise ConfigError where other parameters than the run's would make other optimizers or schedules."""
+        own = recorded or {}
+        changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
+        if not changed:
+            return
+        try:
+            old = self._settings_with(own)
+        except ProgramError:
+            if recorded is None:
+                return  # begun by something else than a flow: with which parameters nobody knows
+            raise
+        assert self._fresh is not None
+        if not alike(old, self._fresh):
+            raise ConfigError(
+                f"another {', '.join(changed)} than the run's would be lost: a restore brings back what it sets",
+                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --set NAME=VALUE.",
+            )
+
+    def _settings_with(self, params: Mapping[str, Any]) -> Settings:
+        """Build the program with the parameters of before, too: what they set is seen in no other way."""
         with undisturbed():
             try:
-                old = settings_of(build_program(self._name, before).state)
+                found = settings_of(build_program(self._name, params).state)
             except ProgramError as error:
-                hint = "What a fork changes is seen by building the program with the parameters of before, too."
-                raise ProgramError(f"with the parameters of the run before the fork: {error}", hint=hint) from error
+                hint = "What a change of parameters does is seen by building the program with those of before, too."
+                raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
         gc.collect()  # as in `discard`
-        apply_settings(state, changed_settings(settings_of(state), old, new))
+        return found
 
     def _train_step(self, program: Program) -> dict[str, float]:
         found = program.train_step()

@@ -184,7 +184,7 @@ def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str
     with _COMPUTES, OwnStreams().inside():
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
-            raise ProgramError(f"{program} has no evaluate(suite)", key=program)
+            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
         modules = {name: value for name, value in fresh.state.items() if isinstance(value, torch.nn.Module)}
         run.restore(checkpoint, modules or fresh.state, partial=True)
         return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}

@@ -24,7 +24,9 @@ import mmap
 import os
 import shutil
 import stat
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -32,11 +34,12 @@ from typing import Protocol
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
 
-__all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root"]
+__all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root", "sweep"]
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # of what the images need must be free
+_LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
 
 
@@ -193,6 +196,23 @@ def private_root(directory: Path) -> Path:
         raise ConfigError(f"memory_dir {directory} cannot be used: {error.strerror}") from error
     _check_private(root)
     return root
+
+
+def sweep(root: Path, is_gone: Callable[[str, str], bool]) -> None:
+    """Remove what runs left that are no more; `is_gone` takes the name of a directory and what its lock says.
+
+    What a process holds stays.
+    """
+    for path in set(root.iterdir()) - _HELD:  # to look at a lock of one's own would be to lose it
+        with suppress(OSError):
+            lock = _open_lock(path / "lock")
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_old = time.time() - os.fstat(lock).st_mtime > _LEFT_S
+                if is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace")):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def default_directory(size_bytes: int) -> Path | None:

@@ -63,6 +63,10 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
     }
 
 
+# What schedules add to the param groups of their optimizer.
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+
+
 class OptimizerPart:
     """Restore one optimizer, in its own order of parameters."""
 
@@ -88,6 +92,12 @@ class OptimizerPart:
         if len(self._named) != len(self._tree["param_groups"]):
             count = len(self._tree["param_groups"])
             differences.differ(self._group, f"{len(self._named)} param groups here, {count} in the checkpoint")
+        saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
+        own = {option for group in self._optimizer.param_groups for option in group}
+        lost, lacking = saved - own, self._optimizer.defaults.keys() - saved
+        if lost and lacking:  # one of them alone: another version of torch
+            lists = f"one with {', '.join(sorted(lacking))} here, with {', '.join(sorted(lost))} in the checkpoint"
+            differences.differ(self._group, f"another kind of optimizer: {lists}")
         for name, (n, parameter) in here.items():
             if there.get(name, n) != n:
                 differences.differ(f"{self._group}/{name}", f"in param group {n} here, {there[name]} in the checkpoint")

@@ -7,6 +7,7 @@ blocks are places (block://NAME) although nothing here knows of Prefect (docs/de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -33,10 +34,11 @@ class Place:
     def open(self) -> Store:
         """Return the store; nothing is asked of it yet. Raises ConfigError where the URL is no place."""
         scheme, separator, path = self.url.partition("://")
-        if not separator:
-            return LocalStore(self.url)
-        if scheme == "file":
-            return LocalStore(path)
+        if not separator or scheme == "file":
+            directory = path if separator else self.url
+            if os.path.exists(directory) and not os.path.isdir(directory):
+                raise ConfigError(f"{directory} is a file, and no directory for checkpoints")
+            return LocalStore(directory)
         from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
         from ckpt_tasks.storage.retrying import RetryingStore
 

@@ -9,7 +9,7 @@ import time
 from itertools import pairwise
 from uuid import UUID
 
-from prefect.states import Suspended
+from prefect.states import Crashed, Suspended
 
 from ckpt_tasks.checkpoint.compare import compare_checkpoints
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
@@ -95,6 +95,11 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
 
     site.until(lambda: not site.engines(runs["suspended"]), 120, "the suspended run has ended its process")
     assert site.newest("suspended") == 60  # the end of its batch
+    with site.client() as client:  # as the automation does once it has missed three heartbeats
+        client.set_flow_run_state(runs["suspended"], Crashed())
+    site.until_state(runs["suspended"], "Suspended", seconds=400)
+    assert site.newest("suspended") == 60
+    site.until(lambda: not site.engines(runs["suspended"]), 120, "the second process has ended as well")
     with site.client() as client:
         client.resume_flow_run(runs["suspended"])
 

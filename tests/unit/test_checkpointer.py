@@ -240,7 +240,7 @@ def test_retention_keeps_what_it_must(run_dir: Path) -> None:
     assert on_disk == {"checkpoint_000000000002", "checkpoint_000000000004"}
 
 
-def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path) -> None:
+def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P60: with one checkpoint to keep and a new one that is damaged on disk, the old one stays."""
     with _open(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, _state(1.0))
@@ -260,6 +260,7 @@ def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path) -> None:
         assert ckpt.restore(target) == 1
         assert ckpt.last_restore is not None
         assert [step for step, _ in ckpt.last_restore.skipped] == [2]
+    assert [one.message for one in caplog.records if one.message.startswith("Step 2 is passed over: ")]
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -341,6 +342,39 @@ def test_signals_are_chained_and_given_back(run_dir: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_steps_count_on(run_dir: Path) -> None:
+    """A count that begins anew in every epoch would save nothing more: it is refused; `step()` says what it did."""
+    with _open(run_dir, step_interval=3) as ckpt:
+        assert [ckpt.step(step, _state(step)) for step in range(1, 8)] == [step % 3 == 0 for step in range(1, 8)]
+        assert not ckpt.step(7, _state(7))
+        for report in (ckpt.step, ckpt.save):
+            with pytest.raises(StateError, match="step 1 comes after step 7"):
+                report(1, _state(8))
+        assert ckpt.save(7, _state(9)).step == 7
+        assert ckpt.restore(_state(), step=3) == 3
+        assert not ckpt.step(4, _state(4))
+
+
+@pytest.mark.parametrize("value", ["low", [1.0, 2.0], None, {}])
+def test_a_metric_is_a_number(run_dir: Path, value: Any) -> None:
+    """What is no number is refused by name, before anything is written."""
+    with _open(run_dir, step_interval=1) as ckpt:
+        with pytest.raises(StateError, match="a metric is one number") as caught:
+            ckpt.save(1, _state(1), metrics={"loss": 1.0, "accuracy": value})
+        assert caught.value.key == "accuracy"
+        assert ckpt.checkpoints() == []
+        ckpt.save(1, _state(1), metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A policy that keeps the best by a metric that no checkpoint has says so, once."""
+    with _open(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, _state(step), metrics={"loss": float(step)})
+    told = [record.message for record in caplog.records if "kept as the best" in record.message]
+    assert told == ["None is kept as the best: no checkpoint has the metric 'los': there is loss"]
 
 
 def test_a_signal_is_handed_on_after_a_last_save_that_fails(run_dir: Path) -> None:

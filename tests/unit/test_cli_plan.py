@@ -71,7 +71,7 @@ def test_plan_says_what_the_failures_were(run_dir: Path) -> None:
     assert after["recommended"]["interval_s"] < before["recommended"]["interval_s"]
     shown = ckpt("plan", run_dir).out
     assert "1 in 40 min of training" in shown
-    assert "(measured)" in shown
+    assert "(1 failure and the prior)" in shown
 
 
 def test_another_mtbf_can_be_asked_for(light: Path) -> None:

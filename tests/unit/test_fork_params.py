@@ -87,7 +87,7 @@ def test_a_program_of_before_that_cannot_be_built_is_named(a: Path, b: Path) -> 
     entry.write_bytes(sealed(body))
     with Checkpointer(config(b)) as ckpt:
         session = LocalSession(ckpt, PROGRAM, {"lr": 0.5})
-        with pytest.raises(ConfigError, match="before the fork"):
+        with pytest.raises(ConfigError, match="parameters of before"):
             session.restore()
         assert not session.clean
 
@@ -114,12 +114,12 @@ def test_parameters_are_recorded_once(run_dir: Path) -> None:
     """A session records what its program is built with when that is new; no parameters need no record."""
     train(run_dir, 1)
     assert recorded_params(config(run_dir)) is None
-    train(run_dir, 2, {"lr": 0.5})
-    train(run_dir, 3, {"lr": 0.5})
-    train(run_dir, 4, {"lr": 0.25})
-    assert recorded_params(config(run_dir)) == {"lr": 0.25}
+    train(run_dir, 2, {"seed": 5})
+    train(run_dir, 3, {"seed": 5})
+    train(run_dir, 4, {"seed": 25})
+    assert recorded_params(config(run_dir)) == {"seed": 25}
     notes = [note["params"] for note in run_of(run_dir).notes() if note["note"] == "params"]
-    assert notes == [{"lr": 0.25}, {"lr": 0.5}]
+    assert notes == [{"seed": 25}, {"seed": 5}]
     assert recorded_params(config(run_dir / "absent")) is None
 
 
@@ -173,3 +173,15 @@ def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
     train(a, newest + 3)
     fork_run(f"{a}{which}", config(b))
     assert [one.step for one in run_of(b).checkpoints()] == [newest]
+
+
+def test_a_parameter_that_a_restore_would_undo_is_refused(a: Path) -> None:
+    """On a resume an optimizer comes back with its options: another `lr` is refused, and is not recorded."""
+    before = tree(a)
+    with Checkpointer(config(a)) as ckpt, pytest.raises(ConfigError, match=r"another lr .* ckpt fork"):
+        LocalSession(ckpt, PROGRAM, {"lr": 0.5}).restore()
+    assert {name for name in tree(a) if "checkpoint" in name} == {name for name in before if "checkpoint" in name}
+    assert recorded_params(config(a)) == {"lr": 0.02}
+    with Checkpointer(config(a)) as ckpt:  # the default's own value, and what no optimizer knows
+        LocalSession(ckpt, PROGRAM, {"lr": 0.02, "weight_decay": 0.0, "seed": 5}).restore()
+    assert recorded_params(config(a)) == {"lr": 0.02, "weight_decay": 0.0, "seed": 5}

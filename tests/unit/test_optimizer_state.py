@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture, plan_restore
 from ckpt_tasks.state.sources import HeldTensors
 from ckpt_tasks.state.tensors import same_bits
@@ -277,3 +277,16 @@ def test_restored_moments_do_not_share_memory_with_the_source() -> None:
         tensor.zero_()
     assert moments(fresh) == {"a": 0.1, "b": 0.2, "c": 0.3}
     assert not same_bits(fresh["model"]["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"), [("SGD", "AdamW"), ("Adam", "RMSprop"), ("Adam", "SGD"), ("SGD", "Adam"), ("Adam", "Adagrad")]
+)
+def test_another_kind_of_optimizer_is_refused(saved: str, here: str) -> None:
+    """P58: options and moments of another kind are not mixed with this one's, and nothing is touched."""
+    source, target = build(saved), build(here, seed=1)
+    train(source, 2)
+    weights = target["model"].embed.weight.clone()
+    with pytest.raises(StateMismatchError, match="another kind of optimizer: one with"):
+        restore(save(source), target)
+    assert torch.equal(target["model"].embed.weight, weights)

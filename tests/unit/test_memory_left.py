@@ -1,0 +1,60 @@
+"""What killed runs left in the memory directory goes once the run itself is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+
+KILLED = """
+import os, sys
+import torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=sys.argv[2]))
+ckpt.save(1, {"weights": torch.zeros(1000)})
+os._exit(9)
+"""
+
+
+def left(memory: Path) -> set[str]:
+    """Name the directories of runs."""
+    return {path.name for path in memory.glob("*/*")}
+
+
+def killed(run_dir: Path, memory: Path, *, age_s: float) -> str:
+    """Kill a run; return the name of what it left in memory, so many seconds ago."""
+    before = left(memory)
+    subprocess.run([sys.executable, "-c", KILLED, str(run_dir), str(memory)], check=False)
+    (name,) = left(memory) - before
+    lock = next(memory.glob(f"*/{name}/lock"))
+    os.utime(lock, (time.time() - age_s, time.time() - age_s))
+    return name
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "removed, and another run in its place"])
+def test_the_memory_of_a_run_that_is_gone_is_freed(tmp_path: Path, again: bool) -> None:
+    """P67: two states' worth of memory is not lost for ever; that of a run that is there, or was yesterday, stays."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    gone = killed(tmp_path / "gone", memory, age_s=100_000)
+    young = killed(tmp_path / "young", memory, age_s=10)
+    there = killed(tmp_path / "there", memory, age_s=100_000)
+    for name in ("gone", "young"):
+        shutil.rmtree(tmp_path / name)
+    if again:
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "gone"))) as ckpt:
+            ckpt.save(1, {"value": 1})
+    config = CheckpointConfig(checkpoint_dir=str(tmp_path / "next"), memory_dir=str(memory))
+    with Checkpointer(config) as ckpt:
+        ckpt.save(1, {"value": 1})
+        found = left(memory)
+        assert {young, there} < found
+        assert gone not in found
+        assert len(found) == 3  # and its own
