@@ -31,6 +31,8 @@ JOB: dict[str, Any] = {
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     """Return a client of the real server, which this process is then configured for."""
     with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        for left in client.read_deployments():  # by other tests; what stands on a server is judged as a whole
+            client.delete_deployment(left.id)
         yield client
         remove()
 

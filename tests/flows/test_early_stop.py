@@ -310,7 +310,7 @@ def ask(server: Mapping[str, str], path: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json"}
     request = Request(server["PREFECT_API_URL"] + path, json.dumps(body).encode(), headers)
     for _ in range(20):
-        with suppress(HTTPError), urlopen(request, timeout=60) as answer:  # an error: its database is busy
+        with suppress(HTTPError, TimeoutError), urlopen(request, timeout=60) as answer:  # its database is busy
             return json.load(answer)
         time.sleep(0.5)
     raise TimeoutError(f"{path} was asked for in vain")
