@@ -6,6 +6,9 @@ verb needs is imported when it runs: `ckpt --help` waits for nothing, and only `
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from ckpt_tasks.cli.diff import diff
@@ -35,6 +38,21 @@ app = typer.Typer(
 )
 for verb in (ls, show, verify, diff, export, plan, prune, report, sync, fork, doctor, doctor_store):
     app.command(verb.__name__.replace("_", "-"))(verb)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ckpt-tasks {version('ckpt-tasks')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="say which version this is")
+    ] = False,
+) -> None:
+    """Take what stands before the verb."""
 
 
 def main() -> None:

@@ -49,7 +49,8 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
     try:
         inspect.signature(factory).bind(**(params or {}))
     except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
-        raise ProgramError(f"{name} cannot be called with these parameters: {error}") from error
+        hint = "They are the run's recorded ones, and over them those that were given: is it the run's own program?"
+        raise ProgramError(f"{name} cannot be called with these parameters: {error}", hint=hint) from error
     try:
         program = factory(**(params or {}))
     except (TypeError, ValueError) as error:

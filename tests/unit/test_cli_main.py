@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,9 @@ def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
     command = f"set -o pipefail; {script} ls {run_dir} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_it_says_which_version_it_is() -> None:
+    """`ckpt --version` names the package and its version, which is that of the installed one."""
+    answer = ckpt("--version")
+    assert (answer.status, answer.out) == (0, f"ckpt-tasks {version('ckpt-tasks')}\n")
