@@ -62,6 +62,19 @@ def let_go(site: Site, run_key: str) -> None:
     (site.home / f"{run_key}.go").touch()
 
 
+def resume_suspended(site: Site, run: UUID) -> None:
+    """Resume a run that is suspended; before that it is taken for crashed, as three heartbeats are missed."""
+    site.until(lambda: not site.engines(run), 120, "the suspended run has ended its process")
+    assert site.newest("suspended") == 60  # the end of its batch
+    with site.client() as client:
+        client.set_flow_run_state(run, Crashed())
+    site.until_state(run, "Suspended", seconds=400)
+    assert site.newest("suspended") == 60
+    site.until(lambda: not site.engines(run), 120, "the second process has ended as well")
+    with site.client() as client:
+        client.resume_flow_run(run)
+
+
 def test_whatever_happens_to_a_process(site: Site) -> None:
     """A process that is killed, ended, out of memory or out of its mind, or a person who pauses: each run completes.
 
@@ -93,15 +106,7 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
     refused = site.until_state(other, "Failed")
     assert "held by process" in str(refused.message)
 
-    site.until(lambda: not site.engines(runs["suspended"]), 120, "the suspended run has ended its process")
-    assert site.newest("suspended") == 60  # the end of its batch
-    with site.client() as client:  # as the automation does once it has missed three heartbeats
-        client.set_flow_run_state(runs["suspended"], Crashed())
-    site.until_state(runs["suspended"], "Suspended", seconds=400)
-    assert site.newest("suspended") == 60
-    site.until(lambda: not site.engines(runs["suspended"]), 120, "the second process has ended as well")
-    with site.client() as client:
-        client.resume_flow_run(runs["suspended"])
+    resume_suspended(site, runs["suspended"])
 
     site.until(lambda: site.steps("doubled")[49:], 120, "the second process has taken over")
     let_go(site, "doubled")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
-    CkptError,
     ConfigError,
     RunMismatchError,
     StateError,
@@ -340,58 +338,6 @@ def test_signals_are_chained_and_given_back(run_dir: Path) -> None:
             ckpt.step(2, _state(2.0))  # its handler returned: training goes on
             ckpt.save(3, _state(3.0))
         assert signal.getsignal(signal.SIGTERM) is mine
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_steps_count_on(run_dir: Path) -> None:
-    """A count that begins anew in every epoch would save nothing more: it is refused; `step()` says what it did."""
-    with _open(run_dir, step_interval=3) as ckpt:
-        assert [ckpt.step(step, _state(step)) for step in range(1, 8)] == [step % 3 == 0 for step in range(1, 8)]
-        assert not ckpt.step(7, _state(7))
-        for report in (ckpt.step, ckpt.save):
-            with pytest.raises(StateError, match="step 1 comes after step 7"):
-                report(1, _state(8))
-        assert ckpt.save(7, _state(9)).step == 7
-        assert ckpt.restore(_state(), step=3) == 3
-        assert not ckpt.step(4, _state(4))
-
-
-@pytest.mark.parametrize("value", ["low", [1.0, 2.0], None, {}])
-def test_a_metric_is_a_number(run_dir: Path, value: Any) -> None:
-    """What is no number is refused by name, before anything is written."""
-    with _open(run_dir, step_interval=1) as ckpt:
-        with pytest.raises(StateError, match="a metric is one number") as caught:
-            ckpt.save(1, _state(1), metrics={"loss": 1.0, "accuracy": value})
-        assert caught.value.key == "accuracy"
-        assert ckpt.checkpoints() == []
-        ckpt.save(1, _state(1), metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
-
-
-def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A policy that keeps the best by a metric that no checkpoint has says so, once."""
-    with _open(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, _state(step), metrics={"loss": float(step)})
-    told = [record.message for record in caplog.records if "kept as the best" in record.message]
-    assert told == ["None is kept as the best: no checkpoint has the metric 'los': there is loss"]
-
-
-def test_a_signal_is_handed_on_after_a_last_save_that_fails(run_dir: Path) -> None:
-    """P69: whoever sent the signal wants this process to end, also where the last snapshot cannot be committed."""
-    called: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
-    try:
-        with ExitStack() as stack:
-            ckpt = stack.enter_context(_open(run_dir, step_interval=1))
-            ckpt.save(1, _state(1.0))
-            (run_dir / "ledger").rename(run_dir / "elsewhere")
-            (run_dir / "ledger").write_text("no directory")
-            ckpt.step(2, _state(2.0))
-            os.kill(os.getpid(), signal.SIGTERM)
-            with pytest.raises(CkptError):
-                stack.close()
-        assert called == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -15,18 +15,18 @@ from tests.unit.cli_runs import ckpt, config, flip, only, save_steps, some_state
 
 def test_ls_lists_newest_first_with_what_is_known(run_dir: Path) -> None:
     """Every live checkpoint is listed, newest first, with size, cost, metrics and evaluations."""
-    save_steps(run_dir, 9, 10, 0)
+    save_steps(run_dir, 9, 10, 100)
     run = open_run(str(run_dir))
     run.record_evaluation(run.find(10), "quick", {"bits": 1.5, "odd": math.nan})
     answer = ckpt("ls", run_dir, "--json")
     assert answer.status == 0
     rows = answer.data["checkpoints"]
-    assert [row["step"] for row in rows] == [0, 10, 9]
+    assert [row["step"] for row in rows] == [100, 10, 9]
     assert rows[1]["evaluations"] == {"quick": {"bits": 1.5, "odd": "nan"}}
     assert rows[1]["metrics"] == {"loss": 1 / 11}
     assert all(row["size_bytes"] > 0 and row["cost_s"] > 0 for row in rows)
     shown = ckpt("ls", run_dir).out
-    assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["0", "10", "9"]
+    assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["100", "10", "9"]
     assert "quick" in shown
     assert "1.5" in shown
 

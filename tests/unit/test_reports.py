@@ -1,0 +1,75 @@
+"""What training reports: steps that count on, metrics that are numbers, a best that is measured; signals at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import CkptError, StateError
+
+
+def weights(value: float = 0.0) -> dict[str, Any]:
+    return {"weights": torch.full((4,), float(value))}
+
+
+def opened(directory: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), **options))
+
+
+def test_steps_count_on(run_dir: Path) -> None:
+    """A count that begins anew in every epoch would save nothing more: it is refused; `step()` says what it did."""
+    with opened(run_dir, step_interval=3) as ckpt:
+        assert [ckpt.step(step, weights(step)) for step in range(1, 8)] == [step % 3 == 0 for step in range(1, 8)]
+        assert not ckpt.step(7, weights(7))
+        for report in (ckpt.step, ckpt.save):
+            with pytest.raises(StateError, match="step 1 comes after step 7"):
+                report(1, weights(8))
+        assert ckpt.save(7, weights(9)).step == 7
+        assert ckpt.restore(weights(), step=3) == 3
+        assert not ckpt.step(4, weights(4))
+
+
+@pytest.mark.parametrize("value", ["low", [1.0, 2.0], None, {}])
+def test_a_metric_is_a_number(run_dir: Path, value: Any) -> None:
+    """What is no number is refused by name, before anything is written."""
+    with opened(run_dir, step_interval=1) as ckpt:
+        with pytest.raises(StateError, match="a metric is one number") as caught:
+            ckpt.save(1, weights(1), metrics={"loss": 1.0, "accuracy": value})
+        assert caught.value.key == "accuracy"
+        assert ckpt.checkpoints() == []
+        ckpt.save(1, weights(1), metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A policy that keeps the best by a metric that no checkpoint has says so, once."""
+    with opened(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, weights(step), metrics={"loss": float(step)})
+    told = [record.message for record in caplog.records if "kept as the best" in record.message]
+    assert told == ["None is kept as the best: no checkpoint has the metric 'los': there is loss"]
+
+
+def test_a_signal_is_handed_on_after_a_last_save_that_fails(run_dir: Path) -> None:
+    """P69: whoever sent the signal wants this process to end, also where the last snapshot cannot be committed."""
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with ExitStack() as stack:
+            ckpt = stack.enter_context(opened(run_dir, step_interval=1))
+            ckpt.save(1, weights(1.0))
+            (run_dir / "ledger").rename(run_dir / "elsewhere")
+            (run_dir / "ledger").write_text("no directory")
+            ckpt.step(2, weights(2.0))
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(CkptError):
+                stack.close()
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
