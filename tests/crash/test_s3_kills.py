@@ -94,7 +94,8 @@ def kill_somewhere(child: Child, chaos: Chaos, dice: random.Random) -> None:
         steps = dice.randint(1, 3) * _INTERVAL
         child.until(lambda: child.said().count("step ") >= steps - 1)
         time.sleep(dice.uniform(0, 0.1))
-        child.send(signal.SIGKILL)
+        if child.alive:
+            child.send(signal.SIGKILL)
         child.wait()
         return
     gate = Gate()
