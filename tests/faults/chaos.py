@@ -122,6 +122,11 @@ class Chaos:
         self.endpoint = "http://{}:{}".format(*server.sockets[0].getsockname())
         self._started.set()
         await self._stop.wait()
+        for listening in server.sockets:
+            self._loop.remove_reader(listening.fileno())
+        # Closed at once, asyncio would leave open the connection of whom it has accepted and not yet served.
+        for _ in range(10):
+            await asyncio.sleep(0)
         server.close()
 
     # ── one client, one request ──────────────────────────────────────────────────────────────────────────────
