@@ -56,7 +56,7 @@ def watch(
     now = datetime.now(UTC)
     today = FlowRunFilterEndTime.model_validate({"after_": now - timedelta(days=1)})
     log = get_run_logger()
-    resumed, dead = [], []
+    resumed = []
     with get_client(sync_client=True) as client:
         for run in _runs(client, tag, StateType.CRASHED, ended=today):
             age = now - _since(run)
@@ -67,18 +67,21 @@ def watch(
                     log.warning("%s crashed %.0f s ago and is resumed", run.name, age.total_seconds())
                 else:
                     log.warning("%s crashed, and the server does not let it go on: has it no deployment?", run.name)
-        for run in _runs(client, tag, StateType.RUNNING):
-            since = now - timedelta(seconds=silent_s)
-            if str(run.id) != flow_run.id and _since(run) < since and not _beats(client, run, since):
-                client.set_flow_run_state(run.id, Crashed(message=f"No heartbeat for {silent_s:.0f} s."))
-                dead.append(run.name)
-                log.warning("%s has sent no heartbeat for %.0f s: marked as crashed", run.name, silent_s)
-        for run in _runs(client, tag, StateType.PENDING):
-            if _since(run) < now - timedelta(seconds=pending_s):
-                client.set_flow_run_state(run.id, Crashed(message=f"Pending for {pending_s:.0f} s."))
-                dead.append(run.name)
-                log.warning("%s has been pending for %.0f s: marked as crashed", run.name, pending_s)
-    return Watched(resumed=tuple(resumed), dead=tuple(dead))
+        silent, pending = now - timedelta(seconds=silent_s), now - timedelta(seconds=pending_s)
+        dead = [
+            (run, f"No heartbeat for {silent_s:.0f} s.")
+            for run in _runs(client, tag, StateType.RUNNING)
+            if str(run.id) != flow_run.id and _since(run) < silent and not _beats(client, run, silent)
+        ]
+        dead += [
+            (run, f"Pending for {pending_s:.0f} s.")
+            for run in _runs(client, tag, StateType.PENDING)
+            if _since(run) < pending
+        ]
+        for run, why in dead:
+            client.set_flow_run_state(run.id, Crashed(message=why))
+            log.warning("%s is marked as crashed: %s", run.name, why)
+    return Watched(resumed=tuple(resumed), dead=tuple(run.name for run, _ in dead))
 
 
 def _runs(

@@ -75,19 +75,6 @@ class Generation:
         return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
-def _name_of(url: str, format_json: bytes) -> str:
-    """Return the name of a run's memory; the same path can have another run by now, and format.json says which."""
-    return digest_hex(url.encode() + b"\0" + format_json)
-
-
-def _is_gone(name: str, url: str) -> bool:
-    """Say whether a run on a local disk was removed, or has made room for another one."""
-    try:
-        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-
-
 class Generations:
     """The memory of one run's snapshots, in this process and from the one before it on this host."""
 
@@ -113,8 +100,9 @@ class Generations:
             return
         run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
-            self.memory = MemoryDirectory(private_root(directory), run, self._store.url)
-            sweep(private_root(directory), _is_gone)
+            root = private_root(directory)
+            self.memory = MemoryDirectory(root, run, self._store.url)
+            sweep(root, _is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise
@@ -287,3 +275,16 @@ def _verify(rows: Iterable[IndexRow], maps: dict[str, mmap.mmap]) -> None:
             raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
         if digest_bytes(memoryview(maps[row.object])[row.begin : row.end]) != row.digest:
             raise IntegrityError(change(row))
+
+
+def _name_of(url: str, format_json: bytes) -> str:
+    """Return the name of a run's memory; the same path can have another run by now, and format.json says which."""
+    return digest_hex(url.encode() + b"\0" + format_json)
+
+
+def _is_gone(name: str, url: str) -> bool:
+    """Say whether a run on a local disk was removed, or has made room for another one."""
+    try:
+        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name
+    except (FileNotFoundError, NotADirectoryError):
+        return True

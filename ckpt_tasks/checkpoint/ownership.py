@@ -110,16 +110,17 @@ def acquire(
         assert owner is not None
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
         passing = owner.flow_run_id is None and me.flow_run_id is not None
-        waited_s = time.monotonic() - began_s
-        if not same_run and not (passing and waited_s <= timeout_s):
+        patience_s = RELEASE_GRACE_S if same_run else timeout_s if passing else 0.0
+        if time.monotonic() - began_s < patience_s:
+            time.sleep(_POLL_S)
+            continue
+        if not same_run:
             raise OwnedError(
                 f"the run directory is held by process {owner.pid} on {owner.host} since {owner.taken_at}",
                 hint="Stop that process, wait until its heartbeat expires, or pass take_over=True to fence it.",
             )
-        if same_run and waited_s > RELEASE_GRACE_S:
-            free = "the same flow run has not released it within its grace"
-            break
-        time.sleep(_POLL_S)
+        free = "the same flow run has not released it within its grace"
+        break
     return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ckpt_tasks.checkpoint.history import History, check_owner
+from ckpt_tasks.checkpoint.history import Head, History, check_owner
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.upkeep import delete_retired, missing_metric, orphans, plan_prune, retire, verify_checkpoint
 from ckpt_tasks.errors import StoreError
@@ -32,9 +32,9 @@ class Pruner:
         self._swept = False
         self._warned = False
 
-    def plan(self, going_on_from: str | None, verified: frozenset[str] | None = None) -> list[Verdict]:
+    def plan(self, going_on_from: str | None) -> list[Verdict]:
         """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
-        known = frozenset(self.verified) if verified is None else verified
+        known = frozenset(self.verified)
         return plan_prune(self._history.head(), self._policy, verified=known, restored_from=going_on_from)
 
     def new_owner(self) -> None:
@@ -48,14 +48,12 @@ class Pruner:
         """
         # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
         # not count, or nothing newer would ever be read.
-        wanted = self.plan(going_on_from, verified=frozenset())
-        if not all(v.keep for v in wanted) and not self._warned:
-            missing = missing_metric(self._history.head(), self._policy)
-            if missing is not None:
-                _log.warning("None is kept as the best: %s", missing)
-                self._warned = True
-        if not all(v.keep for v in wanted) and not self._knows_good(wanted):
-            self._verify_newest(owner)
+        head = self._history.head()
+        wanted = plan_prune(head, self._policy, restored_from=going_on_from)
+        if not all(v.keep for v in wanted):
+            self._warn_of_best(head)
+            if not self._knows_good(wanted):
+                self._verify_newest(owner)
         verdicts = self.plan(going_on_from)
         if not all(v.keep for v in verdicts) and self._knows_good(verdicts):
             retire(self._history, owner, verdicts, self.deleted)
@@ -78,6 +76,12 @@ class Pruner:
             return state.with_pin(found.manifest_digest, reason)
 
         self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
+
+    def _warn_of_best(self, head: Head) -> None:
+        missing = missing_metric(head.state, self._policy)
+        if missing is not None and not self._warned:
+            _log.warning("None is kept as the best: %s", missing)
+            self._warned = True
 
     def _knows_good(self, verdicts: list[Verdict]) -> bool:
         return any(v.keep and v.manifest_digest in self.verified for v in verdicts)

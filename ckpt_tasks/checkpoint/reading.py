@@ -176,17 +176,14 @@ class Run:
     def _best(self, state: State, newest_first: list[Checkpoint], metric: str | None, mode: str | None) -> Checkpoint:
         wanted = metric or state.best_metric
         if wanted is None:
-            names = {n for e in state.evaluations for n in e.metrics} | {n for c in newest_first for n in c.metrics}
+            known = ", ".join(sorted(state.metric_names)) or "none yet"
             raise ConfigError(
                 "the run does not say by which metric a checkpoint is the best",
-                hint=f"Name one (or set best_metric): the run has {', '.join(sorted(names)) or 'none yet'}.",
+                hint=f"Name one (or set best_metric): the run has {known}.",
             )
         mode = mode or state.best_mode
-        merged: dict[str, dict[str, float]] = {}
-        for evaluation in state.evaluations:
-            merged.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
         policy = RetentionPolicy(keep_best=1, best_metric=wanted, best_mode=mode)
-        ranked = rank_best(newest_first, policy, merged)
+        ranked = rank_best(newest_first, policy, state.metrics)
         if not ranked:
             raise CheckpointNotFoundError(f"no checkpoint has the metric {wanted!r}")
         return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)

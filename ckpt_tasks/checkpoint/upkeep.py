@@ -168,9 +168,6 @@ def plan_prune(
 ) -> list[Verdict]:
     """Decide what stays and why; reads nothing and changes nothing."""
     state, now = head.state, time.time()
-    metrics: dict[str, dict[str, float]] = {}
-    for evaluation in state.evaluations:
-        metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
     return plan_retention(
         lineage(state.live),
         policy,
@@ -178,19 +175,16 @@ def plan_prune(
         leased={lease.manifest_digest: lease.holder for lease in state.leases if lease.expires_at > now},
         verified=verified,
         restored_from=restored_from,
-        metrics=metrics,
+        metrics=state.metrics,
     )
 
 
-def missing_metric(head: Head, policy: RetentionPolicy) -> str | None:
+def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
     """Say which metrics there are where the policy keeps the best by another one; None where it has what it needs."""
-    if not policy.keep_best or not head.state.live:
+    if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
         return None
-    measured = [one.metrics for one in head.state.live] + [one.metrics for one in head.state.evaluations]
-    known = {name for metrics in measured for name in metrics}
-    if policy.best_metric in known:
-        return None
-    return f"no checkpoint has the metric {policy.best_metric!r}: there is {', '.join(sorted(known)) or 'none at all'}"
+    known = ", ".join(sorted(state.metric_names)) or "none at all"
+    return f"no checkpoint has the metric {policy.best_metric!r}: there is {known}"
 
 
 def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:

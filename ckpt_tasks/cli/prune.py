@@ -66,7 +66,7 @@ def prune(
             best_metric=best_metric or (state.best_metric if keep_best else None),
             best_mode=best_mode or state.best_mode,
         )
-        missing = missing_metric(run.head(), config.retention_policy)
+        missing = missing_metric(state, config.retention_policy)
         if missing is not None:
             raise ConfigError(missing, hint="Name one of them with --best-metric; nothing was removed.")
         _prune(out, run, config, dry_run)

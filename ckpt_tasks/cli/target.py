@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointArgument", "RunArgument", "RunOrCheckpointArgument", "Target", "parse_target"]
 
 RunArgument = Annotated[str, typer.Argument(metavar="DIR", help="a run directory", show_default=False)]
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(metavar="DIR[@STEP]", help="a step, @latest or @best; without one the latest", show_default=False),
-]
 
-RunOrCheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR[@STEP]", help="a step, @latest or @best; without one the whole run", show_default=False
-    ),
-]
+
+def _of_run(otherwise: str) -> Any:
+    help_text = f"a step, @latest or @best; without one {otherwise}"
+    return typer.Argument(metavar="DIR[@STEP]", help=help_text, show_default=False)
+
+
+CheckpointArgument = Annotated[str, _of_run("the latest")]
+RunOrCheckpointArgument = Annotated[str, _of_run("the whole run")]
 
 
 class Target(NamedTuple):

@@ -126,6 +126,20 @@ class State:
             state = replace(state, stalled_flow_run=None, stalled_attempts=0)
         return state
 
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What evaluations found, by the identity of the checkpoint; of two values of a metric the later counts."""
+        found: dict[str, dict[str, float]] = {}
+        for evaluation in self.evaluations:
+            found.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
+        return found
+
+    @property
+    def metric_names(self) -> frozenset[str]:
+        """Every metric that a live checkpoint has from its save or from an evaluation."""
+        measured = [one.metrics for one in self.live] + [one.metrics for one in self.evaluations]
+        return frozenset(name for metrics in measured for name in metrics)
+
     def keeps(self, name: str) -> bool:
         """Say whether an object is one of a live checkpoint's own, or one that a live checkpoint reuses."""
         attempt = parse_attempt(name)

@@ -155,12 +155,11 @@ class LocalSession(StateSession):
         of optimizers and schedules. Raises StateMismatchError where they do not fit. On any other one a parameter that
         sets what a restore brings back would be changed in the record alone: ConfigError.
         """
-        recorded = params_of(self.ckpt)
         step = super().restore()
         self.clean = False
         before = params_before_fork(self.ckpt)
         if before is None and self.ckpt.last_restore is not None:
-            self._refuse_changes(recorded)
+            self._refuse_changes()
         record_params(self.ckpt, self._params)
         if before is not None and before != self._params:
             self._change(before)
@@ -199,8 +198,9 @@ class LocalSession(StateSession):
         old = self._settings_with(before)
         apply_settings(state, changed_settings(settings_of(state), old, new))
 
-    def _refuse_changes(self, recorded: Mapping[str, Any] | None) -> None:
+    def _refuse_changes(self) -> None:
         """Raise ConfigError where other parameters than the run's would make other optimizers or schedules."""
+        recorded = params_of(self.ckpt)
         own = recorded or {}
         changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
         if not changed:

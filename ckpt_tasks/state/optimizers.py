@@ -31,6 +31,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_OPTIONS = ("params", "param_names")
+# What schedules add to the param groups of their optimizer.
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
 def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
@@ -61,10 +63,6 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
     }
-
-
-# What schedules add to the param groups of their optimizer.
-_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
 class OptimizerPart:

@@ -26,9 +26,8 @@ class Child:
 
     def __init__(self, main: Callable[[Sequence[str]], None], arguments: Sequence[str], output: Path):
         self.output = output
-        output.unlink(
-            missing_ok=True
-        )  # it may be killed before it has opened it: that of the one before is not its own
+        # It may be killed before it opens its own: what the one before it said is not what it says.
+        output.unlink(missing_ok=True)
         self._process = _forking.Process(target=_run, args=(main, [*arguments], output), daemon=True)
         self._process.start()
         assert self._process.pid is not None

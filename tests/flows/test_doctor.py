@@ -11,9 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
 from ckpt_tasks.errors import ConfigError
@@ -28,13 +27,12 @@ JOB: dict[str, Any] = {
 
 
 @pytest.fixture
-def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
-    """Return a client of the real server, which this process is then configured for."""
-    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
-        for left in client.read_deployments():  # by other tests; what stands on a server is judged as a whole
-            client.delete_deployment(left.id)
-        yield client
-        remove()
+def client(client: SyncPrefectClient) -> Iterator[SyncPrefectClient]:
+    """Return a client of the server, on which nothing stands: what does is judged as a whole."""
+    for left in client.read_deployments():  # by other tests
+        client.delete_deployment(left.id)
+    yield client
+    remove()
 
 
 @pytest.fixture

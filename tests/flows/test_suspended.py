@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Crashed, Running, Suspended
 
 from ckpt_tasks import open_run
@@ -20,12 +17,6 @@ from flows.train import train
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
-
-
-@pytest.fixture
-def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
-        yield found
 
 
 def execute(run: UUID, server: dict[str, str]) -> None:
@@ -40,7 +31,7 @@ def test_a_suspended_run_starts_again_for_a_person_alone(
 ) -> None:
     """Its process beats on until its batch ends, and is then missed: the run is crashed, and scheduled again.
 
-    That start trains nothing and is suspended again, with the key and the time limit that it had; resumed, it trains.
+    That start trains nothing and is suspended again, with the time limit that it had; resumed, it trains.
     """
     here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
     deployment = client.create_deployment(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from uuid import UUID
 
 import pytest
 from prefect import flow
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Completed, Crashed, Pending, Running
 
 from flows.watch import watch
@@ -19,12 +17,6 @@ from flows.watch import watch
 @flow
 def nothing() -> None:
     """Stand for a flow whose runs are only records here."""
-
-
-@pytest.fixture
-def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
-        yield found
 
 
 def made(client: SyncPrefectClient, tag: str, *states: object) -> UUID:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks import Checkpointer, open_run
 from tests.unit.cli_runs import ckpt, config, flip, only, save_steps, tree
 
 HOLDER = """
@@ -118,17 +118,15 @@ def test_a_run_in_use_is_refused(run_dir: Path) -> None:
 
 def test_the_best_by_what_is_not_measured_is_refused(run_dir: Path) -> None:
     """A mistyped metric would leave none that is kept as the best: it is an error that names those that there are."""
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), max_num_checkpoints=None)) as run:
-        for step in (1, 2, 3):
-            run.save(step, {"value": step}, metrics={"loss": float(step)})
-    before = tree(run_dir)
-    wrong = ("--max-num-checkpoints", "1", "--keep-best", "1", "--best-metric", "los", "--json")
+    before = tree(save_steps(run_dir, 1, 2, 3))
+    wrong = ("--max-num-checkpoints", "1", "--keep-best", "1", "--best-mode", "max", "--best-metric", "los", "--json")
     for more in ((), ("--dry-run",)):
         answer = ckpt("prune", run_dir, *wrong, *more)
         assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
         assert "'los': there is loss" in answer.data["error"]["message"]
     assert tree(run_dir) == before
-    assert ckpt("prune", run_dir, *wrong[:-2], "loss").status == 0
+    right = ["loss" if word == "los" else word for word in wrong]
+    assert ckpt("prune", run_dir, *right).status == 0
     assert [one.step for one in open_run(str(run_dir)).checkpoints()] == [3, 1]
 
 

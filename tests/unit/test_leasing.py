@@ -71,7 +71,7 @@ def test_a_reader_whose_checkpoint_went_all_the_same_ends_well(run: Run) -> None
 
 
 class Full(LocalStore):
-    """A store that takes nothing new once it is told so; or takes it, and cannot be read then."""
+    """A store that fails each put-if-absent once it is told how."""
 
     failure: Exception | None = None
 
