@@ -15,6 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
+from ckpt_tasks.orchestration.forks import keep_prefect_out_of_forks
 from tests.servers.process import free_port
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -23,6 +24,7 @@ PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 @pytest.fixture(scope="session")
 def harness() -> Iterator[None]:
     """Run flows of this process against a server and a database of the test session."""
+    keep_prefect_out_of_forks()  # tests of this process that come later fork
     # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
     quiet = {PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
@@ -54,6 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     """Return a client of the real server, which this process is then configured for."""
+    keep_prefect_out_of_forks()
     with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
         yield found
 
