@@ -15,7 +15,7 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, object_faults, read_index
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.kinds import check_group, check_ref
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
@@ -48,9 +48,18 @@ class Opened:
     """A checkpoint's manifest and index, verified and decoded, before any tensor is read."""
 
     manifest: Manifest
-    rows: tuple[IndexRow, ...]
+    index: Index = field(repr=False)
     groups: Mapping[str, SavedGroup]
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)  # full key → dtype, shape
+
+    @property
+    def rows(self) -> tuple[IndexRow, ...]:
+        """The rows of the index."""
+        return self.index.rows
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor, by its full key."""
+        return self.index.tensors
 
 
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
@@ -64,24 +73,23 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
         raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
-    index = manifest.index
-    rows = read_good(
-        store, lambda: read_index(store.get(index.name, MAX_INDEX_BYTES), digest=index.digest, name=index.name)
-    )
+    of = manifest.index
+    index = read_good(store, lambda: read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name))
     objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}
-    faults = coverage_faults(rows) or object_faults(rows, objects)
+    faults = index.coverage_faults() or index.object_faults(objects)
     if faults:
-        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=index.name, step=checkpoint.step)
+        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=of.name, step=checkpoint.step)
     groups = {name: SavedGroup(saved["kind"], decode(saved["tree"])) for name, saved in manifest.groups.items()}
-    tensors = {row.full_key: (row.dtype, row.tensor_shape) for row in rows}
+    tensors = index.tensors
     for name, group in groups.items():
         check_group(name, group.kind, group.tree)
         for ref in tensor_refs(group.tree):
-            if ref.key not in tensors:
-                raise IntegrityError("the state names a tensor that the index lacks", key=ref.key, step=checkpoint.step)
-            if ref.array or ref.requires_grad or ref.stride is not None:
-                check_ref(ref, *tensors[ref.key])
-    return Opened(manifest, tuple(rows), groups, tensors)
+            key, array, stride, requires_grad = ref
+            if key not in tensors:
+                raise IntegrityError("the state names a tensor that the index lacks", key=key, step=checkpoint.step)
+            if array or requires_grad or stride is not None:
+                check_ref(ref, *tensors[key])
+    return Opened(manifest, index, groups)
 
 
 def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:

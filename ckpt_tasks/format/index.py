@@ -2,18 +2,21 @@
 
 Arrow, because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested before
 they are parsed: a damaged Arrow file can parse and can crash its reader. What it says is bounded before objects are
-made of it: a column can stand for all of them, and a row of 30 bytes becomes a kilobyte.
+made of it: a column can stand for all of them, and a row of 30 bytes becomes a kilobyte. It is checked as columns, too:
+objects are made for who looks at the rows.
 """
 
 from __future__ import annotations
 
 import io
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import compress, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,9 +30,9 @@ from ckpt_tasks.format.regions import Box, tiling_fault
 __all__ = [
     "MAX_INDEX_BYTES",
     "MAX_REGIONS",
+    "Index",
     "IndexRow",
     "coverage_faults",
-    "object_faults",
     "read_index",
     "write_index",
 ]
@@ -38,7 +41,9 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_REGIONS = 1 << 20
 _MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
 _FREE_CUTS = 64  # blocks() makes regions of a third of REGION_BYTES and more
-_MAX_BYTES = 2**62  # of a tensor; what is larger overflows in torch, even where one of its extents is 0
+_MAX_BYTES = 2.0**62  # of a tensor; what is larger overflows in torch, even where one of its extents is 0
+_MAX_ELEMENTS = 2.0**57  # of a region: as many bytes as a number of 64 bits counts, whatever the dtype
+_HUGE = 2.0**200
 
 _SCHEMA = pa.schema(
     [
@@ -107,20 +112,107 @@ def write_index(rows: Sequence[IndexRow]) -> bytes:
     return sink.getvalue()
 
 
-def read_index(data: bytes, *, digest: str, name: str) -> list[IndexRow]:
-    """Read the rows of an index whose digest is known; raise IntegrityError where bytes or rows do not make sense."""
+def read_index(data: bytes, *, digest: str, name: str) -> Index:
+    """Read an index whose digest is known; raise IntegrityError where bytes or rows do not make sense."""
     if digest_hex(data) != digest:
         raise IntegrityError("the index is not the one that was committed", key=name)
     try:
-        table = read_arrow(data, _SCHEMA, MAX_REGIONS)
-        columns = [_values(table.column(field.name), field) for field in _SCHEMA]
-        group, key, dtype, full, offset, shape, place, begin, end, digests = columns
-        boxes = map(_BOX, zip(offset, shape, strict=True))
-        rows = [*map(_ROW, zip(group, key, dtype, full, boxes, place, begin, end, digests, strict=True))]
-        _check(rows, name)
+        index = Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
+        index.check(name)
     except FAULTS as error:
         raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
-    return rows
+    return index
+
+
+class Index:
+    """An index in memory, as columns; raises one of FAULTS where a value is missing, or numbers are no tensor's."""
+
+    def __init__(self, table: pa.Table):
+        columns = {field.name: _whole(table.column(field.name), field) for field in _SCHEMA}
+        self._group, self._dtype, self._object = (_Words(columns[name]) for name in ("group", "dtype", "object"))
+        self._full, self._offset, self._shape = (_Lists(columns[name]) for name in ("tensor_shape", "offset", "shape"))
+        self._begin, self._end = columns["begin"].to_numpy(), columns["end"].to_numpy()
+        self._key, self._digest = columns["key"], columns["digest"]
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self._begin)
+
+    @cached_property
+    def rows(self) -> tuple[IndexRow, ...]:
+        """All rows, in their order."""
+        columns = (
+            self._group.values(),
+            self._key.to_pylist(),
+            self._dtype.values(),
+            self._full.values(),
+            map(_BOX, zip(self._offset.values(), self._shape.values(), strict=True)),
+            self._object.values(),
+            self._begin.tolist(),
+            self._end.tolist(),
+            self._digest.to_pylist(),
+        )
+        return tuple(map(_ROW, zip(*columns, strict=True)))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The full key of the tensor of every row."""
+        return [f"{group}/{key}" for group, key in zip(self._group.values(), self._key.to_pylist(), strict=True)]
+
+    @cached_property
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor, by its full key; what they are while there are no `coverage_faults`."""
+        return dict(zip(self.keys, zip(self._dtype.values(), self._full.values(), strict=True), strict=True))
+
+    def check(self, name: str) -> None:
+        """Raise IntegrityError where a row makes no sense; `name` is that of the index."""
+        bad = [n for n in self._object.used if not is_object_name(n) or parse_attempt(n) is None]
+        bad += [g for g in self._group.used if not is_group(g)]
+        if bad:
+            raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)
+        for word in self._dtype.used:
+            if word not in STORED_DTYPES:
+                self._refuse(self._dtype.codes == self._dtype.code[word], f"the index holds the dtype {word!r:.40}")
+        stored = [STORED_DTYPES.get(word) for word in self._dtype.code]  # None: no row has it
+        nbytes = np.array([one.nbytes if one else 1 for one in stored], np.int64)[self._dtype.codes]
+        itemsize = np.array([one.itemsize if one else 1 for one in stored], np.int64)[self._dtype.codes]
+        other = (self._offset.lengths != self._full.lengths) | (self._shape.lengths != self._full.lengths)
+        self._refuse(other, "a region has another number of dimensions than its tensor")
+        size_bytes, (elements, _), (_, extent) = self._end - self._begin, self._shape.products(), self._full.products()
+        misfit = (self._begin < 0) | (size_bytes < 0) | (size_bytes != elements * nbytes)
+        self._refuse(misfit, "a region's bytes do not fit its shape")
+        misplaced = (size_bytes > REGION_BYTES) | (self._begin % itemsize != 0)
+        self._refuse(misplaced, "a region is too large, or does not lie where its dtype can")
+        self._refuse((size_bytes == 0) & (extent * nbytes > _MAX_BYTES), "an empty tensor is too large")
+
+    def coverage_faults(self) -> list[str]:
+        """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
+        # Nearly all, of 10⁵, have one region, and it is the tensor.
+        odd = self._full.differs(self._shape.numbers) | self._offset.differs(0)
+        if len({*self.keys}) < len(self):
+            often = {key for key, times in Counter(self.keys).items() if times > 1}
+            odd |= np.fromiter((key in often for key in self.keys), np.bool_, len(self))
+        return coverage_faults(compress(self.rows, odd)) if odd.any() else []
+
+    def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
+        """List every object (name → where its data begin and end) that its regions do not fill, one after the other.
+
+        So no byte is under two digests, and none of the tensors takes more memory than the object has bytes.
+        """
+        order = np.lexsort((self._end, self._begin, self._object.codes))
+        firsts = np.searchsorted(self._object.codes[order], np.arange(len(self._object.code) + 1)).tolist()
+        inside = {word: order[firsts[code] : firsts[code + 1]] for word, code in self._object.code.items()}
+        strange = [row for word, rows in inside.items() if word not in objects for row in rows.tolist()]
+        faults = [f"{self.keys[row]} lies in an object that the manifest does not name" for row in strange]
+        for name, (begin, end) in objects.items():
+            rows = inside.get(name, order[:0])
+            if [begin, *self._end[rows].tolist()] != [*self._begin[rows].tolist(), end]:
+                faults.append(f"{name}: its regions leave a gap, overlap or end elsewhere")
+        return faults
+
+    def _refuse(self, bad: npt.NDArray[np.bool_], why: str) -> None:
+        if bad.any():
+            raise IntegrityError(why, key=self.keys[int(bad.argmax())])
 
 
 def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
@@ -147,33 +239,6 @@ def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
     return faults
 
 
-def object_faults(rows: Iterable[IndexRow], objects: Mapping[str, tuple[int, int]]) -> list[str]:
-    """List every object (name → where its data begin and end) that its regions do not fill, one after the other.
-
-    So no byte is under two digests, and none of the tensors takes more memory than the object has bytes.
-    """
-    found: dict[str, list[tuple[int, int]]] = {name: [] for name in objects}
-    strange = []
-    for row in rows:
-        if row.object in found:
-            found[row.object].append((row.begin, row.end))
-        else:
-            strange.append(f"{row.full_key} lies in an object that the manifest does not name")
-    return strange + [
-        f"{name}: its regions leave a gap, overlap or end elsewhere"
-        for name, spans in found.items()
-        if not _fill(sorted(spans), *objects[name])
-    ]
-
-
-def _fill(spans: list[tuple[int, int]], at: int, end: int) -> bool:
-    for begin, until in spans:
-        if begin != at:
-            return False
-        at = until
-    return at == end
-
-
 def _cut_fault(found: list[IndexRow]) -> str | None:
     """Say that a tensor's regions lie in another order than its elements, or that it is cut into far too many.
 
@@ -189,60 +254,71 @@ def _cut_fault(found: list[IndexRow]) -> str | None:
     return f"{len(found)} regions for {size_bytes} bytes"
 
 
-def _check(rows: list[IndexRow], name: str) -> None:
-    names = {row.object for row in rows}
-    bad = [n for n in names if not is_object_name(n) or parse_attempt(n) is None]
-    bad += [g for g in {row.group for row in rows} if not is_group(g)]
-    if bad:
-        raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)
-    sizes = {dtype: (stored.nbytes, stored.itemsize) for dtype, stored in STORED_DTYPES.items()}
-    for row in rows:  # of 10⁵: taken apart once, each row
-        _, _, dtype, full, (offset, shape), _, begin, end, _ = row
-        stored = sizes.get(dtype)
-        if stored is None:
-            raise IntegrityError(f"the index holds the dtype {dtype!r:.40}", key=row.full_key)
-        nbytes, itemsize = stored
-        if not len(full) == len(offset) == len(shape):
-            raise IntegrityError("a region has another number of dimensions than its tensor", key=row.full_key)
-        size_bytes = end - begin
-        if begin < 0 or size_bytes != math.prod(shape) * nbytes:
-            raise IntegrityError("a region's bytes do not fit its shape", key=row.full_key)
-        if size_bytes > REGION_BYTES or begin % itemsize:
-            raise IntegrityError("a region is too large, or does not lie where its dtype can", key=row.full_key)
-        if not size_bytes and math.prod(filter(None, full)) * nbytes > _MAX_BYTES:
-            raise IntegrityError("an empty tensor is too large", key=row.full_key)
+class _Words:
+    """A column of few words: the `code` of each, and for every row that of its word (`codes`)."""
+
+    def __init__(self, column: pa.DictionaryArray):
+        words = column.dictionary.to_pylist()
+        if len(words) > len(column):
+            raise ValueError("a dictionary with words that no row has")
+        self.code = {word: code for code, word in enumerate(dict.fromkeys(words))}  # a word can stand there twice
+        self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
+
+    @property
+    def used(self) -> list[Any]:
+        """The words that a row has."""
+        words = [*self.code]
+        return [words[code] for code in np.unique(self.codes)]
+
+    def values(self) -> list[Any]:
+        """List the word of every row."""
+        words = [*self.code]
+        return [words[code] for code in self.codes.tolist()]
 
 
-def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
-    # Arrow checks neither that a column declared without nulls has none, nor that a shape is one.
+class _Lists:
+    """A column of short lists: how many `numbers` each has, where they end, and the numbers of all of them."""
+
+    def __init__(self, column: pa.ListArray):
+        flat = pc.list_flatten(column)
+        if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
+            raise ValueError("a missing or a negative number in a list")
+        self.numbers: npt.NDArray[np.int64] = flat.to_numpy()
+        self.lengths = np.diff(column.offsets.to_numpy()).astype(np.int64)
+        self.ends = np.cumsum(self.lengths)
+        if len(flat) > _MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:
+            raise ValueError("more dimensions than a tensor has")
+
+    def values(self) -> list[tuple[int, ...]]:
+        """List the list of every row, as a tuple."""
+        numbers = self.numbers.tolist()
+        return [tuple(numbers[begin:end]) for begin, end in pairwise([0, *self.ends.tolist()])]
+
+    def differs(self, others: npt.NDArray[np.int64] | int) -> npt.NDArray[np.bool_]:
+        """Say for every row whether a number of its list is another than what `others` has in its place."""
+        count = np.concatenate(([0], np.cumsum(self.numbers != others)))
+        found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
+        return found
+
+    def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the product of every list, -1 where it is beyond any size, and about that of what is not 0 in it."""
+        product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
+        for n in range(int(self.lengths.max(initial=0))):
+            there = self.lengths > n
+            factor = self.numbers[(self.ends - self.lengths)[there] + n]
+            product[there] *= factor  # it may overflow
+            magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
+        zero = np.concatenate(([0], np.cumsum(self.numbers == 0)))
+        product[(magnitude > _MAX_ELEMENTS) & (zero[self.ends] == zero[self.ends - self.lengths])] = -1
+        return product, magnitude
+
+
+def _whole(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
+    # Arrow does not check that a column declared without nulls has none.
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
-    if pa.types.is_list(field.type):
-        numbers = pc.list_flatten(column)
-        if numbers.null_count or (pc.min(numbers).as_py() or 0) < 0:
-            raise ValueError(f"a missing or a negative number in the column {field.name}")
-        if len(numbers) > _MAX_EXTENTS or (pc.max(pc.list_value_length(column)).as_py() or 0) > MAX_DIMENSIONS:
-            raise ValueError(f"more dimensions than a tensor has in the column {field.name}")
-    return _listed(column)
-
-
-def _listed(column: pa.ChunkedArray) -> list[Any]:
-    """Do what to_pylist() does, in a third of its time: 10⁵ short lists and repeated texts."""
     array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # of no chunks
-        return []
-    if pa.types.is_dictionary(array.type):
-        if len(array.dictionary) > len(array):
-            raise ValueError("a dictionary with words that no row has")
-        words = array.dictionary.to_pylist()
-        return [words[number] for number in array.indices.to_pylist()]
-    if pa.types.is_list(array.type):
-        if len(array.values) > _MAX_EXTENTS:
-            raise ValueError("a list of numbers that no row has")
-        ends, numbers = array.offsets.to_pylist(), array.values.to_pylist()
-        return [tuple(numbers[begin:end]) for begin, end in pairwise(ends)]
-    values: list[Any] = array.to_pylist()
-    return values
+    return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks
 
 
 def _array(values: list[object], kind: pa.DataType) -> pa.Array:

@@ -29,7 +29,8 @@ from tests.servers.process import free_port
 __all__ = ["ROOT", "Site", "Step"]
 
 ROOT = Path(__file__).parents[2]
-_LOST_S = 60  # an automation would have acted by now
+_LOST_S = 45  # an automation would have acted by now
+_LOOK_S = 1.0  # the cores are needed
 _log = logging.getLogger(__name__)
 _PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 
@@ -219,7 +220,7 @@ class Site:
             found = true()
             if found:
                 return found
-            time.sleep(0.2)
+            time.sleep(_LOOK_S)
         printed = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.home.glob("*.log")))
         raise TimeoutError(f"not within {seconds} s: {what}\n{printed}")
 

@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from uuid import UUID
 
+from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Suspended
 
 from ckpt_tasks.checkpoint.compare import compare_checkpoints
@@ -84,19 +86,36 @@ def resumed_at_once(site: Site, run: UUID) -> bool:
     return state.is_final() and not state.is_crashed()
 
 
+def train_what_is_doomed(site: Site) -> State:
+    """Train what can never succeed, until that has ended for good; return in which state."""
+    run = site.train("doomed", STEPS, what="segfault", at=45)
+    site.until(lambda: resumed_at_once(site, run), 1200, "the run that is doomed has ended")
+    return site.state(run)
+
+
 def test_whatever_happens_to_a_process(site: Site) -> None:
     """A process that is killed, ended, out of memory or out of its mind, or a person who pauses: each run completes.
 
     What can never succeed ends as failed, and says why.
     """
-    runs = {}
+    with ThreadPoolExecutor(1) as beside:
+        doomed = beside.submit(train_what_is_doomed, site)
+        train_whatever_happens(site)
+    ended = doomed.result()
+    assert ended.is_failed()
+    assert "starts and failures in a row, and no new step was committed" in str(ended.message)
+    assert site.newest("doomed") == 40
+
+
+def train_whatever_happens(site: Site) -> None:
+    """Train ten runs, to which all that happens which is not for ever."""
+    runs = {"reference": site.train("reference", STEPS)}
     for what in ("raise", "segfault", "memory", "terminate"):
         runs[what] = site.train(what, STEPS, what=what, at=45, marker=str(site.home / what))
     waiting = ("killed", "preempted", "evicted", "suspended", "doubled")
     runs |= {name: start_waiting(site, name) for name in waiting}
     runs["retried"] = site.train("retried", STEPS, what="heal", at=15, marker=str(site.home / "retried.go"))
     fails = site.train("fails", STEPS, what="raise", at=15)
-    doomed = site.train("doomed", STEPS, what="segfault", at=45)
 
     for name in waiting:
         until_waiting(site, name)
@@ -135,40 +154,30 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
     assert preempted[preempted.index("Running") + 1] == "AwaitingRetry"  # no crash, and so not counted as one
     assert site.states(runs["raise"]).count("Running") == 1  # a task's retry was enough
     assert "Resuming" in site.states(runs["suspended"])
-    site.until(lambda: resumed_at_once(site, doomed), 600, "the run that is doomed has ended")
-    ended = site.until_state(doomed, "Failed")
-    assert "starts and failures in a row, and no new step was committed" in str(ended.message)
-    assert site.newest("doomed") == 40
 
 
-def test_the_worker_dies_with_everything(site: Site) -> None:
-    """Worker and engine are killed at once: the heartbeat is missed, and the next worker goes on with the run."""
-    run = start_waiting(site, "abandoned")
-    until_waiting(site, "abandoned")
-    started = engine(site, run)
+def test_the_worker_dies(site: Site) -> None:
+    """It is killed, and one engine at once: that one's heartbeat is missed, and the next worker goes on with the run.
+
+    The other run that it leaves behind trains on, and completes in the process that it had.
+    """
+    runs = {name: start_waiting(site, name) for name in ("abandoned", "left")}
+    for name in runs:
+        until_waiting(site, name)
+    started = {name: engine(site, run) for name, run in runs.items()}
     site.kill(site.worker)
-    site.kill_all(site.engines(run))
+    site.kill_all(site.engines(runs["abandoned"]))
     killed_s = time.time()
-    let_go(site, "abandoned")
+    for name in runs:
+        let_go(site, name)
     site.start_worker()
-    site.until_state(run, "Completed", seconds=400)
-    check(site, "abandoned")
-    first_s = next(one.at_s for one in site.steps("abandoned") if one.pid != started)
+    for name, run in runs.items():
+        site.until_state(run, "Completed", seconds=400)
+        check(site, name)
+    assert {one.pid for one in site.steps("left")} == {started["left"]}
+    first_s = next(one.at_s for one in site.steps("abandoned") if one.pid != started["abandoned"])
     _log.info("worker and engine killed → first new step: %.1f s", first_s - killed_s)
     assert first_s - killed_s < HEARTBEAT_S + RESUME_S + 60  # the machine may be busy
-
-
-def test_the_worker_dies_alone(site: Site) -> None:
-    """A worker is killed and leaves its runs behind: they train on, and complete in the process that they had."""
-    run = start_waiting(site, "left")
-    until_waiting(site, "left")
-    started = engine(site, run)
-    site.kill(site.worker)
-    let_go(site, "left")
-    site.start_worker()
-    site.until_state(run, "Completed", seconds=400)
-    check(site, "left")
-    assert {one.pid for one in site.steps("left")} == {started}
 
 
 def test_the_worker_is_told_to_end(site: Site) -> None:

@@ -201,7 +201,7 @@ class Hostile:
 
     def rows(self) -> list[IndexRow]:
         data = self.index_path().read_bytes()
-        return read_index(data, digest=digest_hex(data), name="index.arrow")
+        return [*read_index(data, digest=digest_hex(data), name="index.arrow").rows]
 
     def put_index(self, data: bytes, change: Callable[[Body], Any] = lambda body: None) -> None:
         """Write an index, and its size and digest into the manifest."""

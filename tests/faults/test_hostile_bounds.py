@@ -19,7 +19,7 @@ from ckpt_tasks.format import index, manifest, parsing
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
-from ckpt_tasks.format.index import IndexRow, coverage_faults, object_faults, write_index
+from ckpt_tasks.format.index import Index, IndexRow, read_index, write_index
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
@@ -214,6 +214,11 @@ def row_of(key: str, shape: tuple[int, ...], begin: int, box: Box | None = None)
     return IndexRow("model", key, "float32", shape, box, PLACE, begin, begin + 4 * box.size, b"0" * 16)
 
 
+def indexed(rows: list[IndexRow]) -> Index:
+    data = write_index(rows)
+    return read_index(data, digest=digest_hex(data), name="index.arrow")
+
+
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 9), st.integers(-2, 2))
 def test_what_blocks_makes_is_always_read(lead: list[int], part: int, more: int) -> None:
     """P38: whatever a tensor's shape is, its regions as they are cut are as few as a reader allows, and in order."""
@@ -222,24 +227,26 @@ def test_what_blocks_makes_is_always_read(lead: list[int], part: int, more: int)
     for box in blocks(shape, REGION_BYTES // 4):
         rows.append(row_of("w", shape, begin, box))
         begin = rows[-1].end
-    assert coverage_faults(rows) == []
-    assert object_faults(rows, {PLACE: (4096, begin)}) == []
+    index = indexed(rows)
+    assert index.coverage_faults() == []
+    assert index.object_faults({PLACE: (4096, begin)}) == []
 
 
 def test_regions_fill_their_object() -> None:
     """A gap, an overlap, an end that is elsewhere, and an object that nobody named are each a fault."""
     rows = [row_of("v", (4,), 4096), row_of("w", (2,), 4112)]
-    assert object_faults(rows, {PLACE: (4096, 4120)}) == []
+    index = indexed(rows)
+    assert index.object_faults({PLACE: (4096, 4120)}) == []
     for begin, end in ((4092, 4120), (4096, 4124), (4096, 4116)):
-        assert "gap, overlap or end elsewhere" in object_faults(rows, {PLACE: (begin, end)})[0]
-    assert "gap, overlap" in object_faults([rows[0], rows[0]], {PLACE: (4096, 4128)})[0]
-    assert "does not name" in object_faults(rows, {})[0]
+        assert "gap, overlap or end elsewhere" in index.object_faults({PLACE: (begin, end)})[0]
+    assert "gap, overlap" in indexed([rows[0], rows[0]]).object_faults({PLACE: (4096, 4128)})[0]
+    assert "does not name" in index.object_faults({})[0]
 
 
 def test_regions_in_another_order_than_their_elements_are_a_fault() -> None:
     """Bytes that are read in one go must be the elements in their order."""
     halves = [row_of("w", (4,), 4104, Box((0,), (2,))), row_of("w", (4,), 4096, Box((2,), (2,)))]
-    assert coverage_faults(halves) == ["model/w: its regions do not lie in the order of its elements"]
+    assert indexed(halves).coverage_faults() == ["model/w: its regions do not lie in the order of its elements"]
 
 
 def test_a_header_whose_tensor_has_other_bytes_is_refused() -> None:

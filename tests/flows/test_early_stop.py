@@ -140,7 +140,7 @@ def test_a_store_that_is_away_stops_nothing(run_dir: Path) -> None:
             unimproved(ckpt, run_dir)
             stopping = EarlyStopping(ckpt, RULE)
             (run_dir / "ledger").rename(run_dir / "elsewhere")
-            (run_dir / "ledger").write_text("no directory")
+            (run_dir / "ledger").symlink_to("ledger")  # cannot be listed, by root neither
             away = stopping.check()
             (run_dir / "ledger").unlink()
             (run_dir / "elsewhere").rename(run_dir / "ledger")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES, TensorSpec, plan_image
-from ckpt_tasks.format.index import IndexRow, coverage_faults, read_index, write_index
+from ckpt_tasks.format.index import Index, IndexRow, coverage_faults, read_index, write_index
 from ckpt_tasks.format.regions import Box
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
@@ -45,6 +45,10 @@ def row(**changes: Any) -> IndexRow:
 
 
 def read_back(rows: list[IndexRow]) -> list[IndexRow]:
+    return [*indexed(rows).rows]
+
+
+def indexed(rows: list[IndexRow]) -> Index:
     data = write_index(rows)
     return read_index(data, digest=digest_hex(data), name="index.arrow")
 
@@ -54,7 +58,9 @@ def test_rows_come_back_as_they_were(wanted: list[TensorSpec]) -> None:
     """The index of any layout is read back equal, and has no holes."""
     rows = rows_of(wanted)
     assert read_back(rows) == rows
-    assert coverage_faults(rows) == []
+    assert indexed(rows).coverage_faults() == coverage_faults(rows) == []
+    assert indexed(rows).tensors == {found.full_key: (found.dtype, found.tensor_shape) for found in rows}
+    assert indexed(rows).keys == [found.full_key for found in rows]
 
 
 def test_other_bytes_are_refused_before_they_are_parsed() -> None:
@@ -74,9 +80,10 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
     changed[at % len(changed)] = value
     data = bytes(changed)
     with suppress(CkptError):
-        rows = read_index(data, digest=digest_hex(data), name="index.arrow")
-        coverage_faults(rows)
-        assert all(isinstance(found, IndexRow) for found in rows)
+        index = read_index(data, digest=digest_hex(data), name="index.arrow")
+        index.coverage_faults()
+        index.object_faults({PLACE: (4096, 4123)})
+        assert all(isinstance(found, IndexRow) for found in index.rows)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +104,11 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
         {"box": Box((0,), (2, 3))},
         {"box": Box((0, 0, 0), (2, 3))},
         {"box": Box((0,), (6,))},
+        # Products that a number of 64 bits takes for 0, for 6 and for -1.
+        {"tensor_shape": (2**32, 2**32), "box": Box((0, 0), (2**32, 2**32)), "end": 4096},
+        {"tensor_shape": (2**63 - 1, 2**63 - 1, 6), "box": Box((0, 0, 0), (2**63 - 1, 2**63 - 1, 6))},
+        {"tensor_shape": (2**40, 2**40), "box": Box((0, 0), (2**40, 2**40)), "begin": 4100, "end": 4096},
+        {"tensor_shape": (2**61, 0), "box": Box((0, 0), (2**61, 0)), "end": 4096},
     ],
     ids=str,
 )
@@ -152,6 +164,7 @@ def test_a_missing_region_is_named() -> None:
     middle = next(i for i, found in enumerate(rows) if found.key == "big" and found.box.offset[0])
     [fault] = coverage_faults(rows[:middle] + rows[middle + 1 :])
     assert fault.startswith("model/big: the regions hold")
+    assert indexed(rows[:middle] + rows[middle + 1 :]).coverage_faults() == [fault]
 
 
 def test_a_region_written_twice_is_named() -> None:
@@ -159,6 +172,7 @@ def test_a_region_written_twice_is_named() -> None:
     rows = rows_of([TensorSpec("w", "float32", (2,))])
     [fault] = coverage_faults([*rows, *rows])
     assert fault.startswith("model/w:")
+    assert indexed([*rows, *rows]).coverage_faults() == [fault]
 
 
 def test_regions_that_disagree_are_named() -> None:
@@ -166,3 +180,5 @@ def test_regions_that_disagree_are_named() -> None:
     first, second = row(), row(tensor_shape=(4, 3))
     [fault] = coverage_faults([first, second])
     assert "disagree" in fault
+    part = row(tensor_shape=(4, 3))
+    assert indexed([first, part]).coverage_faults() == coverage_faults([first, part]) == [fault]

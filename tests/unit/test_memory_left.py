@@ -22,6 +22,8 @@ ckpt.save(1, {"weights": torch.zeros(1000)})
 os._exit(9)
 """
 
+HOLDING = KILLED.replace("os._exit(9)", 'print("saved", flush=True)\nsys.stdin.read()')
+
 
 def left(memory: Path) -> set[str]:
     """Name the directories of runs."""
@@ -33,9 +35,14 @@ def killed(run_dir: Path, memory: Path, *, age_s: float) -> str:
     before = left(memory)
     subprocess.run([sys.executable, "-c", KILLED, str(run_dir), str(memory)], check=False)
     (name,) = left(memory) - before
+    aged(memory, name, age_s)
+    return name
+
+
+def aged(memory: Path, name: str, age_s: float) -> None:
+    """Let it be so long since a run took its memory."""
     lock = next(memory.glob(f"*/{name}/lock"))
     os.utime(lock, (time.time() - age_s, time.time() - age_s))
-    return name
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "removed, and another run in its place"])
@@ -58,3 +65,27 @@ def test_the_memory_of_a_run_that_is_gone_is_freed(tmp_path: Path, again: bool) 
         assert {young, there} < found
         assert gone not in found
         assert len(found) == 3  # and its own
+
+
+def test_the_memory_of_a_process_that_lives_stays(tmp_path: Path) -> None:
+    """P67: whoever holds it may commit it yet, this process or another, though the run directory is gone."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    command = [sys.executable, "-c", HOLDING, str(tmp_path / "other"), str(memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "saved\n"
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "own"), memory_dir=str(memory))) as own:
+            own.save(1, {"value": 1})
+            held = left(memory)
+            for name in held:
+                aged(memory, name, 100_000)
+            (tmp_path / "other").rename(tmp_path / "elsewhere")
+            (tmp_path / "own").rename(tmp_path / "away")
+            with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "next"), memory_dir=str(memory))) as ckpt:
+                ckpt.save(1, {"value": 1})
+                assert held < left(memory)
+            (tmp_path / "away").rename(tmp_path / "own")
+        (tmp_path / "elsewhere").rename(tmp_path / "other")
+        other.communicate("")
+    assert len(held) == 2

@@ -290,3 +290,14 @@ def test_another_kind_of_optimizer_is_refused(saved: str, here: str) -> None:
     with pytest.raises(StateMismatchError, match="another kind of optimizer: one with"):
         restore(save(source), target)
     assert torch.equal(target["model"].embed.weight, weights)
+
+
+def test_what_schedules_note_makes_no_other_kind_of_optimizer() -> None:
+    """P58: a schedule writes into param groups; a torch whose optimizer has one option more does not miss that."""
+    source, target = build("SGD"), build("SGD", seed=1)
+    torch.optim.lr_scheduler.OneCycleLR(source["optimizer"], 0.1, total_steps=10, cycle_momentum=False)
+    train(source, 2)
+    target["optimizer"].defaults["newer"] = False
+    target["optimizer"].param_groups[0]["newer"] = False
+    restore(save(source), target)
+    assert torch.equal(target["model"].embed.weight, source["model"].embed.weight)

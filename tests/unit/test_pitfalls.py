@@ -125,7 +125,7 @@ def test_a_save_is_committed_when_it_returns(run_dir: Path) -> None:
 def without_a_region(root: Path) -> None:
     """Make the newest checkpoint what a faulty writer would have committed: digests that fit, and a region missing."""
     (index,), (path,) = root.glob("checkpoint_*2/*/index.arrow"), root.glob("checkpoint_*2/*/manifest.json")
-    rows = read_index(index.read_bytes(), digest=digest_hex(index.read_bytes()), name="index")
+    rows = read_index(index.read_bytes(), digest=digest_hex(index.read_bytes()), name="index").rows
     index.write_bytes(write_index([row for row in rows if not any(row.box.offset)]))
     old = path.read_bytes()
     body = json.loads(old)
