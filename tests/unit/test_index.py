@@ -96,6 +96,7 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
         {"group": ".."},
         {"dtype": "object"},
         {"begin": -4},
+        {"begin": -24, "end": 0},
         {"end": 10**9},
         {"begin": 4096, "end": 4096},
         {"tensor_shape": (-2, -3), "box": Box((0, 0), (-2, -3))},
@@ -182,3 +183,12 @@ def test_regions_that_disagree_are_named() -> None:
     assert "disagree" in fault
     part = row(tensor_shape=(4, 3))
     assert indexed([first, part]).coverage_faults() == coverage_faults([first, part]) == [fault]
+
+
+@pytest.mark.parametrize("box", [Box((0, 0), (1, 3)), Box((1, 0), (2, 3))], ids=["a part", "outside"])
+def test_one_region_that_is_not_its_tensor_is_named(box: Box) -> None:
+    """P48: a tensor's only region is looked at like one of many."""
+    only = row(box=box, end=4096 + 4 * box.size)
+    assert only.begin == 4096
+    [fault] = indexed([only, *rows_of([TensorSpec("v", "bool", (3,))])]).coverage_faults()
+    assert fault.startswith("model/w: ")
