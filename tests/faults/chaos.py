@@ -263,7 +263,7 @@ async def _ask(
             kept.write(piece)
         await _hold(fault.hold_request)
         pieces = _from(kept)
-    listening = await _push(up[1], head.replacing(*_HOP, by=(("Connection", "close"),)).to_bytes())
+    listening = await _push(up[1], head.replacing(*_HOP, *fault.without, by=(("Connection", "close"),)).to_bytes())
     async for piece in pieces:
         if fault.duplicate is not None and fault.hold_request is None:
             kept.write(piece)
