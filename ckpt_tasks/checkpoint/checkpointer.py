@@ -123,6 +123,7 @@ class Checkpointer:
             candidates = [Run(self._history, self._run_key).find(step)]
             in_memory = [one for one in in_memory if one.checkpoint.manifest_digest == candidates[0].manifest_digest]
         if not candidates and not in_memory:
+            self._stand_at(0, None)  # also after steps of which nothing was committed: they are taken again
             return 0
         damaged, self._damaged = self._damaged, ()
         found, report = restore_newest(
@@ -137,8 +138,7 @@ class Checkpointer:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
         self.last_restore, self._knows_line = report, True
-        self._position = found.step
-        self._last = SavePoint(step=found.step, epoch=found.epochs, clock_s=time.monotonic())
+        self._stand_at(found.step, found.epochs)
         if in_memory:
             self._saver.hold(in_memory[0].slot)
         if found.n < 0:  # storage does not have it yet
@@ -362,8 +362,7 @@ class Checkpointer:
             step_s=self._pace.step_s,
             optimizers=[one for one in state.values() if overlapped and isinstance(one, Optimizer)],
         )
-        self._position = step
-        self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
+        self._stand_at(step, epoch)
         self._pace.saved(self._last)
 
     def _raise_failure(self) -> None:
@@ -387,6 +386,10 @@ class Checkpointer:
             raise failure
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
+
+    def _stand_at(self, step: int, epoch: int | None) -> None:
+        self._position = step
+        self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
 
     def _hand_on(self) -> None:
         if self._interrupt.pending is not None:

@@ -92,9 +92,9 @@ class OptimizerPart:
             differences.differ(self._group, f"{len(self._named)} param groups here, {count} in the checkpoint")
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
-        lost, lacking = saved - own, self._optimizer.defaults.keys() - saved
+        lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
         if lost and lacking:  # one of them alone: another version of torch
-            lists = f"one with {', '.join(sorted(lacking))} here, with {', '.join(sorted(lost))} in the checkpoint"
+            lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
         for name, (n, parameter) in here.items():
             if there.get(name, n) != n:

@@ -36,6 +36,17 @@ def test_steps_count_on(run_dir: Path) -> None:
         assert not ckpt.step(4, weights(4))
 
 
+def test_steps_of_which_nothing_was_committed_are_taken_again(run_dir: Path) -> None:
+    """P32: a retry that finds nothing to restore begins with step 1, though more were reported before."""
+    with opened(run_dir, step_interval=100) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, weights(step))
+        assert ckpt.restore(weights()) == 0
+        assert ckpt.position == 0
+        assert not ckpt.step(1, weights(1))
+        ckpt.save(2, weights(2))
+
+
 @pytest.mark.parametrize("value", ["low", [1.0, 2.0], None, {}])
 def test_a_metric_is_a_number(run_dir: Path, value: Any) -> None:
     """What is no number is refused by name, before anything is written."""
