@@ -157,15 +157,15 @@ class Generations:
             if default_directory(wanted) is None:
                 self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
 
-    def take(self, slot: str, build: Callable[[Callable[[str, int], mmap.mmap]], _T]) -> _T:
+    def take(self, slot: str, build: Callable[[Callable[[str, int], mmap.mmap]], _T], *, touch: bool = False) -> _T:
         """Build something from a slot's memory; without room in the memory directory, from private memory."""
         try:
-            return build(lambda name, size_bytes: self.memory.take(slot, name, size_bytes))
+            return build(lambda name, size_bytes: self.memory.take(slot, name, size_bytes, touch=touch))
         except StoreError as error:
             if isinstance(self.memory, PrivateMemory):
                 raise
             self._do_without(str(error))
-        return self.take(slot, build)
+        return self.take(slot, build, touch=touch)
 
     def close(self, *, keep: bool) -> None:
         """Let the memory go; `keep` what is sealed for the next process."""

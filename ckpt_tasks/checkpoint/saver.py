@@ -207,11 +207,13 @@ class Saver:
             self._generations.make_room(self._plan.size_bytes)
         return self._take(slot, self._plan)
 
-    def _take(self, slot: str, plan: SnapshotPlan) -> ImageSet:
+    def _take(self, slot: str, plan: SnapshotPlan, *, ahead: bool = False) -> ImageSet:
         with self._taking:
             found = self._sets.get(slot)
             if found is None:
-                found = self._sets[slot] = self._generations.take(slot, lambda take: ImageSet(plan, take))
+                # Where somebody waits for it, the threads that copy touch it: there are several of them.
+                found = self._generations.take(slot, lambda take: ImageSet(plan, take), touch=ahead)
+                self._sets[slot] = found
                 for image in found.images:
                     if image.name in plan.devices:
                         self._devices.pin(image.buffer, image, plan.devices[image.name])
@@ -220,7 +222,7 @@ class Saver:
     def _take_ahead(self, slot: str, plan: SnapshotPlan) -> None:
         be_nice()
         with suppress(CkptError):  # the snapshot that needs it will say what is wrong
-            self._take(slot, plan)
+            self._take(slot, plan, ahead=True)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         base = self._base()

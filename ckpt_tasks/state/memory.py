@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -48,8 +49,11 @@ class SnapshotMemory(Protocol):
 
     url: str
 
-    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
-        """Return memory for one image of a slot; what the slot held is lost."""
+    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
+        """Return memory for one image of a slot; what the slot held is lost.
+
+        `touch`: have the kernel find its pages now, which takes several times a copy; else whoever fills it does that.
+        """
 
     def unseal(self, slot: str) -> None:
         """Say that a slot's images are about to change."""
@@ -66,10 +70,12 @@ class PrivateMemory:
 
     url = "memory"
 
-    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
+    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
         memory = mmap.mmap(-1, max(size_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
+        if touch:
+            _touch(memory)
         return memory
 
     def unseal(self, slot: str) -> None:
@@ -109,7 +115,7 @@ class MemoryDirectory:
         _HELD.add(self.path)
         self._unlock = weakref.finalize(self, _unlock, self.path, lock)
 
-    def take(self, slot: str, name: str, size_bytes: int) -> mmap.mmap:
+    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
         """Map a file of its own, all of it allocated: raises StoreError where there is no room."""
         self.unseal(slot)
         directory = self._slot(slot)
@@ -119,12 +125,15 @@ class MemoryDirectory:
             try:
                 # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
                 os.posix_fallocate(fd, 0, max(size_bytes, 1))
-                return mmap.mmap(fd, max(size_bytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+                memory = mmap.mmap(fd, max(size_bytes, 1))
             finally:
                 os.close(fd)
         except OSError as error:
             self.clear(slot)
             raise StoreError(f"{size_bytes} bytes for {name} in {directory}: {error.strerror}") from error
+        if touch:
+            _touch(memory)
+        return memory
 
     def unseal(self, slot: str) -> None:
         directory = self._slot(slot)
@@ -222,6 +231,13 @@ def default_directory(size_bytes: int) -> Path | None:
     status = os.statvfs(_SHARED_MEMORY)
     free_bytes = min(status.f_bavail * status.f_frsize, _available_bytes())
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
+
+
+def _touch(memory: mmap.mmap) -> None:
+    # Not MAP_POPULATE, during which no other thread of Python runs.
+    first = ctypes.c_char.from_buffer(memory)
+    ctypes.memset(ctypes.addressof(first), 0, len(memory))
+    del first  # else the memory could not be closed
 
 
 def _available_bytes() -> int:
