@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import RunArgument
@@ -29,9 +30,8 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
     with output(as_json) as out:
         run = open_run(directory)
         head = run.head()
-        best = _best(run, head.state)
-        newest_first = lineage(head.state.live)
-        rows = [_row(checkpoint, head.state, best, newest=not n) for n, checkpoint in enumerate(newest_first)]
+        kept = kept_because(run, head.state)
+        rows = [_row(one, head.state, kept[one.manifest_digest]) for one in lineage(head.state.live)]
         owner = head.state.owner
         out.data(
             {
@@ -49,16 +49,9 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
             out.fail()
 
 
-def _row(checkpoint: Checkpoint, state: State, best: str | None, *, newest: bool) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint, state: State, kept: list[str]) -> dict[str, Any]:
     digest, now = checkpoint.manifest_digest, time.time()
     leases = [lease for lease in state.leases if lease.manifest_digest == digest and lease.expires_at > now]
-    pinned = state.pins.get(digest)
-    kept = [
-        *(["newest"] if newest else []),
-        *([f"best {state.best_metric}"] if digest == best else []),
-        *([f"pinned: {pinned}"] if pinned is not None else []),
-        *(f"leased by {lease.holder}, {span(lease.expires_at - now)}" for lease in leases),
-    ]
     return {
         "step": checkpoint.step,
         "saved_at": checkpoint.saved_at,
@@ -68,7 +61,7 @@ def _row(checkpoint: Checkpoint, state: State, best: str | None, *, newest: bool
         "evaluations": {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest},
         "kept_because": kept,
         "abandoned": checkpoint.abandoned,
-        "pinned": pinned,
+        "pinned": state.pins.get(digest),
         "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in leases],
         "attempt": checkpoint.attempt,
         "manifest": checkpoint.manifest,
@@ -130,15 +123,6 @@ def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _metric(row: dict[str, Any], suite: str, name: str) -> str:
     value = (row["evaluations"].get(suite, {}) if suite else row["metrics"]).get(name)
     return "" if value is None else number(value)
-
-
-def _best(run: Run, state: State) -> str | None:
-    from ckpt_tasks.errors import CheckpointNotFoundError
-
-    try:
-        return run.find("best").manifest_digest if state.best_metric is not None else None
-    except CheckpointNotFoundError:  # none has the metric yet
-        return None
 
 
 def _owner(owner: Owner) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
@@ -40,7 +41,9 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
 
     with output(as_json) as shown:
         run = open_run(directory)
-        made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), run.head().state)
+        state = run.head().state
+        kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(run, state).items()}
+        made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), state, kept)
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
         _write(place, to_html(made))
         shown.data({**made.data(), "html": str(place)})

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.keys import LEDGER_PREFIX
-from tests.unit.cli_runs import ckpt, flip, save_steps
+from tests.unit.cli_runs import ckpt, config, flip, save_steps
 from tests.unit.histories import LOST, Told, trained
 
 COSTS = {"stall_s": 0.5, "flush_s": 0.0, "step_s": 1.0}
@@ -34,6 +35,17 @@ def test_it_says_where_the_time_went_and_writes_the_page(run: Path, tmp_path: Pa
     assert page.startswith("<!doctype html>")
     assert "<svg" in page
     assert "lm-7" in page
+
+
+def test_the_page_says_why_checkpoints_stay(run_dir: Path, tmp_path: Path) -> None:
+    """The table of checkpoints has the reasons that `ckpt ls` shows."""
+    save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
+    with Checkpointer(config(run_dir)) as one:
+        one.pin(2, "release <1>")
+    assert ckpt("report", run_dir, "--out", tmp_path / "out.html").status == 0
+    page = (tmp_path / "out.html").read_text()
+    for words in ("kept because", "newest", "best loss", "pinned: release &lt;1&gt;"):
+        assert words in page
 
 
 def test_json_has_the_facts(run: Path, tmp_path: Path) -> None:
