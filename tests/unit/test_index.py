@@ -95,8 +95,12 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
         {"group": "a/b"},
         {"group": ".."},
         {"dtype": "object"},
+        {"dtype": "object", "end": 4102},
         {"begin": -4},
         {"begin": -24, "end": 0},
+        {"begin": 4098, "end": 4122},
+        {"tensor_shape": (1 << 23,), "box": Box((0,), (1 << 23,)), "end": 4096 + (4 << 23)},
+        {"tensor_shape": (1,) * 65, "box": Box((0,) * 65, (1,) * 65), "end": 4100},
         {"end": 10**9},
         {"begin": 4096, "end": 4096},
         {"tensor_shape": (-2, -3), "box": Box((0, 0), (-2, -3))},
@@ -192,3 +196,30 @@ def test_one_region_that_is_not_its_tensor_is_named(box: Box) -> None:
     assert only.begin == 4096
     [fault] = indexed([only, *rows_of([TensorSpec("v", "bool", (3,))])]).coverage_faults()
     assert fault.startswith("model/w: ")
+
+
+def with_words(words: list[str], codes: list[int]) -> bytes:
+    """Write the index of two tensors whose objects are named by this dictionary."""
+    table = table_of()
+    at = table.schema.get_field_index("object")
+    column = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), words)
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.set_column(at, table.schema.field(at), column))
+    return sink.getvalue()
+
+
+def test_a_word_that_stands_twice_in_a_dictionary_is_one() -> None:
+    """P49: the regions of one object are all seen, however Arrow numbers its name."""
+    data = with_words([PLACE, PLACE], [0, 1])
+    index = read_index(data, digest=digest_hex(data), name="index.arrow")
+    assert [found.object for found in index.rows] == [PLACE, PLACE]
+    [fault] = index.object_faults({PLACE: (4096, 4120)})
+    assert "gap, overlap or end elsewhere" in fault
+
+
+def test_a_dictionary_of_more_words_than_rows_is_refused() -> None:
+    """P49: words that no row has take memory and mean nothing."""
+    data = with_words([PLACE, "b", "c"], [0, 0])
+    with pytest.raises(IntegrityError, match="words that no row has"):
+        read_index(data, digest=digest_hex(data), name="index.arrow")
