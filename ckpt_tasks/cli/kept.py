@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.pages.words import span
@@ -19,10 +20,11 @@ def kept_because(run: Run, state: State) -> dict[str, list[str]]:
     from ckpt_tasks.format.ledger import lineage
 
     newest_first, now, best = lineage(state.live), time.time(), _best(run, state)
-    found: dict[str, list[str]] = {one.manifest_digest: [] for one in newest_first}
+    # What the ledger keeps may be none of its live ones, where somebody has written into it.
+    found: dict[str, list[str]] = defaultdict(list, {one.manifest_digest: [] for one in newest_first})
     if newest_first:
         found[newest_first[0].manifest_digest].append("newest")
-    if best in found:  # it was looked up later
+    if best is not None:
         found[best].append(f"best {state.best_metric}")
     for digest, why in state.pins.items():
         found[digest].append(f"pinned: {why}")
