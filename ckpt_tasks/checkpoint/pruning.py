@@ -78,8 +78,8 @@ class Pruner:
         self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
 
     def _warn_of_best(self, head: Head) -> None:
-        missing = missing_metric(head.state, self._policy)
-        if missing is not None and not self._warned:
+        missing = None if self._warned else missing_metric(head.state, self._policy)
+        if missing is not None:
             _log.warning("None is kept as the best: %s", missing)
             self._warned = True
 

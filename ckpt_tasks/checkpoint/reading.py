@@ -183,7 +183,7 @@ class Run:
             )
         mode = mode or state.best_mode
         policy = RetentionPolicy(keep_best=1, best_metric=wanted, best_mode=mode)
-        ranked = rank_best(newest_first, policy, state.metrics)
+        ranked = rank_best(newest_first, policy, state.evaluated)
         if not ranked:
             raise CheckpointNotFoundError(f"no checkpoint has the metric {wanted!r}")
         return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)

@@ -175,7 +175,7 @@ def plan_prune(
         leased={lease.manifest_digest: lease.holder for lease in state.leases if lease.expires_at > now},
         verified=verified,
         restored_from=restored_from,
-        metrics=state.metrics,
+        metrics=state.evaluated,
     )
 
 

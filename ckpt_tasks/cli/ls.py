@@ -30,7 +30,7 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
     with output(as_json) as out:
         run = open_run(directory)
         head = run.head()
-        kept = kept_because(run, head.state)
+        kept = kept_because(head.state)
         rows = [_row(one, head.state, kept[one.manifest_digest]) for one in lineage(head.state.live)]
         owner = head.state.owner
         out.data(

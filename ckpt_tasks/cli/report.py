@@ -42,7 +42,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     with output(as_json) as shown:
         run = open_run(directory)
         state = run.head().state
-        kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(run, state).items()}
+        kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(state).items()}
         made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), state, kept)
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
         _write(place, to_html(made))

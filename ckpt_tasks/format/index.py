@@ -173,9 +173,9 @@ class Index:
         for word in self._dtype.used:
             if word not in STORED_DTYPES:
                 self._refuse(self._dtype.codes == self._dtype.code[word], f"the index holds the dtype {word!r:.40}")
-        stored = [STORED_DTYPES.get(word) for word in self._dtype.code]  # None: no row has it
-        nbytes = np.array([one.nbytes if one else 1 for one in stored], np.int64)[self._dtype.codes]
-        itemsize = np.array([one.itemsize if one else 1 for one in stored], np.int64)[self._dtype.codes]
+        stored = [STORED_DTYPES.get(word) for word in self._dtype.words]  # None: no row has it
+        sizes = np.array([(one.nbytes, one.itemsize) if one else (1, 1) for one in stored], np.int64).reshape(-1, 2)
+        nbytes, itemsize = sizes[self._dtype.codes].T
         other = (self._offset.lengths != self._full.lengths) | (self._shape.lengths != self._full.lengths)
         self._refuse(other, "a region has another number of dimensions than its tensor")
         size_bytes, (elements, _), (_, extent) = self._end - self._begin, self._shape.products(), self._full.products()
@@ -188,7 +188,7 @@ class Index:
     def coverage_faults(self) -> list[str]:
         """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
         # Nearly all, of 10⁵, have one region, and it is the tensor.
-        odd = self._full.differs(self._shape.numbers) | self._offset.differs(0)
+        odd = self._full.some(self._full.numbers != self._shape.numbers) | self._offset.some(self._offset.numbers != 0)
         if len({*self.keys}) < len(self):
             often = {key for key, times in Counter(self.keys).items() if times > 1}
             odd |= np.fromiter((key in often for key in self.keys), np.bool_, len(self))
@@ -200,7 +200,7 @@ class Index:
         So no byte is under two digests, and none of the tensors takes more memory than the object has bytes.
         """
         order = np.lexsort((self._end, self._begin, self._object.codes))
-        firsts = np.searchsorted(self._object.codes[order], np.arange(len(self._object.code) + 1)).tolist()
+        firsts = np.searchsorted(self._object.codes[order], np.arange(len(self._object.words) + 1)).tolist()
         inside = {word: order[firsts[code] : firsts[code + 1]] for word, code in self._object.code.items()}
         strange = [row for word, rows in inside.items() if word not in objects for row in rows.tolist()]
         faults = [f"{self.keys[row]} lies in an object that the manifest does not name" for row in strange]
@@ -255,25 +255,24 @@ def _cut_fault(found: list[IndexRow]) -> str | None:
 
 
 class _Words:
-    """A column of few words: the `code` of each, and for every row that of its word (`codes`)."""
+    """A column of few words: each once (`words`), its place there (`code`), and that of every row's word (`codes`)."""
 
     def __init__(self, column: pa.DictionaryArray):
         words = column.dictionary.to_pylist()
         if len(words) > len(column):
             raise ValueError("a dictionary with words that no row has")
-        self.code = {word: code for code, word in enumerate(dict.fromkeys(words))}  # a word can stand there twice
+        self.words = [*dict.fromkeys(words)]  # a word can stand there twice
+        self.code = {word: code for code, word in enumerate(self.words)}
         self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
 
     @property
     def used(self) -> list[Any]:
         """The words that a row has."""
-        words = [*self.code]
-        return [words[code] for code in np.unique(self.codes)]
+        return [self.words[code] for code in np.unique(self.codes)]
 
     def values(self) -> list[Any]:
         """List the word of every row."""
-        words = [*self.code]
-        return [words[code] for code in self.codes.tolist()]
+        return [self.words[code] for code in self.codes.tolist()]
 
 
 class _Lists:
@@ -294,9 +293,9 @@ class _Lists:
         numbers = self.numbers.tolist()
         return [tuple(numbers[begin:end]) for begin, end in pairwise([0, *self.ends.tolist()])]
 
-    def differs(self, others: npt.NDArray[np.int64] | int) -> npt.NDArray[np.bool_]:
-        """Say for every row whether a number of its list is another than what `others` has in its place."""
-        count = np.concatenate(([0], np.cumsum(self.numbers != others)))
+    def some(self, said: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Say for every row whether what is `said` of each number is true of one in its list."""
+        count = np.concatenate(([0], np.cumsum(said)))
         found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return found
 
@@ -308,8 +307,7 @@ class _Lists:
             factor = self.numbers[(self.ends - self.lengths)[there] + n]
             product[there] *= factor  # it may overflow
             magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
-        zero = np.concatenate(([0], np.cumsum(self.numbers == 0)))
-        product[(magnitude > _MAX_ELEMENTS) & (zero[self.ends] == zero[self.ends - self.lengths])] = -1
+        product[(magnitude > _MAX_ELEMENTS) & ~self.some(self.numbers == 0)] = -1
         return product, magnitude
 
 

@@ -127,7 +127,7 @@ class State:
         return state
 
     @property
-    def metrics(self) -> dict[str, dict[str, float]]:
+    def evaluated(self) -> dict[str, dict[str, float]]:
         """What evaluations found, by the identity of the checkpoint; of two values of a metric the later counts."""
         found: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:

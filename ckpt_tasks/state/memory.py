@@ -235,9 +235,7 @@ def default_directory(size_bytes: int) -> Path | None:
 
 def _touch(memory: mmap.mmap) -> None:
     # Not MAP_POPULATE, during which no other thread of Python runs.
-    first = ctypes.c_char.from_buffer(memory)
-    ctypes.memset(ctypes.addressof(first), 0, len(memory))
-    del first  # else the memory could not be closed
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, len(memory))
 
 
 def _available_bytes() -> int:

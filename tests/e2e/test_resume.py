@@ -108,7 +108,7 @@ def test_whatever_happens_to_a_process(site: Site) -> None:
 
 
 def train_whatever_happens(site: Site) -> None:
-    """Train ten runs, to which all that happens which is not for ever."""
+    """Train a run for each thing that can happen to one, all at once."""
     runs = {"reference": site.train("reference", STEPS)}
     for what in ("raise", "segfault", "memory", "terminate"):
         runs[what] = site.train(what, STEPS, what=what, at=45, marker=str(site.home / what))

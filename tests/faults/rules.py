@@ -54,9 +54,7 @@ class Fault:
     drop_request: bool = False  # the server never sees it, the client gets a reset connection
     hold_request: Gate | float | None = None  # it reaches the server when the gate opens, or so many seconds later
     reset_request_at: int | None = None  # both connections are torn down after so many bytes of the request's body
-    without: tuple[
-        str, ...
-    ] = ()  # fields of its head (lower case) that a server which checks no signature does not see
+    without: tuple[str, ...] = ()  # fields of its head, in lower case; only for servers that check no signature
     duplicate: Gate | float | None = None  # it is sent again when the gate opens, or so many seconds after the answer
     throttle_bytes_per_s: int | None = None  # both bodies
     answer: Answer | None = None  # said instead of the server's answer …

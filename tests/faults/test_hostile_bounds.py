@@ -19,7 +19,7 @@ from ckpt_tasks.format import index, manifest, parsing
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
-from ckpt_tasks.format.index import Index, IndexRow, read_index, write_index
+from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
@@ -27,6 +27,7 @@ from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.regions import Box, blocks
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
 from ckpt_tasks.state.tables import read_metrics, write_metrics
+from tests.unit.indexes import indexed
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
 PRIME = 2**61 - 1  # the modulus of Python's hash of whole numbers
@@ -212,11 +213,6 @@ def test_more_rows_than_asked_for_are_refused() -> None:
 def row_of(key: str, shape: tuple[int, ...], begin: int, box: Box | None = None) -> IndexRow:
     box = box or Box((0,) * len(shape), shape)
     return IndexRow("model", key, "float32", shape, box, PLACE, begin, begin + 4 * box.size, b"0" * 16)
-
-
-def indexed(rows: list[IndexRow]) -> Index:
-    data = write_index(rows)
-    return read_index(data, digest=digest_hex(data), name="index.arrow")
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 9), st.integers(-2, 2))

@@ -18,12 +18,13 @@ from ckpt_tasks.checkpoint.opening import Opened
 from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.index import IndexRow, read_index, write_index
+from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.state.distance import Distance
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.cli_runs import flip, only, save
+from tests.unit.indexes import indexed
 
 
 def compare(run_a: Path, run_b: Path) -> Comparison:
@@ -186,8 +187,7 @@ def parts_of(store: LocalStore, tensor: torch.Tensor, boxes: list[Box]) -> Opene
     manifest = Manifest(
         run_key="r", step=1, attempt="e", world_size=len(boxes), index=records[0], objects=tuple(records), groups={}
     )
-    index = write_index(rows)
-    return Opened(manifest, read_index(index, digest=digest_hex(index), name="index.arrow"), {})
+    return Opened(manifest, indexed(rows), {})
 
 
 WHOLE = [Box((0, 0), (6, 8))]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES, TensorSpec, plan_image
-from ckpt_tasks.format.index import Index, IndexRow, coverage_faults, read_index, write_index
+from ckpt_tasks.format.index import IndexRow, coverage_faults, read_index, write_index
 from ckpt_tasks.format.regions import Box
+from tests.unit.indexes import indexed, read_as_committed
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
 
@@ -48,11 +49,6 @@ def read_back(rows: list[IndexRow]) -> list[IndexRow]:
     return [*indexed(rows).rows]
 
 
-def indexed(rows: list[IndexRow]) -> Index:
-    data = write_index(rows)
-    return read_index(data, digest=digest_hex(data), name="index.arrow")
-
-
 @given(specs)
 def test_rows_come_back_as_they_were(wanted: list[TensorSpec]) -> None:
     """The index of any layout is read back equal, and has no holes."""
@@ -80,7 +76,7 @@ def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -
     changed[at % len(changed)] = value
     data = bytes(changed)
     with suppress(CkptError):
-        index = read_index(data, digest=digest_hex(data), name="index.arrow")
+        index = read_as_committed(data)
         index.coverage_faults()
         index.object_faults({PLACE: (4096, 4123)})
         assert all(isinstance(found, IndexRow) for found in index.rows)
@@ -131,6 +127,13 @@ def table_of(**columns: Any) -> pa.Table:
     return table
 
 
+def written(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
 @pytest.mark.parametrize(
     "table",
     [
@@ -147,19 +150,15 @@ def table_of(**columns: Any) -> pa.Table:
 )
 def test_nulls_and_other_columns_are_refused(table: pa.Table) -> None:
     """P49: a null where a value must be, or another table, is an error of ours."""
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = sink.getvalue()
     with pytest.raises(IntegrityError):
-        read_index(data, digest=digest_hex(data), name="index.arrow")
+        read_as_committed(written(table))
 
 
 @pytest.mark.parametrize("data", [b"", b"ARROW1\0\0", b"x" * 100])
 def test_what_is_no_arrow_file_is_refused(data: bytes) -> None:
     """P49: bytes that are no Arrow file are an error of ours."""
     with pytest.raises(IntegrityError):
-        read_index(data, digest=digest_hex(data), name="index.arrow")
+        read_as_committed(data)
 
 
 def test_a_missing_region_is_named() -> None:
@@ -203,16 +202,13 @@ def with_words(words: list[str], codes: list[int]) -> bytes:
     table = table_of()
     at = table.schema.get_field_index("object")
     column = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), words)
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table.set_column(at, table.schema.field(at), column))
-    return sink.getvalue()
+    return written(table.set_column(at, table.schema.field(at), column))
 
 
 def test_a_word_that_stands_twice_in_a_dictionary_is_one() -> None:
     """P49: the regions of one object are all seen, however Arrow numbers its name."""
     data = with_words([PLACE, PLACE], [0, 1])
-    index = read_index(data, digest=digest_hex(data), name="index.arrow")
+    index = read_as_committed(data)
     assert [found.object for found in index.rows] == [PLACE, PLACE]
     [fault] = index.object_faults({PLACE: (4096, 4120)})
     assert "gap, overlap or end elsewhere" in fault
@@ -222,4 +218,4 @@ def test_a_dictionary_of_more_words_than_rows_is_refused() -> None:
     """P49: words that no row has take memory and mean nothing."""
     data = with_words([PLACE, "b", "c"], [0, 0])
     with pytest.raises(IntegrityError, match="words that no row has"):
-        read_index(data, digest=digest_hex(data), name="index.arrow")
+        read_as_committed(data)

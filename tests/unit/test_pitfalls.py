@@ -24,10 +24,11 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.index import read_index, write_index
+from ckpt_tasks.format.index import write_index
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.runs import EXPECTED, UNTOUCHED, fingerprint, opened, restored, state_of
 from tests.storage.calls import WatchedCalls
+from tests.unit.indexes import read_as_committed
 from tests.unit.roundtrip import assert_same
 
 
@@ -125,7 +126,7 @@ def test_a_save_is_committed_when_it_returns(run_dir: Path) -> None:
 def without_a_region(root: Path) -> None:
     """Make the newest checkpoint what a faulty writer would have committed: digests that fit, and a region missing."""
     (index,), (path,) = root.glob("checkpoint_*2/*/index.arrow"), root.glob("checkpoint_*2/*/manifest.json")
-    rows = read_index(index.read_bytes(), digest=digest_hex(index.read_bytes()), name="index").rows
+    rows = read_as_committed(index.read_bytes()).rows
     index.write_bytes(write_index([row for row in rows if not any(row.box.offset)]))
     old = path.read_bytes()
     body = json.loads(old)
