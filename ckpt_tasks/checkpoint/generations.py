@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.state.memory import (
     SLOTS,
+    Fill,
     MemoryDirectory,
     PrivateMemory,
     SnapshotMemory,
@@ -44,7 +45,6 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Generation", "Generations", "MappedTensors", "usable"]
 
-_T = TypeVar("_T")
 _READERS = 2
 _log = logging.getLogger("ckpt_tasks")
 
@@ -157,15 +157,15 @@ class Generations:
             if default_directory(wanted) is None:
                 self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
 
-    def take(self, slot: str, build: Callable[[Callable[[str, int], mmap.mmap]], _T], *, touch: bool = False) -> _T:
-        """Build something from a slot's memory; without room in the memory directory, from private memory."""
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+        """Return a slot's memory as SnapshotMemory.take() does; where the memory directory has no room, private one."""
         try:
-            return build(lambda name, size_bytes: self.memory.take(slot, name, size_bytes, touch=touch))
+            return self.memory.take(slot, sizes, fill)
         except StoreError as error:
             if isinstance(self.memory, PrivateMemory):
                 raise
             self._do_without(str(error))
-        return self.take(slot, build, touch=touch)
+        return self.take(slot, sizes, fill)
 
     def close(self, *, keep: bool) -> None:
         """Let the memory go; `keep` what is sealed for the next process."""

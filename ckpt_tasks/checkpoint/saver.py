@@ -28,7 +28,8 @@ from ckpt_tasks.policy.cadence import AutoCadence, SavePoint
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.copying import copy_tensors
 from ckpt_tasks.state.device import Devices
-from ckpt_tasks.state.memory import SLOTS
+from ckpt_tasks.state.first import FirstCopy
+from ckpt_tasks.state.memory import SLOTS, Fill
 from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot, signature_of
 
@@ -131,9 +132,9 @@ class Saver:
             epochs=epochs,
         )
         slot = self._pipeline.take_slot()
-        images = self._images(slot, captured)
+        images, filled = self._images(slot, captured)
         self._generations.memory.unseal(slot)
-        copy = self._fill(images, captured, optimizers)
+        copy = None if filled else self._fill(images, captured, optimizers)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         self._pipeline.submit(
@@ -147,7 +148,7 @@ class Saver:
         Memory that is touched for the first time costs several times a copy.
         """
         self._plan = plan_snapshot(captured.tensors, captured.frozen)
-        self._generations.make_room(self._plan.size_bytes)
+        self._generations.make_room(sum(self._plan.sizes.values()))
         slot = self._pipeline.next_slot()
         threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take").start()
 
@@ -199,21 +200,21 @@ class Saver:
         copy.start()
         return copy
 
-    def _images(self, slot: str, captured: Captured) -> ImageSet:
+    def _images(self, slot: str, captured: Captured) -> tuple[ImageSet, bool]:
+        """Return a slot's images, and whether they have been filled as they were made."""
         if self._plan is None or self._plan.signature != signature_of(captured.tensors, captured.frozen):
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
             self._plan = plan_snapshot(captured.tensors, captured.frozen)
-            self._generations.make_room(self._plan.size_bytes)
-        return self._take(slot, self._plan)
+            self._generations.make_room(sum(self._plan.sizes.values()))
+        first = FirstCopy(self._plan, captured.tensors)
+        return self._take(slot, self._plan, first.write), first.done
 
-    def _take(self, slot: str, plan: SnapshotPlan, *, ahead: bool = False) -> ImageSet:
+    def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
         with self._taking:
             found = self._sets.get(slot)
             if found is None:
-                # Where somebody waits for it, the threads that copy touch it: there are several of them.
-                found = self._generations.take(slot, lambda take: ImageSet(plan, take), touch=ahead)
-                self._sets[slot] = found
+                found = self._sets[slot] = ImageSet(plan, self._generations.take(slot, plan.sizes, fill))
                 for image in found.images:
                     if image.name in plan.devices:
                         self._devices.pin(image.buffer, image, plan.devices[image.name])
@@ -222,7 +223,7 @@ class Saver:
     def _take_ahead(self, slot: str, plan: SnapshotPlan) -> None:
         be_nice()
         with suppress(CkptError):  # the snapshot that needs it will say what is wrong
-            self._take(slot, plan, ahead=True)
+            self._take(slot, plan)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         base = self._base()

@@ -27,7 +27,7 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +35,16 @@ from typing import Protocol
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
 
-__all__ = ["SLOTS", "MemoryDirectory", "PrivateMemory", "SnapshotMemory", "default_directory", "private_root", "sweep"]
+__all__ = [
+    "SLOTS",
+    "Fill",
+    "MemoryDirectory",
+    "PrivateMemory",
+    "SnapshotMemory",
+    "default_directory",
+    "private_root",
+    "sweep",
+]
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
@@ -44,15 +53,19 @@ _LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a ru
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
 
 
+Fill = Callable[[Mapping[str, int]], bool]
+
+
 class SnapshotMemory(Protocol):
     """Where the images of the two slots lie."""
 
     url: str
 
-    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
-        """Return memory for one image of a slot; what the slot held is lost.
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+        """Return memory for the images of a slot, by name; what the slot held is lost.
 
-        `touch`: have the kernel find its pages now, which takes several times a copy; else whoever fills it does that.
+        Where it is made of files, `fill` may write these, given by descriptor, and says whether it did. Without `fill`
+        nobody waits, and the kernel finds all pages now, which takes several times a copy.
         """
 
     def unseal(self, slot: str) -> None:
@@ -70,13 +83,14 @@ class PrivateMemory:
 
     url = "memory"
 
-    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
-        memory = mmap.mmap(-1, max(size_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        if touch:
-            _touch(memory)
-        return memory
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+        taken = {name: mmap.mmap(-1, max(size_bytes, 1)) for name, size_bytes in sizes.items()}
+        for memory in taken.values():
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            if fill is None:
+                _touch(memory)
+        return taken
 
     def unseal(self, slot: str) -> None:
         """Do nothing: nobody else can look."""
@@ -115,25 +129,30 @@ class MemoryDirectory:
         _HELD.add(self.path)
         self._unlock = weakref.finalize(self, _unlock, self.path, lock)
 
-    def take(self, slot: str, name: str, size_bytes: int, *, touch: bool = False) -> mmap.mmap:
-        """Map a file of its own, all of it allocated: raises StoreError where there is no room."""
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+        """Map files of their own, all of them allocated: raises StoreError where there is no room."""
         self.unseal(slot)
         directory = self._slot(slot)
+        files: dict[str, int] = {}
         try:
-            (directory / name).unlink(missing_ok=True)  # a file that others may have mapped is never changed in size
-            fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
-                os.posix_fallocate(fd, 0, max(size_bytes, 1))
-                memory = mmap.mmap(fd, max(size_bytes, 1))
-            finally:
-                os.close(fd)
+            for name in sizes:
+                (directory / name).unlink(missing_ok=True)  # what others may have mapped is never changed in size
+                files[name] = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            if fill is None or not fill(files):
+                for name, size_bytes in sizes.items():
+                    # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
+                    os.posix_fallocate(files[name], 0, max(size_bytes, 1))
+            taken = {name: mmap.mmap(files[name], max(size_bytes, 1)) for name, size_bytes in sizes.items()}
         except OSError as error:
             self.clear(slot)
-            raise StoreError(f"{size_bytes} bytes for {name} in {directory}: {error.strerror}") from error
-        if touch:
-            _touch(memory)
-        return memory
+            raise StoreError(f"{sum(sizes.values())} bytes in {directory}: {error.strerror}") from error
+        finally:
+            for fd in files.values():
+                os.close(fd)
+        if fill is None:
+            for memory in taken.values():
+                _touch(memory)
+        return taken
 
     def unseal(self, slot: str) -> None:
         directory = self._slot(slot)

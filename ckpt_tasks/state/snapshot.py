@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
 
-__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "signature_of", "tensor_at"]
+__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "signature_of", "storable", "tensor_at"]
 
 MAX_SHARD_BYTES = 2 << 30
 
@@ -34,9 +34,9 @@ class SnapshotPlan:
     devices: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
-    def size_bytes(self) -> int:
-        """The bytes of one snapshot."""
-        return sum(layout.size_bytes for _, _, layout in self.files)
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, by name."""
+        return {name: layout.size_bytes for _, name, layout in self.files}
 
 
 class Image:
@@ -55,15 +55,13 @@ class Image:
 class ImageSet:
     """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
 
-    def __init__(self, plan: SnapshotPlan, take: Callable[[str, int], mmap.mmap]):
-        self.images = tuple(
-            Image(group, name, layout, take(name, layout.size_bytes)) for group, name, layout in plan.files
-        )
+    def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
+        self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair every place in the images with the live tensor whose values belong there."""
         return [
-            (view, _storable(tensors[f"{image.group}/{name}"]))
+            (view, storable(tensors[f"{image.group}/{name}"]))
             for image in self.images
             for name, view in image.views.items()
         ]
@@ -147,7 +145,7 @@ def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
     return tensor_at(buffer, dtype, shape, slot.begin)
 
 
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
+def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
     tensor = tensor.detach()
     name = str(tensor.dtype).removeprefix("torch.")

@@ -295,7 +295,7 @@ def images(cuda: Cuda, memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) 
     """Return the images of a state with a tensor on a device in the first one, and none in the second one."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     plan = plan_snapshot({"there/x": on(There, 5000), "here/y": torch.ones(3)})
-    made = [*ImageSet(plan, lambda name, size_bytes: memory.take("a", name, size_bytes)).images]
+    made = [*ImageSet(plan, memory.take("a", plan.sizes)).images]
     assert plan.devices == {made[0].name: torch.device("cuda", 0)}
     return made
 

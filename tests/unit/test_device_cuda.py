@@ -132,7 +132,7 @@ def test_every_checkpoint_of_a_device_is_the_moment_of_its_step(
 def image_of(live: torch.Tensor, devices: Devices) -> Image:
     """Make an image of one tensor, `x`; its memory is pinned until the image is dropped."""
     plan = plan_snapshot({"plain/x": live.detach()})
-    (image,) = ImageSet(plan, lambda name, size_bytes: PrivateMemory().take("a", name, size_bytes)).images
+    (image,) = ImageSet(plan, PrivateMemory().take("a", plan.sizes)).images
     devices.pin(image.buffer, image, plan.devices[image.name])
     return image
 
