@@ -44,7 +44,7 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's memory, byte by byte, is its values in C order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _move(moves: Sequence[tuple[int, int, int]]) -> None:

@@ -116,7 +116,7 @@ class OverlappedCopy:
             raise RuntimeError("an OverlappedCopy takes one snapshot, and this one has been started")
         self._owner = threading.current_thread()
         pairs, self._pairs = self._pairs, ()
-        there = self._devices.present
+        there, notes, at_once = self._devices.present, self._watch.notes, self._at_once
         kept = {tensor.data_ptr(): tensor for tensor in _kept_by(self._optimizers) if _may_wait(tensor, there)}
         late: list[_Late] = []
         late_there: list[_Late] = []
@@ -125,8 +125,8 @@ class OverlappedCopy:
         for number, (place, live) in enumerate(pairs):
             address = live.data_ptr()
             own = kept.get(address) if address else None  # what is empty has none
-            if own is not None and number not in self._at_once and _may_wait(live, there):
-                self._watch.notes.append((number, live, live._version, own, own._version, address))
+            if own is not None and number not in at_once and _may_wait(live, there):
+                notes.append((number, live, live._version, own, own._version, address))
                 (late_there if there and live.is_cuda else late).append((number, place, live))
             elif there and live.is_cuda:
                 at_once_there.append((place, live))

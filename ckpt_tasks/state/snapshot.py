@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,31 +57,24 @@ class ImageSet:
 
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
+        self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair every place in the images with the live tensor whose values belong there."""
-        return [
-            (view, storable(tensors[f"{image.group}/{name}"]))
-            for image in self.images
-            for name, view in image.views.items()
-        ]
+        return [(view, storable(tensors[key])) for key, view in self._places]
 
 
-Signature = tuple[tuple[str, str, tuple[int, ...], bool, torch.device | None], ...]
+Signature = tuple[tuple[str, torch.dtype, torch.Size, bool, torch.device | None], ...]
 
 
 def signature_of(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Signature:
     """Describe the structure that a plan depends on."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
     return tuple(
-        (
-            key,
-            str(t.dtype).removeprefix("torch."),
-            tuple(t.shape),
-            key in frozen,
-            t.device if there and t.is_cuda else None,
-        )
-        for key, t in tensors.items()
+        [
+            (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None)
+            for key, t in tensors.items()
+        ]
     )
 
 
@@ -98,7 +91,9 @@ def plan_snapshot(
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
         group, _, key = full_key.partition("/")
-        groups.setdefault(group, ([], []))[still].append(TensorSpec(key, dtype, shape))
+        groups.setdefault(group, ([], []))[still].append(
+            TensorSpec(key, str(dtype).removeprefix("torch."), tuple(shape))
+        )
     files = tuple(
         (group, shard_name(group, rank, world_size, number), plan_image(specs))
         for group, kinds in groups.items()
@@ -129,10 +124,16 @@ def tensor_at(buffer: mmap.mmap | bytearray, dtype: str, shape: Iterable[int], b
 
 
 _REAL = {"complex128": torch.float64, "complex32": torch.float16}
-# Dtypes that few kernels know: their bits are copied as what they are.
+# Dtypes that few kernels know: their bits are copied as what they are. This torch may not have all of them.
 _AS_BYTES = frozenset(
     name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
 )
+
+
+_VIEWS: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{getattr(torch, name): lambda t: t.view(torch.uint8) for name in _AS_BYTES if hasattr(torch, name)},
+    **{getattr(torch, name): lambda t: torch.view_as_real(t.resolve_conj()) for name in _REAL},
+}
 
 
 def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
@@ -148,9 +149,5 @@ def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
     tensor = tensor.detach()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name in _AS_BYTES:
-        return tensor.view(torch.uint8)
-    if STORED_DTYPES[name].suffix:
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor
+    view = _VIEWS.get(tensor.dtype)
+    return tensor if view is None else view(tensor)
