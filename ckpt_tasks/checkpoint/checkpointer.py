@@ -123,6 +123,7 @@ class Checkpointer:
             candidates = [Run(self._history, self._run_key).find(step)]
             in_memory = [one for one in in_memory if one.checkpoint.manifest_digest == candidates[0].manifest_digest]
         if not candidates and not in_memory:
+            self._knows_line = True
             self._stand_at(0, None)  # also after steps of which nothing was committed: they are taken again
             return 0
         damaged, self._damaged = self._damaged, ()
@@ -174,7 +175,7 @@ class Checkpointer:
         if taken := self._saver.due(self._last, now) or ending:
             keep = ending or self._saver.preserves(step)
             self._snapshot(step, state, metrics or {}, epoch, keep=keep)
-        elif self._knows_line and not self._saver.prepared:
+        elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state))
         if ending:
             self.wait()

@@ -113,6 +113,12 @@ class Pipeline:
         with self._changed:
             return self._flushing is not None and time.monotonic() - self._since_s > self._timeout_s
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        with self._changed:
+            return self._flushing is None and self._waiting is None
+
     def take_slot(self) -> str:
         """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
         if self._last is not None:

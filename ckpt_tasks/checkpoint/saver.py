@@ -29,9 +29,9 @@ from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.copying import copy_tensors
 from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
-from ckpt_tasks.state.memory import SLOTS, Fill
+from ckpt_tasks.state.memory import SLOTS, Fill, touch
 from ckpt_tasks.state.overlap import OverlappedCopy
-from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot, signature_of
+from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot, signature_of
 
 __all__ = ["Saver"]
 
@@ -60,6 +60,7 @@ class Saver:
         self._happened: deque[Happening] = deque()
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
+        self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
         self._sets: dict[str, ImageSet] = {}
         self._taking = threading.Lock()
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
@@ -86,9 +87,9 @@ class Saver:
         return every is not None and step % every == 0
 
     @property
-    def prepared(self) -> bool:
-        """Whether the memory for a snapshot has been planned."""
-        return self._plan is not None
+    def unprepared(self) -> bool:
+        """Whether the memory for the next snapshot should be made ready: of the first, and of the first with a step."""
+        return self._plan is None or (self._early and self._pipeline.idle)
 
     def check_line(self, owner: Owner) -> None:
         """Raise ConfigError where others have committed what this process does not know.
@@ -133,6 +134,7 @@ class Saver:
         )
         slot = self._pipeline.take_slot()
         images, filled = self._images(slot, captured)
+        self._early = step == 0
         self._generations.memory.unseal(slot)
         copy = None if filled else self._fill(images, captured, optimizers)
         stall_s = time.perf_counter() - started_s
@@ -143,14 +145,13 @@ class Saver:
         self._warn_if_stuck(step)
 
     def prepare(self, captured: Captured) -> None:
-        """Have the memory of the first snapshot made ready in the background.
+        """Have the memory of the next snapshot made ready in the background.
 
         Memory that is touched for the first time costs several times a copy.
         """
-        self._plan = plan_snapshot(captured.tensors, captured.frozen)
-        self._generations.make_room(sum(self._plan.sizes.values()))
-        slot = self._pipeline.next_slot()
-        threading.Thread(target=self._take_ahead, args=(slot, self._plan), name="ckpt-take").start()
+        self._early = False
+        self._replan(captured)
+        threading.Thread(target=self._take_ahead, args=(self._pipeline.next_slot(),), name="ckpt-take").start()
 
     def wait(self) -> None:
         """Return when everything is committed; raise what went wrong, and StoreError where the store is stuck."""
@@ -202,28 +203,37 @@ class Saver:
 
     def _images(self, slot: str, captured: Captured) -> tuple[ImageSet, bool]:
         """Return a slot's images, and whether they have been filled as they were made."""
+        plan = self._replan(captured)
+        first = FirstCopy(plan, captured.tensors)
+        with self._taking:
+            return self._take(slot, plan, first.write), first.done
+
+    def _replan(self, captured: Captured) -> SnapshotPlan:
+        """Return the plan for a structure: the one at hand, unless that is for another one."""
         if self._plan is None or self._plan.signature != signature_of(captured.tensors, captured.frozen):
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
             self._plan = plan_snapshot(captured.tensors, captured.frozen)
             self._generations.make_room(sum(self._plan.sizes.values()))
-        first = FirstCopy(self._plan, captured.tensors)
-        return self._take(slot, self._plan, first.write), first.done
+        return self._plan
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
-        with self._taking:
-            found = self._sets.get(slot)
-            if found is None:
-                found = self._sets[slot] = ImageSet(plan, self._generations.take(slot, plan.sizes, fill))
-                for image in found.images:
-                    if image.name in plan.devices:
-                        self._devices.pin(image.buffer, image, plan.devices[image.name])
-            return found
+        found = self._sets.get(slot)
+        if found is None:
+            found = self._sets[slot] = ImageSet(plan, self._generations.take(slot, plan.sizes, fill))
+            for image in found.images:
+                if image.name in plan.devices:
+                    self._devices.pin(image.buffer, image, plan.devices[image.name])
+        return found
 
-    def _take_ahead(self, slot: str, plan: SnapshotPlan) -> None:
+    def _take_ahead(self, slot: str) -> None:
         be_nice()
-        with suppress(CkptError):  # the snapshot that needs it will say what is wrong
-            self._take(slot, plan)
+        found: tuple[Image, ...] = ()
+        with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
+            if self._plan is not None:  # it may have been forgotten, or another one be there by now
+                found = self._take(slot, self._plan).images
+        for image in found:
+            touch(image.buffer)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         base = self._base()
@@ -253,8 +263,8 @@ class Saver:
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only once a snapshot is sealed: until then the other slot may hold the last process's.
-        if self._plan is not None and not snapshot.given_up:
-            self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot), self._plan)
+        if not snapshot.given_up and snapshot.saving.attempt.step:
+            self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
     def _flush(self, snapshot: Snapshot) -> None:
         try:

@@ -44,12 +44,16 @@ __all__ = [
     "default_directory",
     "private_root",
     "sweep",
+    "touch",
 ]
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # of what the images need must be free
 _LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_POPULATE_WRITE = 23
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
 
 
@@ -64,8 +68,7 @@ class SnapshotMemory(Protocol):
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
         """Return memory for the images of a slot, by name; what the slot held is lost.
 
-        Where it is made of files, `fill` may write these, given by descriptor, and says whether it did. Without `fill`
-        nobody waits, and the kernel finds all pages now, which takes several times a copy.
+        Where it is made of files, `fill` may write these, given by descriptor, and says whether it did.
         """
 
     def unseal(self, slot: str) -> None:
@@ -88,8 +91,6 @@ class PrivateMemory:
         for memory in taken.values():
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            if fill is None:
-                _touch(memory)
         return taken
 
     def unseal(self, slot: str) -> None:
@@ -149,9 +150,6 @@ class MemoryDirectory:
         finally:
             for fd in files.values():
                 os.close(fd)
-        if fill is None:
-            for memory in taken.values():
-                _touch(memory)
         return taken
 
     def unseal(self, slot: str) -> None:
@@ -252,9 +250,14 @@ def default_directory(size_bytes: int) -> Path | None:
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
-def _touch(memory: mmap.mmap) -> None:
-    # Not MAP_POPULATE, during which no other thread of Python runs.
-    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, len(memory))
+def touch(memory: mmap.mmap) -> None:
+    """Have the kernel find all pages of a mapping now, which takes several times a copy; what they hold stays.
+
+    Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are filled.
+    """
+    held = ctypes.c_char.from_buffer(memory)
+    # Not mmap.madvise(), nor MAP_POPULATE: no other thread of Python would run.
+    _madvise(ctypes.addressof(held), len(memory), _POPULATE_WRITE)
 
 
 def _available_bytes() -> int:
