@@ -115,6 +115,24 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [*broken_links(page)] == []
 
 
+def test_the_tour_names_what_is_there() -> None:
+    """Whoever follows docs/ARCHITECTURE.md through the code finds every class, function and method that it names."""
+    there = {name for path in files("ckpt_tasks", "flows") for name in _defined(parse(path))}
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`\.?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", text)) - {"O_EXCL"}
+    assert sorted(name for name in named if name not in there and not name.endswith(".py")) == []
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef))
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
 def test_files_are_named_in_our_words() -> None:
     """No file or folder has a name from the list of words that are never used."""
     sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "deployments", "docs", suffix="")
