@@ -15,14 +15,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, ledger, loop, many, overlap, save_restore, stall
+from benchmarks import cadence, ledger, loop, many, overlap, reuse, save_restore, stall
 
 __all__ = ["main"]
 
 _CONSOLE = Console()
 
 
-_TABLES = {"save_restore": save_restore, "stall": stall, "loop": loop, "many": many, "ledger": ledger}
+_TABLES = {
+    "save_restore": save_restore,
+    "stall": stall,
+    "loop": loop,
+    "reuse": reuse,
+    "many": many,
+    "ledger": ledger,
+}
 _NAMES = [*_TABLES, "overlap", "cadence", "prefect"]
 _CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`
 
@@ -66,6 +73,8 @@ def _show(name: str, found: dict[str, Any]) -> None:
     if name in _TABLES or name == "s3":
         for row, cells in found["rows"].items():
             _table(row, cells, found)
+        for contender, share in found.get("written", {}).items():
+            _CONSOLE.print(f"{contender} writes {share:.2%} of the state; {found['changing']:.2%} of it can change")
         for contender, why in found.get("absent", {}).items():
             _CONSOLE.print(f"{contender}: {why}", style="dim")
     elif name == "cadence":

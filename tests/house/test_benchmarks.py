@@ -42,6 +42,7 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
             "--rounds",
             "1",
             "--only",
+            "reuse",
             "many",
             "ledger",
             "overlap",
@@ -52,5 +53,5 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
         ]
     )
     figures = json.loads((tmp_path / "it.json").read_text())
-    assert figures.keys() == {"machine", "many", "ledger", "overlap", "cadence", "prefect"}
+    assert figures.keys() == {"machine", "reuse", "many", "ledger", "overlap", "cadence", "prefect"}
     assert figures["cadence"]["worst"] < 0.01
