@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import MAX_DIMENSIONS, REGION_BYTES, STORED_DTYPES
 from ckpt_tasks.format.keys import is_group, is_object_name, parse_attempt
@@ -141,18 +142,19 @@ class Index:
     @cached_property
     def rows(self) -> tuple[IndexRow, ...]:
         """All rows, in their order."""
-        columns = (
-            self._group.values(),
-            self._key.to_pylist(),
-            self._dtype.values(),
-            self._full.values(),
-            map(_BOX, zip(self._offset.values(), self._shape.values(), strict=True)),
-            self._object.values(),
-            self._begin.tolist(),
-            self._end.tolist(),
-            self._digest.to_pylist(),
-        )
-        return tuple(map(_ROW, zip(*columns, strict=True)))
+        with uncollected():
+            columns = (
+                self._group.values(),
+                self._key.to_pylist(),
+                self._dtype.values(),
+                self._full.values(),
+                map(_BOX, zip(self._offset.values(), self._shape.values(), strict=True)),
+                self._object.values(),
+                self._begin.tolist(),
+                self._end.tolist(),
+                self._digest.to_pylist(),
+            )
+            return tuple(map(_ROW, zip(*columns, strict=True)))
 
     @cached_property
     def keys(self) -> list[str]:
@@ -268,7 +270,8 @@ class _Words:
     @property
     def used(self) -> list[Any]:
         """The words that a row has."""
-        return [self.words[code] for code in np.unique(self.codes)]
+        # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
+        return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
 
     def values(self) -> list[Any]:
         """List the word of every row."""
@@ -315,6 +318,8 @@ def _whole(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
     # Arrow does not check that a column declared without nulls has none.
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
+    if column.num_chunks == 1:
+        return column.chunk(0)  # nearly always; to combine it starts what computes, 9 ms the first time
     array = column.combine_chunks()
     return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks
 
