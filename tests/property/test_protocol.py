@@ -82,7 +82,7 @@ def test_the_schedules_are_rough_enough() -> None:
     """What is to be survived does happen: take-overs, deaths, every fate of every request, leases and evaluations."""
     outcomes = [play(seed) for seed in range(60)]
     fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
-    assert sum(outcome.commits for outcome in outcomes) > 300
+    assert sum(outcome.commits for outcome in outcomes) > 250
     assert sum(outcome.retired for outcome in outcomes) > 100
     assert sum(outcome.epochs > 3 for outcome in outcomes) > 20
     committing = {fate for what, fate in fates if what == "put_if_absent"}
