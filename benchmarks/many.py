@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import time
-import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from benchmarks.apart import summary
-from benchmarks.peers import CONTENDERS, OURS, Contender, differing, flat, states
-from benchmarks.stall import fsync_all, remove
+from benchmarks.peers import OURS, Contender, flat, states
 from benchmarks.states import Trained, size_bytes
+from benchmarks.together import check_same, durable_save_s, opened
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 
 __all__ = ["measure"]
 
-_NAMES = (OURS, "DCP save", "safetensors save_file", "torch.save")
 _WIDTH = 64
 
 
@@ -41,22 +36,14 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     """
     rounds = min(rounds, 3)  # a round takes minutes, nearly all of them DCP's and torch.load's
     trained, into = _build(tiny=tiny, seed=0, device=device), _build(tiny=tiny, seed=1, device=device)
-    shutil.rmtree(directory, ignore_errors=True)
     found: dict[str, dict[str, list[float]]] = {"save": {}, "open": {}, "restore": {}}
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP's, at every call, that nothing is distributed here
-        contenders: dict[str, Contender] = {}
-        for name in _NAMES:
-            (directory / name).mkdir(parents=True)
-            contenders[name] = CONTENDERS[name](directory / name, device)
-            stack.callback(contenders[name].close)
+    with opened(directory, device) as contenders:
         for _ in range(rounds):
             for name in random.sample(sorted(contenders), len(contenders)):
                 trained.step()
                 label = name if contenders[name].synced else f"{name} + fsync"
                 for row, seconds in _once(name, contenders[name], trained, into).items():
                     found[row].setdefault(label if row == "save" else name, []).append(seconds)
-    shutil.rmtree(directory)
     tensors = len(flat(states(trained.state)))
     titles = {"save": "save, durable", "open": "open", "restore": "restore, page cache warm"}
     rows = {
@@ -77,22 +64,12 @@ def _build(*, tiny: bool, seed: int, device: str) -> Trained:
 
 def _once(name: str, contender: Contender, trained: Trained, into: Trained) -> dict[str, float]:
     path = contender.directory / "saved"
-    remove(path)
-    os.sync()
-
-    def save() -> None:
-        contender.save_async(trained.state, path)
-        contender.wait()
-        if not contender.synced:
-            fsync_all(path)
-
     seconds = {
-        "save": _seconds(save),
+        "save": durable_save_s(contender, trained, path),
         "open": _seconds(lambda: _OPEN[name](contender.directory)),
         "restore": _seconds(lambda: contender.load(path, into.state)),
     }
-    if odd := differing(flat(states(trained.state)), flat(states(into.state))):
-        raise RuntimeError(f"{name}: {len(odd)} tensors are not what was saved, {odd[0]} for one")
+    check_same(name, trained, into)
     return seconds
 
 

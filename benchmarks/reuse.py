@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import time
-import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +11,11 @@ import torch
 from torch import nn
 
 from benchmarks.apart import summary
-from benchmarks.peers import CONTENDERS, OURS, Contender, differing, flat, states
-from benchmarks.stall import fsync_all, remove
 from benchmarks.states import Trained, build, size_bytes
+from benchmarks.together import check_same, durable_save_s, opened
 
 __all__ = ["measure"]
 
-_NAMES = (OURS, "DCP save", "safetensors save_file", "torch.save")
 _RANK = 8
 
 
@@ -47,30 +40,21 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     model and compared, to the bit.
     """
     trained, into = _build(tiny=tiny, seed=0, device=device), _build(tiny=tiny, seed=1, device=device)
-    shutil.rmtree(directory, ignore_errors=True)
     times: dict[str, list[float]] = {}
     written: dict[str, list[int]] = {}
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP's, at every call, that nothing is distributed here
-        contenders: dict[str, Contender] = {}
-        for name in _NAMES:
-            (directory / name).mkdir(parents=True)
-            contenders[name] = CONTENDERS[name](directory / name, device)
-            stack.callback(contenders[name].close)
-            _save(contenders[name], trained)  # the first one has everything to write
+    with opened(directory, device) as contenders:
+        for name, contender in contenders.items():
+            durable_save_s(contender, trained, directory / name / "saved")  # the first one has everything to write
         for number in range(rounds):
             for name in random.sample(sorted(contenders), len(contenders)):
-                _step(trained)
-                before = _files(directory / name)
-                seconds = _save(contenders[name], trained)
+                trained.step()
+                path, before = directory / name / "saved", _files(directory / name)
+                times.setdefault(name, []).append(durable_save_s(contenders[name], trained, path))
                 after = _files(directory / name)
-                times.setdefault(name, []).append(seconds)
                 written.setdefault(name, []).append(sum(after[file] for file in after.keys() - before.keys()))
                 if number == rounds - 1:
-                    contenders[name].load(directory / name / "saved", into.state)
-                    if odd := differing(flat(states(trained.state)), flat(states(into.state))):
-                        raise RuntimeError(f"{name}: {len(odd)} tensors are not what was saved, {odd[0]} for one")
-    shutil.rmtree(directory)
+                    contenders[name].load(path, into.state)
+                    check_same(name, trained, into)
     whole = size_bytes(trained)
     frozen = sum(one.nbytes for one in trained.model.parameters() if not one.requires_grad)
     return {
@@ -86,26 +70,8 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
 def _build(*, tiny: bool, seed: int, device: str) -> Trained:
     model = _Adapted(build(tiny=tiny, seed=seed, device=device, stepped=False).model)
     trained = Trained(model, torch.optim.AdamW(model.thin.parameters(), lr=1e-4))
-    _step(trained)
+    trained.step()
     return trained
-
-
-def _step(trained: Trained) -> None:
-    for parameter in trained.model.parameters():
-        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
-    trained.optimizer.step()
-
-
-def _save(contender: Contender, trained: Trained) -> float:
-    path = contender.directory / "saved"
-    remove(path)
-    os.sync()
-    started = time.perf_counter()
-    contender.save_async(trained.state, path)
-    contender.wait()
-    if not contender.synced:
-        fsync_all(path)
-    return time.perf_counter() - started
 
 
 def _files(directory: Path) -> dict[tuple[str, int, int], int]:

@@ -25,7 +25,7 @@ class Trained:
 
     def step(self) -> None:
         """Take one optimizer step, on random gradients."""
-        for parameter in self.model.parameters():
+        for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

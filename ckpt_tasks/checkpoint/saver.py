@@ -218,6 +218,7 @@ class Saver:
         return self._plan
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
+        """Return a slot's images, made if need be; for whoever holds `_taking`."""
         found = self._sets.get(slot)
         if found is None:
             found = self._sets[slot] = ImageSet(plan, self._generations.take(slot, plan.sizes, fill))

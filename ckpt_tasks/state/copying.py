@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["copy_tensors", "is_plain"]
+__all__ = ["LARGE_BYTES", "THREADS", "copy_tensors", "is_plain"]
 
-_LARGE_BYTES = 64 << 10
+LARGE_BYTES = 64 << 10  # what is smaller is not worth a call of its own
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
-_THREADS = max(2, min(8, os.cpu_count() or 2))  # two nearly fill the bus of a small machine; a server has room for more
+THREADS = max(2, min(8, os.cpu_count() or 2))  # two nearly fill the bus of a small machine; a server has room for more
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
     moves: list[tuple[int, int, int]] = []
     rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for to, source in zip(into, out_of, strict=True):
-        if source.nbytes >= _LARGE_BYTES and is_plain(to) and is_plain(source) and to.dtype == source.dtype:
+        if source.nbytes >= LARGE_BYTES and is_plain(to) and is_plain(source) and to.dtype == source.dtype:
             moves.append((to.data_ptr(), source.data_ptr(), source.nbytes))
         else:
             rest[0].append(to)
@@ -36,7 +36,7 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         _move(moves)
     else:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-copy") as threads:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-copy") as threads:
             list(threads.map(_move, _shares(moves)))
     if rest[0]:
         torch._foreach_copy_(*rest)
@@ -59,4 +59,4 @@ def _shares(moves: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, 
         for to, source, size_bytes in moves
         for at in range(0, size_bytes, _PIECE_BYTES)
     ]
-    return [pieces[start::_THREADS] for start in range(_THREADS)]
+    return [pieces[start::THREADS] for start in range(THREADS)]

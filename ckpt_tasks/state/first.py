@@ -8,22 +8,19 @@ more: the kernel lets one writer into a file.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ckpt_tasks.format.image import ImageLayout
-from ckpt_tasks.state.copying import is_plain
+from ckpt_tasks.state.copying import LARGE_BYTES, THREADS, is_plain
 from ckpt_tasks.state.snapshot import SnapshotPlan, storable
 from ckpt_tasks.storage.publishing import write_at
 
 __all__ = ["FirstCopy"]
 
-_LARGE_BYTES = 64 << 10  # what is smaller is gathered first, a write each would take longer
 _MOST_MADE_BYTES = 32 << 20  # what is not in C order has to be made so, in memory of its own
-_THREADS = max(2, min(8, os.cpu_count() or 2))
 
 
 class FirstCopy:
@@ -42,7 +39,7 @@ class FirstCopy:
         made_bytes = sum(tensor.nbytes for tensor in self._tensors.values() if not is_plain(tensor))
         if self._plan.devices or made_bytes > _MOST_MADE_BYTES:
             return False
-        with ThreadPoolExecutor(min(_THREADS, len(files)), thread_name_prefix="ckpt-first") as threads:
+        with ThreadPoolExecutor(min(THREADS, len(files)), thread_name_prefix="ckpt-first") as threads:
             list(threads.map(lambda file: self._write(files[file[1]], *file), self._plan.files))
         self.done = True
         return True
@@ -58,7 +55,7 @@ def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | 
     small = [header]
     for tensor in map(storable, tensors):
         dense = tensor.contiguous()
-        if dense.nbytes < _LARGE_BYTES:
+        if dense.nbytes < LARGE_BYTES:
             small.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
             continue
         yield b"".join(small)

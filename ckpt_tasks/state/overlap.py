@@ -51,18 +51,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.state.copying import copy_tensors, is_plain
+from ckpt_tasks.state.copying import LARGE_BYTES, THREADS, copy_tensors, is_plain
 from ckpt_tasks.state.device import DeviceCopy, Devices
 
 __all__ = ["OverlappedCopy"]
 
-_LARGE_BYTES = 64 << 10
 _PIECE_BYTES = 2 << 20  # 0.2 ms, the longest that a step waits for a thread which others keep from its core
 _SMALL_TOGETHER = 1024
 _ONE_THREAD_ELEMENTS = 32768  # torch copies more than these in several threads, which wait for each other
 _SPOT_BYTES = 64
 _NICENESS = 10  # with 19 or 0 a copy cost training no less, and 19 may wait long for a core that others use as well
-_THREADS = max(2, min(8, os.cpu_count() or 2))
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Late = tuple[int, torch.Tensor, torch.Tensor]  # the number of a pair, its place, its live tensor
@@ -205,7 +203,7 @@ class OverlappedCopy:
 
     def _finish(self) -> None:
         """Copy what no thread has come to yet, as fast as an eager copy would, and let every thread end."""
-        for _ in range(min(_THREADS - 1, len(self._pieces) // 4)):
+        for _ in range(min(THREADS - 1, len(self._pieces) // 4)):
             self._start_thread("ckpt-overlap-rest", 0)
         self._copy(0)
         for thread in self._threads:
@@ -356,7 +354,7 @@ def _pieces(late: Iterable[_Late], watch: _Watch) -> Iterator[_Piece]:
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for number, place, live in late:
         size_bytes = live.nbytes
-        if size_bytes < _LARGE_BYTES:
+        if size_bytes < LARGE_BYTES:
             small[0].append(place)
             small[1].append(live)
             if len(small[0]) == _SMALL_TOGETHER:
