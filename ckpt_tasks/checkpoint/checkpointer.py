@@ -23,6 +23,7 @@ from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
 from ckpt_tasks.checkpoint.save import check_step, encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StoreError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.pace import Pace
@@ -345,9 +346,10 @@ class Checkpointer:
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None, *, keep: bool
     ) -> None:
         started_s = time.perf_counter()
-        captured = capture(state)
         overlapped = self.config.capture == "overlapped" and not keep
-        groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
+        with uncollected():
+            captured = capture(state)
+            groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
         owner = self._own()
         if not self._knows_line:
             self._saver.check_line(owner)

@@ -114,6 +114,7 @@ def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
         raise IntegrityError("the header's bytes have changed", key=record.name)
 
 
+@uncollected()
 def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[list[IndexRow]]:
     """Group regions that follow each other in one object into reads of at most `max_bytes`; a larger one is alone."""
     runs: list[list[IndexRow]] = []

@@ -22,8 +22,8 @@ import torch
 
 from ckpt_tasks.checkpoint.history import History, now_iso
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.image import Slot
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
@@ -181,12 +181,17 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> Part:
     """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
     name, header = attempt_prefix(attempt) + image.name, image.layout.header
-    rows: list[IndexRow] = []
-    for slot in image.layout.slots:
+    digests: list[bytes] = []
+    for _, _, begin, end in image.layout.regions:
         if given_up():
             raise SupersededError
-        rows += _rows(image, slot, name)
-    return Part(rank, tuple(rows), (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+        digests.append(digest_bytes(image.bytes[begin:end]))
+    with uncollected():
+        rows = tuple(
+            IndexRow(image.group, *spec, box, name, begin, end, digest)
+            for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
+        )
+    return Part(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
 
 
 def joined(parts: Sequence[Part], rank: int = 0) -> Part:
@@ -202,10 +207,14 @@ def reuse(part: Part, stored: Stored | None) -> Part:
     old = stored.records.get(name) if stored else None
     if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
         return part
-    rows = tuple(row._replace(object=old.name) for row in part.rows)
-    return Part(part.rank, rows, (old,)) if rows == stored.rows.get(name, ()) else part
+    rows = stored.rows.get(name, ())
+    same = len(rows) == len(part.rows) and all(
+        row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
+    )
+    return Part(part.rank, rows, (old,)) if same else part
 
 
+@uncollected()
 def describe(saving: Saving, parts: Sequence[Part]) -> Described:
     """Make index and manifest of what the ranks hand in; nothing is written.
 
@@ -305,13 +314,3 @@ def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], li
     if faults:
         raise IntegrityError(f"what the ranks wrote does not make whole tensors: {'; '.join(faults[:5])}")
     return rows, [record for part in parts for record in part.objects]
-
-
-def _rows(image: Image, slot: Slot, name: str) -> list[IndexRow]:
-    spec = slot.spec
-    return [
-        IndexRow(
-            image.group, spec.name, spec.dtype, spec.shape, box, name, begin, end, digest_bytes(image.bytes[begin:end])
-        )
-        for box, begin, end in slot.regions()
-    ]

@@ -21,6 +21,7 @@ from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot, be_nice
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
@@ -31,7 +32,7 @@ from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import SLOTS, Fill, touch
 from ckpt_tasks.state.overlap import OverlappedCopy
-from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot, signature_of
+from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 
 __all__ = ["Saver"]
 
@@ -191,6 +192,7 @@ class Saver:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @uncollected()
     def _fill(self, images: ImageSet, captured: Captured, optimizers: Sequence[Optimizer]) -> OverlappedCopy | None:
         pairs = images.pairs(captured.tensors)
         assert self._plan is not None
@@ -210,7 +212,7 @@ class Saver:
 
     def _replan(self, captured: Captured) -> SnapshotPlan:
         """Return the plan for a structure: the one at hand, unless that is for another one."""
-        if self._plan is None or self._plan.signature != signature_of(captured.tensors, captured.frozen):
+        if self._plan is None or not self._plan.fits(captured.tensors, captured.frozen):
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
             self._plan = plan_snapshot(captured.tensors, captured.frozen)

@@ -16,9 +16,11 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
 from ckpt_tasks.format.regions import Box, blocks
 
@@ -125,6 +127,12 @@ class ImageLayout:
     slots: tuple[Slot, ...]
     size_bytes: int
 
+    @cached_property
+    @uncollected()
+    def regions(self) -> list[tuple[TensorSpec, Box, int, int]]:
+        """What is digested on its own, all of it, as in the file: (spec, box, begin, end)."""
+        return [(slot.spec, box, begin, end) for slot in self.slots for box, begin, end in slot.regions()]
+
 
 def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
     """Lay tensors out in one file, by falling element size and otherwise in the order given.
@@ -169,6 +177,7 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
     return parts
 
 
+@uncollected()
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import eq
 
 import torch
 
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
 
-__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "signature_of", "storable", "tensor_at"]
+__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable", "tensor_at"]
 
 MAX_SHARD_BYTES = 2 << 30
 
@@ -29,9 +31,14 @@ class SnapshotPlan:
     `devices` names the files whose tensors come from CUDA devices, and one such device for each.
     """
 
-    signature: Signature
+    signature: tuple[_Described, ...]
     files: tuple[tuple[str, str, ImageLayout], ...]
     devices: Mapping[str, torch.device] = field(default_factory=dict)
+
+    def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str]) -> bool:
+        """Say whether this is the plan for these tensors."""
+        same = map(eq, self.signature, _described(tensors, frozen))
+        return len(self.signature) == len(tensors) and all(same)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,29 +62,28 @@ class Image:
 class ImageSet:
     """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
 
+    @uncollected()
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair every place in the images with the live tensor whose values belong there."""
-        return [(view, storable(tensors[key])) for key, view in self._places]
+        return [(view, _stored_as(tensors[key])) for key, view in self._places]
 
 
-Signature = tuple[tuple[str, torch.dtype, torch.Size, bool, torch.device | None], ...]
+_Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
 
 
-def signature_of(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Signature:
-    """Describe the structure that a plan depends on."""
+def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
+    """Describe, tensor by tensor, the structure that a plan depends on."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
-    return tuple(
-        [
-            (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None)
-            for key, t in tensors.items()
-        ]
+    return (
+        (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None) for key, t in tensors.items()
     )
 
 
+@uncollected()
 def plan_snapshot(
     tensors: Mapping[str, torch.Tensor],
     frozen: frozenset[str] = frozenset(),
@@ -87,7 +93,7 @@ def plan_snapshot(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SnapshotPlan:
     """Lay out one file per group: several where a group is large, and others for what is frozen."""
-    signature = signature_of(tensors, frozen)
+    signature = tuple(_described(tensors, frozen))
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
         group, _, key = full_key.partition("/")
@@ -148,6 +154,9 @@ def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
-    tensor = tensor.detach()
+    return _stored_as(tensor.detach())
+
+
+def _stored_as(tensor: torch.Tensor) -> torch.Tensor:
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)
