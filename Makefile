@@ -66,11 +66,11 @@ test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
 test-all: check servers ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
 	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
 
-test-e2e: install ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: some twenty minutes
+test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: some twenty minutes
 	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync e2e-sqlite e2e-postgresql
 
-e2e-%: install
-	$(BIN)/python -m pytest -m e2e -k $* -v --log-cli-level=WARNING $(ARGS)
+e2e-%: install $(SERVERS_STAMP)
+	REQUIRED_SERVERS="ministack" $(BIN)/python -m pytest -m e2e -k $* -v --log-cli-level=WARNING $(ARGS)
 
 bench: install ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -17,7 +17,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
 from ckpt_tasks.pages.picture import sort_metrics
-from ckpt_tasks.pages.words import clock
+from ckpt_tasks.pages.words import clock, fine_span
 
 __all__ = ["EvaluationLine", "LiveLine", "print_evaluation", "print_evaluations", "print_run"]
 
@@ -71,7 +71,7 @@ class LiveLine:
             parts.append(_speed(self._rate or 0.0, progress.unit))
         parts.append(f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}")
         if progress.commit:
-            parts.append(f"committed {progress.commit.step} in {progress.commit.cost_s:.2f} s")
+            parts.append(f"committed {progress.commit.step} in {fine_span(progress.commit.cost_s)}")
         return " · ".join(parts)
 
 
@@ -144,7 +144,7 @@ def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
     yield str(one.step)
     yield from (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
     yield f"{one.size_bytes / 2**20:.1f} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:.1f} KiB"
-    yield f"{one.cost_s:.2f} s"
+    yield fine_span(one.cost_s)
     yield one.saved_at[11:19]
 
 

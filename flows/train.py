@@ -17,6 +17,7 @@ from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
 from ckpt_tasks.orchestration.handover import ends_quietly_for_a_sibling
+from ckpt_tasks.orchestration.outage import crashes_while_the_store_is_away
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 from ckpt_tasks.orchestration.stopping import EarlyStopping, stay_suspended
 from ckpt_tasks.policy.stopping import EarlyStop
@@ -56,18 +57,21 @@ def train(
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
     has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_s`
     seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
-    goes on from the newest good checkpoint. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of
-    another one, if that is given. Where `early_stop` says so, the flow run is suspended at the end of a batch.
+    goes on from the newest good checkpoint; a store that is away crashes a deployment's, so that it is resumed. A run
+    that is new begins with the checkpoint `fork_from` ("DIR@STEP") of another one, if that is given. Where `early_stop`
+    says so, the flow run is suspended at the end of a batch.
     """
     stay_suspended()
-    config = config_of_run(checkpoint, run_key)
-    if fork_from is not None:
-        fork_run(fork_from, config, params)
-    params = effective_params(recorded_params(config), params)
+    with crashes_while_the_store_is_away():
+        config = config_of_run(checkpoint, run_key)
+        if fork_from is not None:
+            fork_run(fork_from, config, params)
+        params = effective_params(recorded_params(config), params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
     with (
+        crashes_while_the_store_is_away(),
         ends_quietly_for_a_sibling(config, flow_run.id),
         Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
         RunPages(ckpt, run_key, total_steps) as pages,

@@ -161,10 +161,12 @@ class Saver:
         if failure is not None:
             raise failure
         if not done:
-            raise StoreError(
+            stuck = StoreError(
                 f"the store has not taken a checkpoint for {self._config.flush_timeout_s:.0f} s",
                 hint="Look at the store. What is in the memory directory is restored by the next start on this host.",
             )
+            stuck.transient = True
+            raise stuck
 
     def settle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""

@@ -60,14 +60,14 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def output(as_json: bool) -> Iterator[Output]:
-    """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit status 1."""
+def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
+    """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit `trouble`."""
     out = Output(as_json)
     try:
         yield out
     except CkptError as error:
         _print_error(error, out)
-        raise typer.Exit(1) from error
+        raise typer.Exit(trouble) from error
     if out.failed:
         raise typer.Exit(1)
 

@@ -131,7 +131,14 @@ class Site:
         return self._command(sys.executable, *arguments)
 
     def train(
-        self, run_key: str, total_steps: int, *, step_interval: int = 10, batch_steps: int = 20, **params: Any
+        self,
+        run_key: str,
+        total_steps: int,
+        *,
+        place: str = "",
+        step_interval: int = 10,
+        batch_steps: int = 20,
+        **params: Any,
     ) -> UUID:
         """Start a training run of our small program by its deployment; return the flow run's id."""
         parameters = {
@@ -140,7 +147,10 @@ class Site:
             "program": "tests.e2e.trouble:Trouble",
             "params": {**params, "trace": str(self.home / f"{run_key}.steps")},
             "batch_steps": batch_steps,
-            "checkpoint": {"checkpoint_dir": str(self.runs / "{run_key}"), "step_interval": step_interval},
+            "checkpoint": {
+                "checkpoint_dir": place or str(self.runs / "{run_key}"),
+                "step_interval": step_interval,
+            },
         }
         return self.start("train/byte-lm", **parameters)
 

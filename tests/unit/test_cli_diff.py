@@ -75,13 +75,13 @@ def test_many_differences_are_cut_and_all_shows_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_a_damaged_side_is_an_error(tmp_path: Path, side: str) -> None:
-    """P49: damaged bytes are an error that names the object, not a difference and never equality."""
+    """P49: damaged bytes are an error that names the object, exit status 2: not a difference, never equality."""
     for name in ("a", "b"):
         save_seeded(tmp_path / name, {"model": {"w": torch.zeros(3)}})
     shard = only(tmp_path / side, "checkpoint_*/*/model-*")
     flip(shard, shard.stat().st_size - 1)
     answer = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json")
-    assert answer.status == 1
+    assert answer.status == 2
     assert answer.data["error"]["type"] == "IntegrityError"
     assert shard.name in answer.data["error"]["message"]
 
