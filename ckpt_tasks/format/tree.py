@@ -36,6 +36,7 @@ __all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "enco
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
 MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
 MAX_OF_ONE_HASH = 64
+_WORD = 2**32 - 1  # a random stream has hundreds of them, at every save
 
 Json = Any
 # NumPy's scalars: which Python type holds the value of each, and which whole numbers have room in them.
@@ -138,7 +139,12 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:
     if all(type(key) is str and not key.startswith("~") for key in value):
-        return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
+        return {
+            key: _encode_tensor(item, path, depth)
+            if type(item) is TensorRef
+            else _encode(item, f"{path}/{key}", depth + 1)
+            for key, item in value.items()
+        }
     return {"~dict": _pairs(value, path, depth)}
 
 
@@ -151,7 +157,10 @@ def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
 
 
 def _items(value: Any, path: str, depth: int) -> list[Json]:
-    return [_encode(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)]
+    return [
+        item if type(item) is int and 0 <= item <= _WORD else _encode(item, f"{path}/{index}", depth + 1)
+        for index, item in enumerate(value)
+    ]
 
 
 def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:

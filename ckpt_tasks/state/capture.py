@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
-from ckpt_tasks.state.modules import capture_module, frozen_keys, parameter_names
+from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
@@ -36,14 +36,15 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     tensors = TensorSet()
     found: dict[str, GroupState] = {}
     with undisturbed(), uncollected():
-        names = parameter_names(modules_of(state))
+        parameters = named_parameters(modules_of(state))
+        names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
             found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:
         groups[RNG] = GroupState("rng", capture_streams(tensors))
-    frozen = frozen_keys(modules_of(state)).intersection(tensors.tensors)
-    return Captured(groups, tensors.tensors, frozenset(frozen))
+    still = {name for name, parameter in parameters if not parameter.requires_grad}
+    return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)))
 
 
 def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: TensorSet) -> GroupState:

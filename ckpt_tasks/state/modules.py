@@ -9,7 +9,7 @@ called only where a module's own code takes part (hooks, extra state, an overrid
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["ModulePart", "capture_module", "frozen_keys", "parameter_names", "unwrapped"]
+__all__ = ["ModulePart", "capture_module", "named_parameters", "parameter_names", "unwrapped"]
 
 _EXTRA = "_extra_state"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -53,26 +53,23 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Name every parameter by id(): "group/name", the first in order of text where it has several."""
-    names: dict[int, str] = {}
-    for group, module in modules.items():
-        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False):
-            full = f"{group}/{_bare(name)}"
-            first = names.setdefault(id(parameter), full)
-            if full < first:
-                names[id(parameter)] = full
-    return names
-
-
-def frozen_keys(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the full keys of parameters that take no gradient."""
-    return {
-        f"{group}/{_bare(name)}"
+def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """List every parameter under each of its names, "group/name"."""
+    return [
+        (f"{group}/{_bare(name)}", parameter)
         for group, module in modules.items()
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
+    ]
+
+
+def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
+    """Name every parameter by id(), by the first of its names in order of text."""
+    names: dict[int, str] = {}
+    for name, parameter in named:
+        first = names.setdefault(id(parameter), name)
+        if name < first:
+            names[id(parameter)] = name
+    return names
 
 
 def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.groups import Differences, GroupState, Guard, Maker, Part, Stored, needed_keys
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
-from ckpt_tasks.state.modules import ModulePart, parameter_names
+from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
@@ -126,7 +126,7 @@ def plan_restore(
 
 
 def _parts(state: Mapping[str, Any], groups: Mapping[str, GroupState], differences: Differences) -> dict[str, Part]:
-    names = parameter_names(modules_of(state))
+    names = parameter_names(named_parameters(modules_of(state)))
     parts: dict[str, Part] = {}
     for name, group in groups.items():
         if name == RNG:

@@ -62,7 +62,12 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
         )
         return kind(dict(pairs)) if kind is Counter else kind(pairs)
     if kind in (list, tuple):
-        return kind(pack(item, f"{path}/{n}", tensors, depth + 1) for n, item in enumerate(value))
+        return kind(
+            [
+                item if type(item) in _PLAIN else pack(item, f"{path}/{n}", tensors, depth + 1)
+                for n, item in enumerate(value)
+            ]
+        )
     if kind is deque:
         return deque((pack(item, f"{path}/{n}", tensors, depth + 1) for n, item in enumerate(value)), value.maxlen)
     if kind in _SETS:
