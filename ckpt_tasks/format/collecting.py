@@ -11,7 +11,11 @@ __all__ = ["uncollected"]
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (40 % of the time)."""
+    """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (half of the time).
+
+    It is the process's, not the thread's: a program that turns it off while another thread has it paused finds it on
+    again. So no block waits for anything.
+    """
     if not gc.isenabled():
         yield
         return
