@@ -14,7 +14,7 @@ def uncollected() -> Iterator[None]:
     """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (half of the time).
 
     It is the process's, not the thread's: a program that turns it off while another thread has it paused finds it on
-    again. So no block waits for anything.
+    again.
     """
     if not gc.isenabled():
         yield
