@@ -62,7 +62,7 @@ def train(
     says so, the flow run is suspended at the end of a batch.
     """
     stay_suspended()
-    with crashes_while_the_store_is_away():
+    with crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         if fork_from is not None:
             fork_run(fork_from, config, params)
@@ -71,7 +71,7 @@ def train(
     trained = 0
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
     with (
-        crashes_while_the_store_is_away(),
+        crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
         Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
         RunPages(ckpt, run_key, total_steps) as pages,

@@ -83,13 +83,13 @@ class Checkpointer:
     ) -> None:
         self._entered = False
         try:
-            if error is not None:
-                self._saver.settle()
-                failure = self._saver.take_failure()
-                if failure is not None and failure is not error:
-                    error.add_note(f"The last snapshot could not be saved either: {failure}")
             # After an error, or a signal, whoever tries again on this host goes on from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
+        except Exception as second:
+            if error is None:
+                raise
+            if second is not error:
+                error.add_note(f"The last snapshot could not be saved either: {second}")
         finally:
             self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
 

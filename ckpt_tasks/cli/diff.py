@@ -29,7 +29,7 @@ AllOption = Annotated[bool, typer.Option("--all", help=f"List every difference, 
 def diff(a: CheckpointArgument, b: CheckpointArgument, every: AllOption = False, as_json: JsonOption = False) -> None:
     """Compare the states of two checkpoints bit for bit.
 
-    Exits with 0 if they are equal, 1 if they differ and 2 on an error, as diff does. The two may be of two runs. Every
+    Exits with 0 if they are equal, 1 if they differ and 2 if one cannot be read. The two may be of two runs. Every
     bit of every tensor counts (NaN payloads, the sign of zero), and so does every plain value, random streams included.
     """
     with output(as_json, trouble=2) as out:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +21,21 @@ def uncollected() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    _paused.set()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        _paused.clear()
+
+
+_paused = threading.Event()
+
+
+def _after_fork() -> None:
+    if _paused.is_set():  # the thread that would have ended the pause is not there
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect.runtime import deployment
+from prefect.context import FlowRunContext
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, StoreError
+from ckpt_tasks.storage.answers import answer_of, is_expired
 
 __all__ = ["crashes_while_the_store_is_away"]
+
+_FULL = 507
 
 
 class _StoreAwayError(BaseException):
@@ -22,19 +25,29 @@ class _StoreAwayError(BaseException):
 
 
 @contextmanager
-def crashes_while_the_store_is_away() -> Iterator[None]:
-    """End a deployment's flow run as crashed where the block ends because the store does not answer.
+def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
+    """End a deployment's flow run as crashed where the block ends because the store is overloaded or does not answer.
 
-    That is: with an error that another try, later, may not meet. Without a deployment nobody resumes the flow run, so
-    the error passes as it is.
+    `reached`: this process has had answers from it. If not, the first start of a flow run fails, as one with a
+    misspelled endpoint must. So does what a person has to mend (credentials that have expired, a store that is full),
+    and a flow run without a deployment, which nobody resumes.
     """
     try:
         yield
     except CkptError as error:
-        if not _is_away(error) or deployment.id is None:
+        if not (_is_away(error) and _is_resumed(reached)):
             raise
         raise _StoreAwayError(f"the store is away: {error}") from error
 
 
 def _is_away(error: CkptError) -> bool:
-    return isinstance(error, CommitUncertainError) or (isinstance(error, StoreError) and error.transient)
+    if isinstance(error, CommitUncertainError):
+        return True
+    mended = is_expired(error) or answer_of(error)[0] == _FULL
+    return isinstance(error, StoreError) and error.transient and not mended
+
+
+def _is_resumed(reached: bool) -> bool:
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return run is not None and run.deployment_id is not None and (reached or run.run_count > 1)

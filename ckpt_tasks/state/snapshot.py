@@ -69,7 +69,7 @@ class ImageSet:
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair every place in the images with the live tensor whose values belong there."""
-        return [(view, _stored_as(tensors[key])) for key, view in self._places]
+        return [(view, storable(tensors[key])) for key, view in self._places]
 
 
 _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
@@ -154,9 +154,6 @@ def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
-    return _stored_as(tensor.detach())
-
-
-def _stored_as(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()  # an alias of our own: who assigns to the other's `.data` does not change what is copied
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)

@@ -41,9 +41,13 @@ def place(site: Site, ministack: S3Server) -> str:
 
 
 def test_a_store_that_is_away_is_waited_for(site: Site, place: str, ministack: S3Server) -> None:
-    """A flow run that begins while the store does not answer crashes, and completes once the store is back."""
+    """A run dies while the store does not answer: its next start crashes, and it completes once the store is back."""
+    go = site.home / "away.go"
+    run = site.train("away", STEPS, place=place, what="wait", at=25, marker=str(go))
+    site.until(lambda: len(site.steps("away")) >= 24, 240, "the run is in step 25")
     with silent(ministack):
-        run = site.train("early", STEPS, place=place)
-        site.until(lambda: "Crashed" in site.states(run), 400, "the run has crashed")
+        site.kill_all(site.engines(run))
+        site.until(lambda: site.states(run).count("Crashed") >= 2, 600, "the next start has crashed")
+    go.touch()
     site.until_state(run, "Completed", seconds=400)
-    assert {one.step for one in site.steps("early")} == {*range(1, STEPS + 1)}
+    assert {one.step for one in site.steps("away")} == {*range(1, STEPS + 1)}

@@ -9,7 +9,7 @@ from prefect import Flow, flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
-from prefect.states import Scheduled
+from prefect.states import AwaitingRetry, Scheduled
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, FencedError, ObjectNotFoundError, StoreError
 from ckpt_tasks.orchestration.outage import crashes_while_the_store_is_away
@@ -17,48 +17,84 @@ from ckpt_tasks.orchestration.outage import crashes_while_the_store_is_away
 pytestmark = pytest.mark.usefixtures("harness")
 
 
-def away() -> StoreError:
+class Answer(Exception):  # noqa: N818 (a stand-in for a client's exception, told by its `status`)
+    """What a server said."""
+
+    def __init__(self, status: int, code: str = ""):
+        super().__init__(f"{status} {code}")
+        self.status = status
+        self.error_code = code
+
+
+def away(answer: Answer | None = None) -> StoreError:
     error = StoreError("no answer")
     error.transient = True
+    error.__cause__ = answer
     return error
 
 
-def training(error: Exception) -> Flow[[], None]:
+def training(error: Exception, *, reached: bool = True) -> Flow[[], None]:
     @flow(name="train", persist_result=False)
     def train() -> None:
-        with crashes_while_the_store_is_away():
+        with crashes_while_the_store_is_away(reached=reached):
             raise error
 
     return train
 
 
-def deployed(train: Flow[[], None]) -> State:
-    """Run a flow as a worker would, as a flow run of a deployment; return the state that it ends in."""
+def deployed(train: Flow[[], None], starts: int = 1) -> State:
+    """Run a flow as a worker would, as a flow run of a deployment, started so often; return how it ends."""
     with get_client(sync_client=True) as client:
         deployment: UUID = client.create_deployment(flow_id=client.create_flow(train), name="outage")
         made = client.create_flow_run_from_deployment(deployment, state=Scheduled())
-        with pytest.raises(BaseException):  # noqa: B017, PT011 (which one is told by the state)
-            run_flow(train, flow_run=made)
+        for start in range(starts):
+            if start:
+                client.set_flow_run_state(made.id, AwaitingRetry(), force=True)
+            with pytest.raises(BaseException):  # noqa: B017, PT011 (which one is told by the state)
+                run_flow(train, flow_run=client.read_flow_run(made.id))
         ended = client.read_flow_run(made.id).state
     assert ended is not None
     return ended
 
 
-@pytest.mark.parametrize("error", [away(), CommitUncertainError("no answer, and none to the question")])
+@pytest.mark.parametrize("error", [away(), away(Answer(503)), CommitUncertainError("no answer to the question either")])
 def test_what_another_try_may_mend_is_a_crash(error: CkptError) -> None:
-    """A deployment's flow run that ends because the store does not answer has crashed, and says why."""
+    """A deployment's flow run that ends because the store is overloaded or silent has crashed, and says why."""
     ended = deployed(training(error))
     assert ended.is_crashed(), ended
     assert "no answer" in (ended.message or "")
 
 
-@pytest.mark.parametrize("error", [StoreError("denied"), ObjectNotFoundError("gone"), FencedError("taken"), OSError()])
-def test_what_no_other_try_mends_is_a_failure(error: Exception) -> None:
-    """What a person has to look at, or is nothing of the store's, ends a flow run as it always did: failed."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreError("denied"),
+        ObjectNotFoundError("gone"),
+        FencedError("taken"),
+        OSError(),
+        away(Answer(400, "ExpiredToken")),
+        away(Answer(507, "XMinioStorageFull")),
+    ],
+)
+def test_what_a_person_has_to_mend_is_a_failure(error: Exception) -> None:
+    """Refusals, expired credentials, a full store, and what is nothing of the store's, fail and are told at once."""
     assert deployed(training(error)).is_failed()
 
 
+def test_a_store_that_never_answered_is_an_outage_only_for_who_was_there() -> None:
+    """A flow run's first start fails where the endpoint may be misspelled; a later one is in an outage."""
+    train = training(away(), reached=False)
+    assert deployed(train).is_failed()
+    assert deployed(train, starts=2).is_crashed()
+
+
 def test_without_a_deployment_the_error_is_what_it_was() -> None:
-    """Nobody resumes a flow run without a deployment: its caller gets the error."""
+    """Nobody resumes a flow run without a deployment: its caller gets the error, also from within a deployed flow."""
     with pytest.raises(StoreError, match="no answer"):
         training(away())()
+
+    @flow(name="above", persist_result=False)
+    def above() -> None:
+        training(away())()
+
+    assert deployed(above).is_failed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.capture import capture
 from tests.unit.roundtrip import restore, save
 
@@ -51,3 +53,26 @@ def test_the_garbage_collector_does_not_look_at_many_tensors_again_and_again(run
         finally:
             gc.callbacks.remove(look)
     assert max(looked.values(), default=0) <= 8, looked
+
+
+def test_a_child_that_is_forked_during_a_pause_has_its_garbage_collector() -> None:
+    """P11: a worker of a DataLoader, forked while a thread of ours has it paused, would never collect anything."""
+    paused, done = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with uncollected():
+            paused.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    paused.wait(60)
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(gc.isenabled())
+        _, status = os.waitpid(child, 0)
+    finally:
+        done.set()
+        thread.join()
+    assert os.waitstatus_to_exitcode(status) == 1

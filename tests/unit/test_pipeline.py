@@ -198,6 +198,24 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
     ckpt._saver.settle()
 
 
+@pytest.mark.parametrize("under_way", [ValueError("a bug"), FencedError("taken"), KeyboardInterrupt()])
+def test_a_stuck_store_does_not_take_the_place_of_what_ended_the_block(
+    run_dir: Path, gate: Gate, under_way: BaseException
+) -> None:
+    """P43: the error under way, an interrupt too, leaves the block; that the store is stuck is a note beside it."""
+
+    def train() -> None:
+        with _opened(run_dir, gate, flush_timeout_s=0.2) as ckpt:
+            ckpt.step(1, _state(1))
+            gate.reached.wait(30)
+            raise under_way
+
+    with pytest.raises(type(under_way)) as caught:
+        train()
+    assert caught.value is under_way
+    assert any("has not taken a checkpoint" in note for note in under_way.__notes__)
+
+
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
     """P33: the flush of a process that lost the directory commits nothing, and the next step raises FencedError."""
     first = _opened(run_dir)
