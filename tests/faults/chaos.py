@@ -57,6 +57,8 @@ class Chaos:
         self._remembered: dict[str, tuple[Head, bytes]] = {}
         self._busy = 0  # requests and duplicates that are under way
         self._later: set[asyncio.Task[None]] = set()
+        # Nobody else holds the task of a client that has hung up, while it waits for the server.
+        self._clients: set[asyncio.Task[None] | None] = set()
         self._errors: list[Exception] = []
         self._started = threading.Event()
 
@@ -133,6 +135,7 @@ class Chaos:
 
     async def _client(self, reader: StreamReader, writer: StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the kernel
+        self._clients.add(task := asyncio.current_task())
         try:
             while (head := await read_head(reader)) is not None:
                 with self._counted():
@@ -148,6 +151,7 @@ class Chaos:
             reset(writer)
         finally:
             writer.close()
+            self._clients.discard(task)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

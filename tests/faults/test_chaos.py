@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
+import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -367,3 +370,19 @@ def test_an_old_listing_is_given_again(client: Any, chaos: Chaos, medium: Medium
     assert listed("x") == ["x/1", "x/2"]
     chaos.off(rule)
     assert listed("x/") == ["x/1", "x/2"]
+
+
+def test_who_hangs_up_is_not_forgotten() -> None:
+    """A request whose sender has hung up is carried out to its end, whatever the garbage collector does meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as upstream:
+        with Chaos(f"http://127.0.0.1:{upstream.getsockname()[1]}") as chaos:
+            with socket.create_connection(("127.0.0.1", urlsplit(chaos.endpoint).port or 0)) as sender:
+                sender.sendall(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
+                server, _ = upstream.accept()
+            with server:
+                server.recv(1 << 16)
+                time.sleep(0.2)  # until the proxy has seen that nobody waits
+                gc.collect()
+                server.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                chaos.settle()
+        assert [exchange.server_status for exchange in chaos.log] == [200]
