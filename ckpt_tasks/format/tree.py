@@ -139,12 +139,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:
     if all(type(key) is str and not key.startswith("~") for key in value):
-        return {
-            key: _encode_tensor(item, path, depth)
-            if type(item) is TensorRef
-            else _encode(item, f"{path}/{key}", depth + 1)
-            for key, item in value.items()
-        }
+        return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
     return {"~dict": _pairs(value, path, depth)}
 
 

@@ -140,17 +140,17 @@ class Site:
         batch_steps: int = 20,
         **params: Any,
     ) -> UUID:
-        """Start a training run of our small program by its deployment; return the flow run's id."""
+        """Start a training run of our small program by its deployment; return the flow run's id.
+
+        `place` is where its checkpoints go, if not below `runs`.
+        """
         parameters = {
             "run_key": run_key,
             "total_steps": total_steps,
             "program": "tests.e2e.trouble:Trouble",
             "params": {**params, "trace": str(self.home / f"{run_key}.steps")},
             "batch_steps": batch_steps,
-            "checkpoint": {
-                "checkpoint_dir": place or str(self.runs / "{run_key}"),
-                "step_interval": step_interval,
-            },
+            "checkpoint": {"checkpoint_dir": place or str(self.runs / "{run_key}"), "step_interval": step_interval},
         }
         return self.start("train/byte-lm", **parameters)
 

@@ -56,9 +56,8 @@ class Chaos:
         self._rules: tuple[Rule, ...] = ()
         self._remembered: dict[str, tuple[Head, bytes]] = {}
         self._busy = 0  # requests and duplicates that are under way
-        self._later: set[asyncio.Task[None]] = set()
-        # Nobody else holds the task of a client that has hung up, while it waits for the server.
-        self._clients: set[asyncio.Task[None] | None] = set()
+        # Nobody else holds a duplicate, or a client that has hung up while the server is asked.
+        self._tasks: set[asyncio.Task[None] | None] = set()
         self._errors: list[Exception] = []
         self._started = threading.Event()
 
@@ -135,7 +134,7 @@ class Chaos:
 
     async def _client(self, reader: StreamReader, writer: StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the kernel
-        self._clients.add(task := asyncio.current_task())
+        self._tasks.add(task := asyncio.current_task())
         try:
             while (head := await read_head(reader)) is not None:
                 with self._counted():
@@ -151,7 +150,7 @@ class Chaos:
             reset(writer)
         finally:
             writer.close()
-            self._clients.discard(task)
+            self._tasks.discard(task)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -194,7 +193,7 @@ class Chaos:
             if fault.duplicate is not None:
                 again = self._again(exchange, fault.duplicate, request, kept, kept_open.pop_all())
                 self._busy += 1
-                self._later.add(asyncio.create_task(again))
+                self._tasks.add(asyncio.create_task(again))
             if fault.replay:
                 content = b"".join([piece async for piece in _content(exchange, answer, up[0]).pieces()])
                 await _retell(writer, exchange, *self._remembered.setdefault(exchange.target, (answer, content)))

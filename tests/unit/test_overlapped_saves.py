@@ -99,6 +99,21 @@ def test_what_changes_outside_of_the_step_is_found_and_taken_again(run_dir: Path
     assert [2] in [event.get("superseded") for event in events]
 
 
+def test_what_is_moved_to_other_memory_is_saved_as_it_was(run_dir: Path) -> None:
+    """P1: moments whose `.data` is set right after the call (moved to the host, say) are those of the call, untorn."""
+    training = Training()
+    with _opened(run_dir) as ckpt:
+        for step in (1, 2):
+            training.train_step(step)
+            ckpt.step(step, training.state)
+            for kept in training.optimizer.state.values():
+                kept["exp_avg"].data = torch.full_like(kept["exp_avg"], float("nan"))
+            ckpt.wait()
+            for number, kept in enumerate(training.optimizer.state.values()):
+                kept["exp_avg"].data = training.moments[step][f"{number}.exp_avg"].clone()
+    assert _check(run_dir, training.moments) == [1, 2]
+
+
 def test_the_last_step_needs_no_further_one(run_dir: Path) -> None:
     """P72: without another optimizer step `wait` finishes the copy; `save` and a preserved step copy at once."""
     training = Training()

@@ -192,8 +192,9 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
     ckpt = _opened(run_dir, gate, flush_timeout_s=0.2)
     ckpt.step(1, _state(1))
     gate.reached.wait(30)
-    with pytest.raises(StoreError, match="has not taken a checkpoint"):
+    with pytest.raises(StoreError, match="has not taken a checkpoint") as caught:
         ckpt.close()
+    assert caught.value.transient  # a later try may find it well: a flow run is resumed
     gate.opened.set()
     ckpt._saver.settle()
 
