@@ -108,6 +108,7 @@ def plan_fork(
         raise ConfigError(f"{key!r:.80} cannot be a run's key", hint="Name one that can: letters, digits, '_-.'.")
     state = source.head().state
     opened = open_checkpoint(source.history.store, checkpoint)
+    opened.check_trees()
     manifest = replace(opened.manifest, run_key=key)
     data, params = manifest.to_bytes(), checked_params(changed)
     digest = digest_hex(data)

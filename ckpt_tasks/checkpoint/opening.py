@@ -1,14 +1,16 @@
 """Open a checkpoint: its manifest and index, verified, and what verifies the bytes that the index names.
 
-Bytes are digested before they are parsed. Nothing here needs torch: what looks at checkpoints without making tensors of
-them (the command line, `verify`) starts at once.
+Bytes are digested before they are parsed. What the state looked like is decoded group by group, for who restores it:
+names, dtypes, shapes and places are the index's. Nothing here needs torch: what looks at checkpoints without making
+tensors of them (the command line, `verify`) starts at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from ckpt_tasks.checkpoint.rereading import read_good
 from ckpt_tasks.errors import IntegrityError
@@ -36,20 +38,44 @@ __all__ = [
 READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
 
 
-class SavedGroup(NamedTuple):
-    """One group as a manifest has it: its kind and its tree, decoded (format/tree.py)."""
+class SavedGroup:
+    """One group of a checkpoint: its kind, and for who asks for it its tree (format/tree.py)."""
 
-    kind: str
-    tree: Any
+    def __init__(self, name: str, manifest: Manifest, index: Index):
+        self.kind: str = manifest.groups[name]["kind"]
+        self._name = name
+        self._manifest = manifest
+        self._index = index
+
+    @cached_property
+    def tree(self) -> Any:
+        """The tree, decoded; raises IntegrityError where it is none of its kind, or names what the index lacks."""
+        with uncollected():
+            tree = decode(self._manifest.groups[self._name]["tree"])
+            check_group(self._name, self.kind, tree)
+            tensors = self._index.tensors
+            for ref in tensor_refs(tree):
+                key, array, stride, requires_grad = ref
+                if key not in tensors:
+                    why = "the state names a tensor that the index lacks"
+                    raise IntegrityError(why, key=key, step=self._manifest.step)
+                if array or requires_grad or stride is not None:
+                    check_ref(ref, *tensors[key])
+            return tree
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint's manifest and index, verified and decoded, before any tensor is read."""
+    """A checkpoint's manifest and index, verified and checked against each other, before any tensor is read."""
 
     manifest: Manifest
     index: Index = field(repr=False)
     groups: Mapping[str, SavedGroup]
+
+    def check_trees(self) -> None:
+        """Raise IntegrityError where the tree of a group is not what a save writes."""
+        for group in self.groups.values():
+            _ = group.tree
 
     @property
     def rows(self) -> tuple[IndexRow, ...]:
@@ -79,17 +105,7 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     faults = index.coverage_faults() or index.object_faults(objects)
     if faults:
         raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=of.name, step=checkpoint.step)
-    groups = {name: SavedGroup(saved["kind"], decode(saved["tree"])) for name, saved in manifest.groups.items()}
-    tensors = index.tensors
-    for name, group in groups.items():
-        check_group(name, group.kind, group.tree)
-        for ref in tensor_refs(group.tree):
-            key, array, stride, requires_grad = ref
-            if key not in tensors:
-                raise IntegrityError("the state names a tensor that the index lacks", key=key, step=checkpoint.step)
-            if array or requires_grad or stride is not None:
-                check_ref(ref, *tensors[key])
-    return Opened(manifest, index, groups)
+    return Opened(manifest, index, {name: SavedGroup(name, manifest, index) for name in manifest.groups})
 
 
 def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:

@@ -169,12 +169,9 @@ class Pipeline:
             self._changed.wait_for(lambda: self._waiting is None)  # the thread is about to take it up
             before, self._last, self._waiting = self._flushing, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
-            start, self._running = not self._running, True
+            self._sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
+            self._sealer.start()  # it waits for this lock, so that training goes on first
         _live.add(self)
-        self._sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
-        self._sealer.start()
-        if start:
-            threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
 
     def wait(self) -> bool:
         """Wait until nothing is on its way; False where the flush under way is stuck."""
@@ -205,6 +202,10 @@ class Pipeline:
 
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         be_nice()
+        with self._changed:
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
         try:
             if snapshot.copy is not None and not snapshot.copy.wait():
                 raise TornError

@@ -29,7 +29,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.state.capture import GroupState, plan_restore
+from ckpt_tasks.state.capture import plan_restore
 from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 
@@ -122,8 +122,7 @@ def restore_one(
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     try:
-        groups = {name: GroupState(*saved) for name, saved in opened.groups.items()}
-        plan = plan_restore(state, groups, opened.tensors, partial=partial, rng=not partial)
+        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial)
     except StateMismatchError as error:
         error.step = checkpoint.step
         raise

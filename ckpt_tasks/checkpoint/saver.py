@@ -27,7 +27,6 @@ from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.policy.cadence import AutoCadence, SavePoint
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.copying import copy_tensors
 from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import SLOTS, Fill, touch
@@ -196,11 +195,11 @@ class Saver:
 
     @uncollected()
     def _fill(self, images: ImageSet, captured: Captured, optimizers: Sequence[Optimizer]) -> OverlappedCopy | None:
-        pairs = images.pairs(captured.tensors)
         assert self._plan is not None
         if not optimizers and not self._plan.devices:
-            copy_tensors([place for place, _ in pairs], [live for _, live in pairs])
+            images.fill(captured.tensors)
             return None
+        pairs = images.pairs(captured.tensors)
         copy = OverlappedCopy(pairs, optimizers, at_once=self._pipeline.moved, devices=self._devices)
         copy.start()
         return copy
@@ -235,10 +234,10 @@ class Saver:
         be_nice()
         found: tuple[Image, ...] = ()
         with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
-            if self._plan is not None:  # it may have been forgotten, or another one be there by now
-                found = self._take(slot, self._plan).images
+            if (plan := self._plan) is not None:  # it may have been forgotten, or another one be there by now
+                found = self._take(slot, plan).images
         for image in found:
-            touch(image.buffer)
+            touch(image.buffer, lambda: self._plan is plan)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         base = self._base()

@@ -254,6 +254,7 @@ def _contents(
 ) -> Iterator[tuple[ObjectRecord, Sequence[IndexRow]]]:
     """Yield every object that a checkpoint is made of, with its regions: index and manifest at the end."""
     opened = open_checkpoint(store, checkpoint)
+    opened.check_trees()
     manifest = opened.manifest
     if manifest.run_key != run_key:
         raise IntegrityError(f"the manifest is of the run {manifest.run_key!r:.80}", key=checkpoint.manifest)

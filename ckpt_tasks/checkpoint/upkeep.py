@@ -67,6 +67,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
     """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index."""
     try:
         opened = open_checkpoint(store, checkpoint)
+        opened.check_trees()
     except (IntegrityError, StoreError) as error:
         return [str(error)]
     faults: list[str] = []

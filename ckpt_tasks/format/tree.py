@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-__all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "tensor_refs"]
+__all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "new_ref", "tensor_refs"]
 
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
 MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
@@ -39,6 +39,7 @@ MAX_OF_ONE_HASH = 64
 _WORD = 2**32 - 1  # a random stream has hundreds of them, at every save
 
 Json = Any
+_AS_THEY_ARE = frozenset({type(None), bool, str})
 # NumPy's scalars: which Python type holds the value of each, and which whole numbers have room in them.
 _NUMBERS: dict[str, type] = {"bool": bool, "complex64": complex, "complex128": complex} | {
     f"float{bits}": float for bits in (16, 32, 64)
@@ -61,7 +62,8 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
 
 
-_REF: Callable[[tuple[Any, ...]], TensorRef] = partial(tuple.__new__, TensorRef)  # no frame of Python for each of 10⁵
+# Make one of its four values: no frame of Python for each of 10⁵.
+new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def tensor_refs(value: Any) -> list[TensorRef]:
 
 def _encode(value: Any, path: str, depth: int) -> Json:
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if kind in _AS_THEY_ARE:
         return value
     if kind is int and value.bit_length() <= MAX_INT_BITS:
         return value
@@ -223,7 +225,7 @@ def _decode(node: Json, depth: int) -> Any:
     if kind is dict:
         if len(node) == 1:
             if type(key := node.get("~tensor")) is str:
-                return _REF((key, False, None, False))
+                return new_ref((key, False, None, False))
             ((tag, body),) = node.items()
             if tag.startswith("~"):
                 reader = _READERS.get(tag)

@@ -35,14 +35,14 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     checked_state(state)
     tensors = TensorSet()
     found: dict[str, GroupState] = {}
-    with undisturbed(), uncollected():
+    with undisturbed() as streams, uncollected():
         parameters = named_parameters(modules_of(state))
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
             found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:
-        groups[RNG] = GroupState("rng", capture_streams(tensors))
+        groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
     still = {name for name, parameter in parameters if not parameter.requires_grad}
     return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)))
 

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["LARGE_BYTES", "THREADS", "copy_tensors", "is_plain"]
+__all__ = ["LARGE_BYTES", "THREADS", "Move", "copy_tensors", "is_plain"]
 
 LARGE_BYTES = 64 << 10  # what is smaller is not worth a call of its own
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
 THREADS = max(2, min(8, os.cpu_count() or 2))  # two nearly fill the bus of a small machine; a server has room for more
 
+Move = tuple[int, int, int]  # bytes in memory: to, from, how many
+
 
 @torch.no_grad()
-def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> None:
-    """Copy tensors of equal shapes pair by pair.
+def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], moves: Iterable[Move] = ()) -> None:
+    """Copy tensors of equal shapes pair by pair, and the bytes of `moves`.
 
     Large contiguous ones on the CPU go by memcpy in threads of our own: torch's copies wait for all of its threads at
     every tensor, and where another process takes one of their cores, ten times as long (3 s instead of 0.2 s for
-    625 MiB). The rest goes in one call of torch, small tensors in one thread.
+    625 MiB). The rest goes by torch: small tensors in one call and one thread, while the others copy.
     """
-    moves: list[tuple[int, int, int]] = []
-    rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    moves = [*moves]
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
     for to, source in zip(into, out_of, strict=True):
-        if source.nbytes >= LARGE_BYTES and is_plain(to) and is_plain(source) and to.dtype == source.dtype:
+        if source.nbytes < LARGE_BYTES:
+            small.append((to, source))
+        elif is_plain(to) and is_plain(source) and to.dtype == source.dtype:
             moves.append((to.data_ptr(), source.data_ptr(), source.nbytes))
         else:
-            rest[0].append(to)
-            rest[1].append(source)
-    if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
-        _move(moves)
-    else:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-copy") as threads:
-            list(threads.map(_move, _shares(moves)))
-    if rest[0]:
-        torch._foreach_copy_(*rest)
+            rest.append((to, source))
+    with _helped(_cut(moves)) as pieces:
+        _by_torch(small)
+        _move(pieces)
+    _by_torch(rest)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -47,16 +49,35 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+@contextmanager
+def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
+    """Have other threads make copies as well, where there are many: each takes the next one until none is left."""
+    shared = iter(moves)
+    if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
+        yield shared
+        return
+    with ThreadPoolExecutor(THREADS - 1, thread_name_prefix="ckpt-copy") as threads:
+        others = [threads.submit(_move, shared) for _ in range(THREADS - 1)]
+        yield shared
+    for other in others:
+        other.result()
+
+
+def _move(moves: Iterable[Move]) -> None:
     for to, source, size_bytes in moves:
         ctypes.memmove(to, source, size_bytes)  # without the GIL
 
 
-def _shares(moves: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Deal the copies out in pieces, so that one large tensor does not leave a thread without work."""
-    pieces = [
+def _by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        into, out_of = zip(*pairs, strict=True)
+        torch._foreach_copy_(into, out_of)
+
+
+def _cut(moves: Iterable[Move]) -> list[Move]:
+    """Cut copies into pieces, so that one large tensor does not leave a thread without work."""
+    return [
         (to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
         for to, source, size_bytes in moves
         for at in range(0, size_bytes, _PIECE_BYTES)
     ]
-    return [pieces[start::THREADS] for start in range(THREADS)]

@@ -21,6 +21,7 @@ __all__ = [
     "GroupState",
     "Guard",
     "Part",
+    "Saved",
     "Stored",
     "needed_keys",
 ]
@@ -34,6 +35,15 @@ class GroupState:
 
     kind: str
     tree: Any
+
+
+class Saved(Protocol):
+    """One group of a checkpoint; its tree may be decoded when it is asked for, and be malformed (IntegrityError)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tree(self) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ _LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a ru
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _POPULATE_WRITE = 23
+_TOUCHED_BYTES = 16 << 20  # at once
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
 
 
@@ -250,14 +251,18 @@ def default_directory(size_bytes: int) -> Path | None:
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
-def touch(memory: mmap.mmap) -> None:
-    """Have the kernel find all pages of a mapping now, which takes several times a copy; what they hold stays.
+def touch(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
+    """Have the kernel find all pages of a mapping now, while they are `wanted`; what they hold stays.
 
-    Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are filled.
+    That takes several times a copy. Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are
+    filled.
     """
     held = ctypes.c_char.from_buffer(memory)
-    # Not mmap.madvise(), nor MAP_POPULATE: no other thread of Python would run.
-    _madvise(ctypes.addressof(held), len(memory), _POPULATE_WRITE)
+    for begin in range(0, len(memory), _TOUCHED_BYTES):
+        if not wanted():
+            return
+        # Not mmap.madvise(), nor MAP_POPULATE: no other thread of Python would run.
+        _madvise(ctypes.addressof(held) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
 def _available_bytes() -> int:

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.format.collecting import uncollected
-from ckpt_tasks.state.groups import Differences, GroupState, Guard, Maker, Part, Stored, needed_keys
+from ckpt_tasks.state.groups import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
@@ -92,7 +92,7 @@ def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
 
 def plan_restore(
     state: Mapping[str, Any],
-    groups: Mapping[str, GroupState],
+    groups: Mapping[str, Saved],
     tensors: Stored,
     *,
     partial: bool = False,
@@ -125,7 +125,7 @@ def plan_restore(
     return RestorePlan(parts, keys)
 
 
-def _parts(state: Mapping[str, Any], groups: Mapping[str, GroupState], differences: Differences) -> dict[str, Part]:
+def _parts(state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences) -> dict[str, Part]:
     names = parameter_names(named_parameters(modules_of(state)))
     parts: dict[str, Part] = {}
     for name, group in groups.items():

@@ -7,7 +7,7 @@ that the process uses. They are restored last, and reading them draws nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,16 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Put every stream of the process back to where it was, for code of others that may draw from one."""
+def undisturbed() -> Iterator[Mapping[str, tuple[Any, Any]]]:
+    """Put every stream of the process back to where it was, for code of others that may draw from one.
+
+    Yields the streams by name, each with the state that it is in.
+    """
     before = _taken()
     try:
-        yield
+        yield before
     finally:
-        for stream, state in before:
+        for stream, state in before.values():
             if not _equal(_state(stream), state):
                 _set_state(stream, state)
 
@@ -58,19 +61,19 @@ class OwnStreams:
     """
 
     def __init__(self) -> None:
-        self._inside: list[tuple[Any, Any]] = []
+        self._inside: Mapping[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Put training's streams in place for a block; the first block takes over those of the process."""
         outside = _taken()
-        for stream, state in self._inside:
+        for stream, state in self._inside.values():
             _set_state(stream, state)
         try:
             yield
         finally:
             self._inside = _taken()
-            for stream, state in outside:
+            for stream, state in outside.values():
                 _set_state(stream, state)
 
 
@@ -81,13 +84,16 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _taken() -> list[tuple[Any, Any]]:
-    return [(stream, _state(stream)) for stream in _streams().values()]
+def _taken() -> dict[str, tuple[Any, Any]]:
+    return {name: (stream, _state(stream)) for name, stream in _streams().items()}
 
 
-def capture_streams(tensors: TensorSet) -> dict[str, Any]:
-    """Turn the streams of the process into a tree: python, numpy, torch, cuda:0 …"""
-    return {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in _streams().items()}
+def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
+    """Turn the streams of the process, as undisturbed() gives them, into a tree: python, numpy, torch, cuda:0 …"""
+    return {
+        name: {"type": _type(stream), "state": pack(state, f"{RNG}/{name}", tensors)}
+        for name, (stream, state) in streams.items()
+    }
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
+from ckpt_tasks.state.copying import LARGE_BYTES, Move, copy_tensors
 
 __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable", "tensor_at"]
 
@@ -66,10 +67,28 @@ class ImageSet:
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
+        self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair every place in the images with the live tensor whose values belong there."""
-        return [(view, storable(tensors[key])) for key, view in self._places]
+        """Pair every place in the images with what belongs there: an alias of our own of each live tensor.
+
+        Who assigns to the live one's `.data` while it is copied does not change what is copied.
+        """
+        return [(view, storable(tensors[key].detach())) for key, view in self._places]
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy captured tensors to their places, now."""
+        moves: list[Move] = []
+        into, out_of = [], []
+        for key, view in self._places:
+            live = tensors[key]
+            large = self._large.get(key)
+            if large and live.is_cpu and live.is_contiguous():
+                moves.append((large[0], live.data_ptr(), large[1]))
+            else:
+                into.append(view)
+                out_of.append(storable(live))
+        copy_tensors(into, out_of, moves)
 
 
 _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
@@ -154,6 +173,5 @@ def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
-    tensor = tensor.detach()  # an alias of our own: who assigns to the other's `.data` does not change what is copied
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.format.tree import TensorRef, new_ref
 from ckpt_tasks.state.copying import copy_tensors
 
 __all__ = [
@@ -71,7 +71,7 @@ class TensorSet:
             if known is not None:
                 self._known[known] = first
         if not (array or flag) and (known is None or known[3] is None):
-            return TensorRef(first)
+            return new_ref((first, False, None, False))
         return TensorRef(first, array=array, stride=strides(tensor), requires_grad=exact and flag)
 
     def _free_key(self, key: str) -> str:

@@ -57,10 +57,13 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
         hint = "Is there a cycle in it?"
         raise UnsupportedStateError(f"the state nests deeper than {MAX_DEPTH} levels", key=path[:200], hint=hint)
     if kind in _DICTS:
-        pairs = (
-            (_pack_key(k, path), pack(v, f"{path}/{_part(k, n)}", tensors, depth + 1)) for n, (k, v) in _items(value)
-        )
-        return kind(dict(pairs)) if kind is Counter else kind(pairs)
+        packed = {
+            _pack_key(key, path): item
+            if type(item) in _PLAIN
+            else pack(item, f"{path}/{_part(key, number)}", tensors, depth + 1)
+            for number, (key, item) in enumerate(value.items())
+        }
+        return packed if kind is dict else kind(packed)
     if kind in (list, tuple):
         return kind(
             [
@@ -75,10 +78,6 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     if kind is np.ndarray:
         return tensors.add(_as_tensor(value, path), path if "/" in path else f"{path}/value", array=True)
     return _pack_leaf(value, path)
-
-
-def _items(value: Any) -> enumerate[tuple[Any, Any]]:
-    return enumerate(value.items())
 
 
 def _part(key: Any, number: int) -> str:

@@ -226,6 +226,9 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memor
     store, state = ckpt._history.store, state_of(0, SIZE)
     store._calls = stuck  # type: ignore[attr-defined]
     assert ckpt.restore(state) == 7
+    restored = ckpt._saver._pipeline._last
+    assert restored is not None
+    restored.known.wait(30)
     seal, gone = ckpt._saver._seal, []
 
     def slowly(*arguments: Any) -> None:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.state.copying import copy_tensors
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import MemoryDirectory, PrivateMemory, private_root
 from ckpt_tasks.state.snapshot import ImageSet, SnapshotPlan, plan_snapshot
@@ -39,8 +38,7 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 def copied(plan: SnapshotPlan, state: dict[str, torch.Tensor]) -> list[bytes]:
     images = ImageSet(plan, PrivateMemory().take("a", plan.sizes))
-    pairs = images.pairs(state)
-    copy_tensors([place for place, _ in pairs], [live for _, live in pairs])
+    images.fill(state)
     return [bytes(image.bytes) for image in images.images]
 
 

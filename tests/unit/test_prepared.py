@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,19 @@ def test_touched_memory_is_there_and_holds_what_it_held(tmp_path: Path, shared: 
     memory = directory.take("a", {"x": SIZE_BYTES})["x"] if shared else mmap.mmap(-1, SIZE_BYTES)
     memory[SIZE_BYTES // 2] = 7
     before = resident_bytes()
-    touch(memory)
+    touch(memory, lambda: True)
     assert resident_bytes() - before > SIZE_BYTES * 0.9
     assert memory[SIZE_BYTES // 2] == 7
     directory.close(keep=False)
+
+
+def test_memory_that_nobody_wants_any_more_is_left_alone() -> None:
+    """Whoever closes while memory is made ready for the next snapshot does not get all of it taken behind his back."""
+    memory, looks = mmap.mmap(-1, SIZE_BYTES), iter([True, False])
+    before = resident_bytes()
+    touch(memory, lambda: next(looks))
+    assert SIZE_BYTES * 0.2 < resident_bytes() - before < SIZE_BYTES * 0.3
+    assert [*looks] == []
 
 
 @pytest.mark.parametrize("start", ["saved at 0", "restored at 0"])
@@ -91,6 +100,23 @@ def test_memory_that_is_ready_has_been_touched(run_dir: Path) -> None:
         ckpt.step(1, state)
         ready()
         assert resident_bytes() - before > SIZE_BYTES * 0.9
+
+
+def test_closing_ends_what_makes_memory_ready(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still to be touched when the run is closed is not wanted any more."""
+    closed, wanted_then = threading.Event(), []
+
+    def after_closing(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
+        closed.wait(30)
+        wanted_then.append(wanted())
+        touch(memory, wanted)
+
+    monkeypatch.setattr("ckpt_tasks.checkpoint.saver.touch", after_closing)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        ckpt.save(1, {"weights": torch.ones(8)})
+    closed.set()
+    ready()
+    assert not any(wanted_then)
 
 
 def test_memory_is_not_made_ready_while_a_commit_is_under_way(run_dir: Path) -> None:

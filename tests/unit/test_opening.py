@@ -1,0 +1,49 @@
+"""checkpoint/opening.py: what is known of a checkpoint when it is opened, and what is found by who asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.opening import Opened, SavedGroup, open_checkpoint
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.state.restoring import plan_restore
+
+
+def _state() -> dict[str, Any]:
+    return {"model": torch.nn.Linear(2, 2), "extra": {"x": torch.ones(2)}}
+
+
+def _with_extra(run_dir: Path, tree: Any) -> Opened:
+    """Save a state and open it, with another tree in the place of the group `extra`."""
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        ckpt.save(1, _state())
+    run = open_run(str(run_dir))
+    opened = open_checkpoint(run.history.store, run.find("latest"))
+    groups = {**opened.manifest.groups, "extra": {"kind": "plain", "tree": tree}}
+    manifest = replace(opened.manifest, groups=groups)
+    return replace(opened, groups={name: SavedGroup(name, manifest, opened.index) for name in groups})
+
+
+@pytest.mark.parametrize("tree", [{"~tuple": 1}, {"x": {"~tensor": "extra/y"}}, {"x": {"~tensor": ["extra/x", 1]}}])
+def test_a_malformed_tree_is_found_by_who_asks_for_it(run_dir: Path, tree: Any) -> None:
+    """A restore of the model alone does not look at the trees of other groups; one of everything, and verify, do."""
+    opened = _with_extra(run_dir, tree)
+    plan = plan_restore({"model": _state()["model"]}, opened.groups, opened.tensors, partial=True)
+    assert plan.keys == {"model/weight", "model/bias"}
+    with pytest.raises(IntegrityError):
+        plan_restore(_state(), opened.groups, opened.tensors)
+    with pytest.raises(IntegrityError):
+        opened.check_trees()
+
+
+def test_a_good_tree_passes(run_dir: Path) -> None:
+    """What a save wrote is found to be good, and names what the index has."""
+    opened = _with_extra(run_dir, {"x": {"~tensor": "extra/x"}})
+    opened.check_trees()
+    assert opened.groups["extra"].tree["x"].key in opened.tensors
