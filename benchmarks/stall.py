@@ -6,8 +6,10 @@ import gc
 import mmap
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from benchmarks.states import Trained, build, size_bytes
 
 __all__ = ["change_all", "check", "copies", "fsync_all", "measure", "remove"]
 
-_COPY, _WRITE = "limit: copy to memory", "limit: O_DIRECT write"
+_COPY, _NEW, _WRITE = "limit: copy to memory", "limit: write to new files in memory", "limit: O_DIRECT write"
+_LIMITS = (_COPY, _NEW, _WRITE)
+_SHARED = "/dev/shm"
 _ROWS = {
     "first waits": "first save: training waits",
     "first durable": "first save: until it is on disk",
@@ -40,7 +44,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     a contender has no row.
     """
     reports, absent = collect(
-        "benchmarks.stall", [*CONTENDERS, _COPY, _WRITE], directory, tiny=tiny, rounds=rounds, device=device
+        "benchmarks.stall", [*CONTENDERS, *_LIMITS], directory, tiny=tiny, rounds=rounds, device=device
     )
     return {
         "size_bytes": size_bytes(build(tiny=tiny, device="meta")),
@@ -100,7 +104,7 @@ def _label(name: str, timed: str) -> str:
 
 
 def _measure(name: str, directory: Path, tiny: bool, device: str) -> Report:
-    if name in (_COPY, _WRITE):
+    if name in _LIMITS:
         return _limit(name, directory, tiny, device)
     contender = CONTENDERS[name](directory, device)
     trained = build(tiny=tiny, device=device)
@@ -162,6 +166,8 @@ def _limit(name: str, directory: Path, tiny: bool, device: str) -> Report:
     into = torch.frombuffer(memory, dtype=torch.uint8).fill_(2)
     if device != "cpu":
         into = torch.empty(state_bytes, dtype=torch.uint8, pin_memory=True)
+    if name == _NEW:
+        return {"first waits": [_new_write(memory) for _ in range(_saves(tiny))]}
     seconds = []
     for _ in range(_saves(tiny)):
         os.sync()
@@ -174,6 +180,21 @@ def _limit(name: str, directory: Path, tiny: bool, device: str) -> Report:
         seconds.append(time.perf_counter() - started)
     timed = "waits" if name == _COPY else "durable"
     return {f"first {timed}": seconds, timed: seconds}
+
+
+def _new_write(memory: mmap.mmap) -> float:
+    """Write to new files, one for every core, where snapshots lie; return the seconds."""
+    count = os.cpu_count() or 1
+    share = -(-len(memory) // count)
+    shares = [memoryview(memory)[number * share : (number + 1) * share] for number in range(count)]
+    with tempfile.TemporaryDirectory(dir=_SHARED) as place, ThreadPoolExecutor(count) as threads:
+        files = [os.open(os.path.join(place, str(number)), os.O_CREAT | os.O_WRONLY) for number in range(count)]
+        started = time.perf_counter()
+        list(threads.map(os.write, files, shares))
+        seconds = time.perf_counter() - started
+        for file in files:
+            os.close(file)
+    return seconds
 
 
 def _direct_write(path: Path, memory: mmap.mmap) -> None:

@@ -164,14 +164,19 @@ class Pipeline:
             snapshot.known.wait()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Take a full slot over."""
+        """Take a full slot over; raises RuntimeError, and has not, where the process can have no further thread."""
+        _live.add(self)
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None)  # the thread is about to take it up
-            before, self._last, self._waiting = self._flushing, snapshot, snapshot
+            before = self._flushing
+            # Both threads wait for this lock first, so that training goes on before they begin.
+            if not self._running:
+                threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
+                self._running = True  # until it finds nothing to do
+            sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
+            sealer.start()
+            self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
-            self._sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
-            self._sealer.start()  # it waits for this lock, so that training goes on first
-        _live.add(self)
 
     def wait(self) -> bool:
         """Wait until nothing is on its way; False where the flush under way is stuck."""
@@ -203,9 +208,7 @@ class Pipeline:
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         be_nice()
         with self._changed:
-            start, self._running = not self._running, True
-        if start:
-            threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
+            pass  # submit() has it
         try:
             if snapshot.copy is not None and not snapshot.copy.wait():
                 raise TornError

@@ -20,13 +20,19 @@ _ARRAY_DTYPES = frozenset(
     for kind, widths in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
     for bits in widths
 ) | {"bool", "complex64", "complex128"}
+_STREAMS = "rng"
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 # Of NumPy's bit generators: how many numbers there are to point into.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def check_group(name: str, kind: str, tree: Any) -> None:
-    """Raise IntegrityError where a group's tree is none of its kind; one of an unknown kind is not looked at."""
+    """Raise IntegrityError where a group's tree is none of its kind; one of an unknown kind is not looked at.
+
+    The random streams of the process are a group by their name: no other kind of tree may stand in their place.
+    """
+    if (name == _STREAMS) != (kind == _STREAMS):
+        raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
     check = _CHECKS.get(kind)
     try:
         if check is not None:
@@ -102,5 +108,5 @@ _CHECKS = {
     "module": _check_module,
     "optimizer": _check_optimizer,
     "generator": _check_generator,
-    "rng": _check_streams,
+    _STREAMS: _check_streams,
 }

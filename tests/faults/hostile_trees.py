@@ -73,6 +73,10 @@ def trees() -> Iterator[Case]:
         "Python's stream of huge numbers": lambda g: g["rng"]["tree"]["python"]["state"].update(numbers=[2**70] * 625),
         "another version": lambda g: g["rng"]["tree"]["python"]["state"].update(version=99),
         "torch's stream of another tensor": lambda g: g["rng"]["tree"]["torch"].update(state={"~tensor": "extra/big"}),
+        "another kind, and a position beyond its numbers": lambda g: [
+            g["rng"].update(kind="plain"),
+            g["rng"]["tree"]["numpy"]["state"]["state"].update(pos=2**31 - 2),
+        ],
         "no stream": lambda g: g["rng"].update(tree={}),
         "a stream of a device": lambda g: g["rng"]["tree"].update({"cuda:99": g["rng"]["tree"]["torch"]}),
         "a gauss that is none": lambda g: g["rng"]["tree"]["python"]["state"].update(gauss="x"),

@@ -187,6 +187,31 @@ def test_a_store_that_blocks_forever_does_not_stop_training(
     assert _committed(run_dir) == [1, 7]
 
 
+@pytest.mark.parametrize("name", ["ckpt-seal", "ckpt-flush"])
+def test_without_a_further_thread_a_snapshot_is_refused(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """P28: whoever can have no thread is told at once, and a later snapshot is saved when there is one again."""
+    start = threading.Thread.start
+    refused: list[threading.Thread] = []
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == name and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with _opened(run_dir) as ckpt:
+        with pytest.raises(RuntimeError, match="can't start"):
+            ckpt.step(1, _state(1))
+        ckpt.step(2, _state(2))
+        ckpt.step(3, _state(3))
+        ckpt.wait()
+    assert _committed(run_dir)[-1] == 3
+    assert float(_restored(run_dir)["weights"][0]) == 3
+
+
 def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> None:
     """P43: `close` raises once the flush is stuck, and does not hang in letting the directory go."""
     ckpt = _opened(run_dir, gate, flush_timeout_s=0.2)

@@ -26,7 +26,8 @@ def test_all_of_a_large_state_arrives() -> None:
         "model/other": torch.randn(300_001),
         "model/transposed": torch.randn(1_000, 2_000).t(),
         "model/nothing": torch.empty(0),
-        "model/rare": torch.randn(1_000_001).to(torch.bfloat16),
+        "model/half": torch.randn(1_000_001).to(torch.bfloat16),
+        "model/rare": torch.randn(1_000_001).to(torch.float8_e4m3fn),
         **{f"model/small{number}": torch.randn(number + 1) for number in range(50)},
     }
     plan = plan_snapshot(state)
