@@ -34,6 +34,7 @@ __all__ = ["Pipeline", "Snapshot", "be_nice"]
 
 _NICENESS = 10  # training keeps its cores
 _LOOK_S = 1.0  # how often whoever waits looks whether the store is stuck
+_LAST = (FencedError, CommitUncertainError)  # nothing may follow what lost the run, or may have landed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -164,10 +165,16 @@ class Pipeline:
             snapshot.known.wait()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Take a full slot over; raises RuntimeError, and has not, where the process can have no further thread."""
+        """Take a full slot over.
+
+        Raises, and has not, what lost the run meanwhile, and RuntimeError where the process can have no further thread.
+        """
         _live.add(self)
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None)  # the thread is about to take it up
+            if isinstance(self._failure, _LAST):
+                failure, self._failure = self._failure, None
+                raise failure
             before = self._flushing
             # Both threads wait for this lock first, so that training goes on before they begin.
             if not self._running:
@@ -249,9 +256,10 @@ class Pipeline:
             with self._changed:
                 self._flushing = None
                 if failure is not None:
-                    self._failure = self._failure or failure
-                    if isinstance(failure, (FencedError, CommitUncertainError)):
-                        self._give_up()  # nothing may follow what lost the run, or may have landed
+                    if self._failure is None or isinstance(failure, _LAST):
+                        self._failure = failure
+                    if isinstance(failure, _LAST):
+                        self._give_up()
                 self._changed.notify_all()
 
     def _give_up(self) -> None:

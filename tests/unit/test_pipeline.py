@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
@@ -240,6 +241,31 @@ def test_a_stuck_store_does_not_take_the_place_of_what_ended_the_block(
         train()
     assert caught.value is under_way
     assert any("has not taken a checkpoint" in note for note in under_way.__notes__)
+
+
+def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P33: a snapshot that is being copied when the one before it finds the directory lost is not written."""
+    first, failed = _opened(run_dir, gate), []
+    first.listen(Listener(failed=lambda step, error: failed.append(step)))
+    first.step(1, _state(1))
+    gate.reached.wait(30)
+    second = _opened(run_dir)
+    second._take_over = True
+    second.restore(_state(0))
+    unseal = first._generations.memory.unseal
+
+    def late(slot: str) -> None:
+        gate.opened.set()
+        with first._saver._pipeline._changed:
+            assert first._saver._pipeline._changed.wait_for(lambda: first._saver._pipeline._failure is not None, 30)
+        unseal(slot)
+
+    monkeypatch.setattr(first._generations.memory, "unseal", late)
+    with pytest.raises(FencedError):
+        first.step(2, _state(2))
+    first._saver.settle()
+    assert failed == [1]
+    assert first._saver.take_failure() is None
 
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
