@@ -167,7 +167,8 @@ class Pipeline:
     def submit(self, snapshot: Snapshot) -> None:
         """Take a full slot over.
 
-        Raises, and has not, what lost the run meanwhile, and RuntimeError where the process can have no further thread.
+        Raises what lost the run meanwhile, and RuntimeError where the process can have no further thread; then the
+        slot is the caller's.
         """
         _live.add(self)
         with self._changed:
@@ -175,12 +176,12 @@ class Pipeline:
             if isinstance(self._failure, _LAST):
                 failure, self._failure = self._failure, None
                 raise failure
-            before = self._flushing
             # Both threads wait for this lock first, so that training goes on before they begin.
             if not self._running:
                 threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
                 self._running = True  # until it finds nothing to do
-            sealer = threading.Thread(target=self._digest, args=(snapshot, before), name="ckpt-seal", daemon=True)
+            about = (snapshot, self._flushing)
+            sealer = threading.Thread(target=self._digest, args=about, name="ckpt-seal", daemon=True)
             sealer.start()
             self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot

@@ -90,18 +90,19 @@ def _taken() -> dict[str, tuple[Any, Any]]:
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
     """Turn the streams of the process, as undisturbed() gives them, into a tree: python, numpy, torch, cuda:0 …"""
-    return {
-        name: {"type": _type(stream), "state": pack(state, f"{RNG}/{name}", tensors)}
-        for name, (stream, state) in streams.items()
-    }
+    return {name: _tree(*taken, f"{RNG}/{name}", tensors) for name, taken in streams.items()}
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
     """Turn a generator into a tree; raise UnsupportedStateError for one that has no state, such as SystemRandom."""
     try:
-        return {"type": _type(generator), "state": pack(_state(generator), path, tensors)}
+        return _tree(generator, _state(generator), path, tensors)
     except NotImplementedError as error:
         raise UnsupportedStateError(f"a {type(generator).__qualname__} has no state to store", key=path) from error
+
+
+def _tree(generator: Any, state: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
+    return {"type": _type(generator), "state": pack(state, path, tensors)}
 
 
 class GeneratorPart:
