@@ -139,9 +139,14 @@ class Saver:
         copy = None if filled else self._fill(images, captured, optimizers)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
-        self._pipeline.submit(
-            Snapshot(slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed, copy=copy)
+        snapshot = Snapshot(
+            slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed, copy=copy
         )
+        try:
+            self._pipeline.submit(snapshot)
+        except BaseException:
+            snapshot.settle()  # nobody else waits for the copy, and the slot will be filled again
+            raise
         self._warn_if_stuck(step)
 
     def prepare(self, captured: Captured) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.state import overlap
 from ckpt_tasks.state.tensors import same_bits
 
 
@@ -112,6 +114,27 @@ def test_what_is_moved_to_other_memory_is_saved_as_it_was(run_dir: Path) -> None
             for number, kept in enumerate(training.optimizer.state.values()):
                 kept["exp_avg"].data = training.moments[step][f"{number}.exp_avg"].clone()
     assert _check(run_dir, training.moments) == [1, 2]
+
+
+def test_a_copy_that_nobody_takes_over_has_ended(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P28: where a snapshot is refused for want of a thread, nothing goes on writing into its slot."""
+    training, start = Training(), threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "ckpt-seal":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with _opened(run_dir) as ckpt:
+        training.train_step(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starting)
+            with pytest.raises(RuntimeError, match="can't start"):
+                ckpt.step(1, training.state)
+        assert not overlap._running
+        training.train_step(2)
+        ckpt.step(2, training.state)
+    assert _check(run_dir, training.moments) == [2]
 
 
 def test_the_last_step_needs_no_further_one(run_dir: Path) -> None:
