@@ -125,10 +125,11 @@ class Checkpointer:
             in_memory = [one for one in in_memory if one.checkpoint.manifest_digest == candidates[0].manifest_digest]
         if not candidates and not in_memory:
             self._knows_line = True
+            self._saver.restored(None)
             self._stand_at(0, None)  # also after steps of which nothing was committed: they are taken again
             return 0
         damaged, self._damaged = self._damaged, ()
-        found, report = restore_newest(
+        found, report, generation = restore_newest(
             self._history.store,
             candidates,
             state,
@@ -141,8 +142,7 @@ class Checkpointer:
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
         self.last_restore, self._knows_line = report, True
         self._stand_at(found.step, found.epochs)
-        if in_memory:
-            self._saver.hold(in_memory[0].slot)
+        self._saver.restored(generation.slot if generation is not None else None)
         if found.n < 0:  # storage does not have it yet
             self._saver.parent = known[0] if known else None
             self._snapshot(found.step, state, found.metrics, found.epochs, keep=True)
@@ -174,7 +174,7 @@ class Checkpointer:
         self._pace.stepped(now)
         ending = self._interrupt.pending is not None
         if taken := self._saver.due(self._last, now) or ending:
-            keep = ending or self._saver.preserves(step)
+            keep = ending or self.config.retention_policy.preserves(step)
             self._snapshot(step, state, metrics or {}, epoch, keep=keep)
         elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state))
@@ -208,7 +208,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when everything that was saved is committed; raise what went wrong.
 
-        Raises StoreError where a flush takes longer than `flush_timeout_s`.
+        Raises StoreError where a flush takes longer than `flush_timeout_s`, StateError where the last snapshot is torn.
         """
         self._saver.wait()
 
@@ -378,8 +378,8 @@ class Checkpointer:
         if self.config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
-        with suppress(StoreError):  # the store that failed may fail again
-            self.note("flush_failed", step=failure.step, why=str(failure)[:2000])
+        about = {"step": failure.step, "why": str(failure)[:2000]}
+        self._saver.unnoted.append({**about, "kind": "note", "note": "flush_failed"})  # once the store takes one again
 
     def _settle(self) -> None:
         """Let what is on its way end, however it ends: a restore goes on from what is there then."""

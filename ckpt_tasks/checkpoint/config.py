@@ -38,11 +38,14 @@ class CheckpointConfig:
     over from another host.
 
     `capture` says when the state is copied: "eager" before `step()` returns, "overlapped" until the next step of the
-    optimizers in the state, with a proof that nothing changed meanwhile, and a new snapshot where something did.
+    optimizers in the state, with a proof that nothing changed meanwhile, and a new snapshot at the next step where
+    something did.
     `memory_dir` is where snapshots lie: "auto" is /dev/shm where it has room, a directory of your own is used whatever
     it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
-    fails in the background does: "raise" in the next `step()`, or "warn" and go on. A flush that takes longer than
-    `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
+    the store fails in the background does: "raise" in the next `step()`, or "warn" and go on. Raised all the same: the
+    loss of the run, an uncertain commit, a damaged object, whatever is no StoreError, and what those meet who wait for
+    a save. A flush that takes longer than `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
+    So long `save()`, `wait()`, the end of the block, after an error too, and SIGTERM wait for it.
 
     `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there
     before they are sent, and are read from there where they are good; what the store has not got when the process ends

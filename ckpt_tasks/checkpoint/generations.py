@@ -96,7 +96,11 @@ class Generations:
         if self.copies is not None:
             self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
-        if directory is None or isinstance(self.memory, MemoryDirectory):
+        if isinstance(self.memory, MemoryDirectory):
+            return
+        if directory is None:
+            if self._memory_dir == "auto":
+                self._do_without("there is no shared memory, or it has no room")
             return
         run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
@@ -138,7 +142,7 @@ class Generations:
                 continue
             if self._belongs(seal, live):
                 found.append(Generation(seal, SlotStore(self.memory, slot), slot))
-        # Of two that storage lacks, one was on its way when the other was taken.
+        # Of two that storage lacks, one lay there when the other one was taken.
         return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
 
     def clean(self, live: Iterable[Checkpoint]) -> None:

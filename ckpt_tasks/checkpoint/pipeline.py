@@ -27,12 +27,12 @@ from weakref import WeakSet
 from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError, TornError
 from ckpt_tasks.errors import CommitUncertainError, FencedError
 from ckpt_tasks.state.memory import SLOTS
+from ckpt_tasks.state.niceness import be_nice
 from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet
 
-__all__ = ["Pipeline", "Snapshot", "be_nice"]
+__all__ = ["Pipeline", "Snapshot"]
 
-_NICENESS = 10  # training keeps its cores
 _LOOK_S = 1.0  # how often whoever waits looks whether the store is stuck
 _LAST = (FencedError, CommitUncertainError)  # nothing may follow what lost the run, or may have landed
 
@@ -57,6 +57,7 @@ class Snapshot:
     described: Described | None = None
     error: BaseException | None = None
     given_up: bool = False
+    flushed: bool = False
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
 
@@ -78,8 +79,8 @@ class Snapshot:
 class Pipeline:
     """Run `seal` and `flush` for every snapshot, each in a thread; `timeout_s` is how long one flush may take.
 
-    `seal` is also told which snapshot was on its way when this one was taken; `sealed` is called after it, when the
-    slot may be filled again.
+    `seal` is also told which snapshot lies in the other slot, where storage does not have that; `sealed` is called
+    after it, when the slot may be filled again.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Pipeline:
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
-        self.torn = False  # a snapshot was given up, since training changed what was being copied
+        self.torn: int | None = None  # the step of the newest that was given up, since training changed it meanwhile
         self.moved: frozenset[int] = frozenset()  # the places of what it changed: not to be copied late any more
 
     @property
@@ -180,11 +181,16 @@ class Pipeline:
             if not self._running:
                 threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
                 self._running = True  # until it finds nothing to do
-            about = (snapshot, self._flushing)
+            about = (snapshot, self._lacking(snapshot.slot))
             sealer = threading.Thread(target=self._digest, args=about, name="ckpt-seal", daemon=True)
             sealer.start()
             self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
+
+    def _lacking(self, slot: str) -> Snapshot | None:
+        """Return the snapshot in the other slot, unless storage has it: on its way there, or its flush has failed."""
+        other = next((one for name, one in self._in_slot.items() if name != slot), None)
+        return None if other is None or other.flushed else other
 
     def wait(self) -> bool:
         """Wait until nothing is on its way; False where the flush under way is stuck."""
@@ -205,11 +211,16 @@ class Pipeline:
             failure, self._failure = self._failure, None
             return failure
 
-    def take_superseded(self) -> list[int]:
-        """Return the steps that a newer snapshot took the place of since the last call."""
+    @property
+    def superseded(self) -> list[int]:
+        """The steps that a newer snapshot took the place of, and of which nobody has been told yet."""
         with self._changed:
-            steps, self._superseded = self._superseded, []
-            return steps
+            return [*self._superseded]
+
+    def told(self, superseded: list[int]) -> None:
+        """Forget these steps: the first of `superseded`."""
+        with self._changed:
+            del self._superseded[: len(superseded)]
 
     # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,11 +260,13 @@ class Pipeline:
                 self._flush(snapshot)
             except TornError:
                 with self._changed:
-                    self.torn = True
+                    self.torn = snapshot.saving.attempt.step
                     self.moved |= snapshot.copy.moved if snapshot.copy is not None else frozenset()
                     self._superseded.append(snapshot.saving.attempt.step)
             except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
                 failure = error
+            else:
+                self.torn, snapshot.flushed = None, True
             with self._changed:
                 self._flushing = None
                 if failure is not None:
@@ -276,6 +289,8 @@ class Pipeline:
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
+        elif self.torn is not None:
+            sys.stderr.write(f"ckpt-tasks: step {self.torn} was not saved: the state changed while it was copied\n")
         if self._sealer is not None:
             self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
 
@@ -288,10 +303,3 @@ def _end_all() -> None:
 
 
 _live: WeakSet[Pipeline] = WeakSet()
-
-
-def be_nice() -> None:
-    """Let the calling thread run when training does not want the core."""
-    if sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

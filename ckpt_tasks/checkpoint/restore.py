@@ -63,12 +63,13 @@ def restore_newest(
     run_key: str | None = None,
     damaged: tuple[str, ...] = (),
     in_memory: Sequence[Generation] = (),
-) -> tuple[Checkpoint, RestoreReport]:
+) -> tuple[Checkpoint, RestoreReport, Generation | None]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
     the others each before storage.
 
+    Returns the checkpoint, what was done, and the snapshot of this host that it came from.
     A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
     """
     skipped: list[tuple[int, str]] = []
@@ -84,7 +85,8 @@ def restore_newest(
             skipped.append((checkpoint.step, f"{generation.place}: {error}" if generation else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
             continue
-        return checkpoint, RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
+        report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
+        return checkpoint, report, generation
     raise NoGoodCheckpointError(
         f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
         reasons=tuple(skipped),

@@ -18,9 +18,9 @@ from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.listening import Listeners
 from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summarize
 from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot, be_nice
+from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
 from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StateError, StoreError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
@@ -30,6 +30,7 @@ from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import SLOTS, Fill, touch
+from ckpt_tasks.state.niceness import be_nice
 from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 
@@ -42,7 +43,8 @@ class Saver:
     """Take snapshots and see to it that they are committed.
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    that this process knows to have committed a checkpoint; `cadence` the automatic one, where it was asked for.
+    that this process knows to have committed a checkpoint; `cadence` the automatic one, where it was asked for;
+    `unnoted` the events for the run's history that wait for a store which has failed to take a checkpoint.
     """
 
     def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
@@ -65,6 +67,7 @@ class Saver:
         self._taking = threading.Lock()
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
         self._warned_stuck = False
+        self.unnoted: deque[Mapping[str, object]] = deque()
         self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
 
     def begin(self, owner: Owner, run_key: str) -> None:
@@ -77,14 +80,9 @@ class Saver:
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due: by policy, by cadence, or in the place of one that was torn."""
-        torn, self._pipeline.torn = self._pipeline.torn, False
+        torn, self._pipeline.torn = self._pipeline.torn is not None, None
         timely = self.cadence is not None and self.cadence.due(last, now)
         return torn or timely or self._config.save_policy.due(last, now)
-
-    def preserves(self, step: int) -> bool:
-        """Say whether the policy keeps this step for ever, so that no newer snapshot may take its place."""
-        every = self._config.keep_every_n_steps
-        return every is not None and step % every == 0
 
     @property
     def unprepared(self) -> bool:
@@ -164,6 +162,10 @@ class Saver:
         failure = self._pipeline.take_failure()
         if failure is not None:
             raise failure
+        if self._pipeline.torn is not None:  # the next step() would take it again, and there may be none
+            why = "the snapshot was given up: what it copied while training went on was changed outside of a step"
+            hint = "Call wait() before you change it, save() after it, or leave it to the next step()."
+            raise StateError(why, step=self._pipeline.torn, hint=hint)
         if not done:
             stuck = StoreError(
                 f"the store has not taken a checkpoint for {self._config.flush_timeout_s:.0f} s",
@@ -185,9 +187,10 @@ class Saver:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
         return self._pipeline.take_failure()
 
-    def hold(self, slot: str | None) -> None:
-        """Leave a slot for as long as possible: it has what the last process left."""
+    def restored(self, slot: str | None) -> None:
+        """Leave the slot that was restored from for as long as possible; what was torn before it is gone with it."""
         self._pipeline.hold(slot)
+        self._pipeline.torn = None
 
     def forget_plan(self) -> None:
         """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""
@@ -281,6 +284,8 @@ class Saver:
         except steps.SupersededError:
             raise  # a newer snapshot takes its place: nothing has failed
         except Exception as error:
+            if isinstance(error, CkptError) and error.step is None:
+                error.step = snapshot.saving.attempt.step
             self.listeners.failed(snapshot.saving.attempt.step, error)
             raise
         saved = entry.state.live[-1]
@@ -290,7 +295,10 @@ class Saver:
         self._learn(entry)
         if self._generations.copies is not None:
             self._generations.copies.retain(entry.state.live)
-        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save prunes again
+        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save does this again
+            while self.unnoted:
+                self._history.append(self.unnoted[0], lambda state, n: state, owner=snapshot.saving.owner)
+                self.unnoted.popleft()
             self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
 
     def _save(self, snapshot: Snapshot) -> Entry:
@@ -305,7 +313,7 @@ class Saver:
                 check_owner(self._history.head().state.owner, snapshot.saving.owner)
             steps.discard(self._history.store, snapshot.saving.attempt)
             raise
-        superseded = self._pipeline.take_superseded()
+        superseded = self._pipeline.superseded
         entry = steps.commit(
             self._history,
             described,
@@ -318,6 +326,7 @@ class Saver:
                 **({"superseded": superseded} if superseded else {}),
             },
         )
+        self._pipeline.told(superseded)
         self._pruner.deleted = frozenset()
         self._stored = (
             entry.state.live[-1].manifest_digest,

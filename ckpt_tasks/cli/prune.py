@@ -26,6 +26,7 @@ EveryOption = Annotated[int | None, typer.Option("--keep-every-n-steps", metavar
 BestOption = Annotated[int, typer.Option("--keep-best", metavar="N", help="and the best N", show_default=False)]
 MetricOption = Annotated[str | None, typer.Option("--best-metric", help="best by what (default: as the run says)")]
 ModeOption = Annotated[str | None, typer.Option("--best-mode", metavar="min|max", help="which end of it is best")]
+MemoryOption = Annotated[str, typer.Option("--memory-dir", metavar="PATH", help="the memory_dir that the run has")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="only say what would happen")]
 
 
@@ -37,6 +38,7 @@ def prune(
     keep_best: BestOption = 0,
     best_metric: MetricOption = None,
     best_mode: ModeOption = None,
+    memory_dir: MemoryOption = "auto",
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,7 +46,7 @@ def prune(
 
     Deletes what nothing names as well. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and
     leased ones always stay. Takes the run directory while it works: a run that is training is refused, and prunes
-    itself.
+    itself. Its snapshots in this host's memory are freed, unless storage lacks one of them.
     """
     from ckpt_tasks.checkpoint.config import CheckpointConfig
     from ckpt_tasks.checkpoint.reading import open_run
@@ -65,6 +67,7 @@ def prune(
             keep_best=keep_best,
             best_metric=best_metric or (state.best_metric if keep_best else None),
             best_mode=best_mode or state.best_mode,
+            memory_dir=memory_dir,
         )
         missing = missing_metric(state, config.retention_policy)
         if missing is not None:

@@ -22,9 +22,10 @@ MAX_SEAL_BYTES = 8 << 20
 class Seal:
     """A complete snapshot: the checkpoint that it is, or would become.
 
-    `newest` is the identity of the newest committed checkpoint when it was taken, and `in_flight` that of the snapshot
-    which was on its way to storage then: it may be used while one of the two is the newest in the ledger, or while it
-    is committed itself. `checkpoint.n` is -1: whether it was committed, only the ledger knows.
+    `newest` is the identity of the newest committed checkpoint when it was taken, and `in_flight` that of the older
+    snapshot which storage did not have then (on its way, or its write had failed): it may be used while one of the two
+    is the newest in the ledger, or while it is committed itself. `checkpoint.n` is -1: whether it was committed, only
+    the ledger knows.
     """
 
     run_key: str

@@ -38,6 +38,10 @@ class RetentionPolicy:
     best_metric: str | None = None
     best_mode: str = "min"
 
+    def preserves(self, step: int) -> bool:
+        """Say whether a checkpoint of this step is kept for ever."""
+        return self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -70,12 +74,12 @@ def plan_retention(
     verdicts = []
     for place, candidate in enumerate(newest_first):
         digest, step = candidate.manifest_digest, candidate.step
-        limit, every = policy.max_num_checkpoints, policy.keep_every_n_steps
+        limit = policy.max_num_checkpoints
         rules = [
             (place == 0, "newest"),
             (limit is None, "all are kept"),
             (limit is not None and place < limit, f"one of the newest {limit}"),
-            (every is not None and step % every == 0 and not candidate.abandoned, f"every {every} steps"),
+            (policy.preserves(step) and not candidate.abandoned, f"every {policy.keep_every_n_steps} steps"),
             (digest in best, f"number {best.get(digest)} by {policy.best_metric}"),
             (digest in pins, f"pinned: {pins.get(digest)}"),
             (digest in leased, f"leased by {leased.get(digest)}"),

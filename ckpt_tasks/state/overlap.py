@@ -37,8 +37,6 @@ between steps (nn.Embedding with max_norm, a weight that is perturbed) does so a
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -53,6 +51,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.state.copying import LARGE_BYTES, THREADS, copy_tensors, is_plain
 from ckpt_tasks.state.device import DeviceCopy, Devices
+from ckpt_tasks.state.niceness import be_nice
 
 __all__ = ["OverlappedCopy"]
 
@@ -60,7 +59,6 @@ _PIECE_BYTES = 2 << 20  # 0.2 ms, the longest that a step waits for a thread whi
 _SMALL_TOGETHER = 1024
 _ONE_THREAD_ELEMENTS = 32768  # torch copies more than these in several threads, which wait for each other
 _SPOT_BYTES = 64
-_NICENESS = 10  # with 19 or 0 a copy cost training no less, and 19 may wait long for a core that others use as well
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Late = tuple[int, torch.Tensor, torch.Tensor]  # the number of a pair, its place, its live tensor
@@ -142,7 +140,7 @@ class OverlappedCopy:
         _guard_steps()
         _running.add(self)
         if self._count:
-            self._start_thread("ckpt-overlap", _NICENESS)
+            self._start_thread("ckpt-overlap", nice=True)
 
     def settle(self) -> bool:
         """Finish the copy now and check it; True: it is the moment of start(), False: it is torn and must not be used.
@@ -204,8 +202,8 @@ class OverlappedCopy:
     def _finish(self) -> None:
         """Copy what no thread has come to yet, as fast as an eager copy would, and let every thread end."""
         for _ in range(min(THREADS - 1, len(self._pieces) // 4)):
-            self._start_thread("ckpt-overlap-rest", 0)
-        self._copy(0)
+            self._start_thread("ckpt-overlap-rest", nice=False)
+        self._copy(nice=False)
         for thread in self._threads:
             if thread.ident is not None:  # an interrupt may have come before its start
                 thread.join()
@@ -243,17 +241,16 @@ class OverlappedCopy:
             _running.discard(self)
             self._spots = _DeviceSpots(())
 
-    def _start_thread(self, name: str, niceness: int) -> None:
+    def _start_thread(self, name: str, *, nice: bool) -> None:
         # Not by an executor: these refuse work when the interpreter is about to exit.
-        thread = threading.Thread(target=self._copy, args=(niceness,), name=name)
+        thread = threading.Thread(target=self._copy, args=(nice,), name=name)
         self._threads.append(thread)
         thread.start()
 
     @torch.no_grad()
-    def _copy(self, niceness: int) -> None:
-        if niceness and sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    def _copy(self, nice: bool) -> None:
+        if nice:
+            be_nice()
         try:
             for move, arguments in iter(self._next_piece, None):
                 move(*arguments)

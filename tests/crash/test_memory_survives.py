@@ -269,7 +269,7 @@ def test_memory_is_cleaned_when_the_run_ends(run_dir: Path, memory: Path) -> Non
 
 
 def test_a_close_that_fails_leaves_what_storage_lacks(run_dir: Path, memory: Path) -> None:
-    """P43: where the last snapshot could not be committed, closing says so and keeps it in memory."""
+    """P72: where the last snapshot could not be committed, closing says so and keeps it in memory."""
     ckpt = Checkpointer(_config(run_dir, memory))
     ckpt.save(1, state_of(1, SIZE))
     ckpt._history.store._calls = FailingCalls(1, "refused", below="/checkpoint_")  # type: ignore[attr-defined]

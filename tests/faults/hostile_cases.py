@@ -2,8 +2,8 @@
 
 `harm` says what must come of it: "checkpoint", the newest one is damaged and passed over; "header", only `verify` finds
 it; "entry", the newest ledger entry is damaged, and the one below counts; "any", every verb ends well or with an error
-of ours, and what is restored has the values of its step; "values", these are his. What `ckpt verify` then says matches
-`named`.
+of ours, and what is restored has the values of its step; "values", these are his; "memory", what lies in memory is not
+restored. What `ckpt verify` then says matches `named`.
 """
 
 from __future__ import annotations

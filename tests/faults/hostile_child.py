@@ -161,9 +161,10 @@ def remember(h: Hostile, place: Path) -> Told:
     with Checkpointer(config(h.root, memory_dir=str(place / "memory"), max_num_checkpoints=2)) as ckpt:
         step = ckpt.restore(state)
         right = fingerprint(state) == fingerprint(state_of(step))
+        source = ckpt.last_restore.source if ckpt.last_restore is not None else ""
         for more in (5, 6, 7):
             ckpt.save(more, state_of(more))
-    return {"step": step, "right": right}
+    return {"step": step, "right": right, "source": source}
 
 
 def race(h: Hostile, place: Path) -> Told:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import hostile, hostile_child
+from tests.faults import hostile, hostile_child, hostile_memory
 from tests.faults.hostile_cases import Case
 from tests.house.sources import ROOT
 
@@ -76,7 +76,8 @@ def wrong(case: Case, lines: dict[str, Line]) -> Iterator[str]:
     checked, went_on = lines.get("verify", {}), lines.get("go on", {})
     if went_on.get("end") == "well" and not went_on["right"] and case.harm != "values":
         yield f"step {went_on['step']} came back with other values"
-    if case.harm in ("any", "values"):
+    yield from ill_remembered(case, lines.get("remember", {}))
+    if case.harm in ("any", "values", "memory"):
         return
     if checked and checked.get("end") != "well":
         yield f"verify ended with {checked.get('says')}"
@@ -98,6 +99,16 @@ def wrong(case: Case, lines: dict[str, Line]) -> Iterator[str]:
                 yield f"{verb} names nothing: {told['says']}"
     elif case.harm == "entry" and went_on and not went_on.get("damaged"):
         yield f"restored without a word: {went_on}"
+
+
+def ill_remembered(case: Case, told: Line) -> Iterator[str]:
+    """Say what a process took, or did not take, from the memory that it found, and should have done otherwise."""
+    if told.get("end") != "well":
+        return
+    if (told["step"], told["right"]) != (hostile_memory.NEXT, True):
+        yield f"with that memory came back {told}"
+    if ("/memory/" in told["source"]) != (case.harm == "any"):
+        yield f"restored from {told['source']}"
 
 
 def check(place: Path, wanted: list[str], timeout_s: float) -> list[Line]:

@@ -64,7 +64,7 @@ def test_a_report_without_an_epoch_crosses_none() -> None:
 
 
 def test_seconds_count_from_the_last_save() -> None:
-    """P44: a save is due when the seconds have passed since the last one, whatever rule made that."""
+    """A save is due when the seconds have passed since the last one, whatever rule made that."""
     policy = SavePolicy(save_interval_secs=10.0)
     assert saves(policy, at(0), [at(step, clock_s=float(step)) for step in range(1, 35)]) == [10, 20, 30]
     both = SavePolicy(save_interval_secs=10.0, step_interval=7)

@@ -103,7 +103,7 @@ def test_a_url_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
-    """P46: where a large object would take what a run may need, the bandwidth is not measured, and that is said."""
+    """P37: where a large object would take what a run may need, the bandwidth is not measured, and that is said."""
     found = measure(LocalStore(tmp_path / "run"), large_bytes=1 << 50)
     assert found.abilities["large objects"].works is None
     assert "not tried" in found.abilities["large objects"].seen

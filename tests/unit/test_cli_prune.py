@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from tests.unit.cli_runs import ckpt, config, flip, only, save_steps, tree
+from tests.storage.calls import FailingCalls
+from tests.unit.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
 
 HOLDER = """
 import sys
@@ -138,3 +140,57 @@ def test_nothing_goes_while_nothing_that_stays_is_good(run_dir: Path) -> None:
     assert answer.status == 1
     assert "Nothing was removed" in answer.out
     assert steps(run_dir) == [2, 1]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    made = tmp_path / "memory"
+    made.mkdir()
+    return made
+
+
+def left_in_memory(run_dir: Path, memory_dir: str, *, lost: int | None = None) -> None:
+    """Train, and end with an error, which leaves the snapshots in memory; the step `lost` does not reach storage."""
+    with suppress(ZeroDivisionError), Checkpointer(config(run_dir, memory_dir=memory_dir, step_interval=1)) as ckpt_:
+        ckpt_.save(1, some_state(1))
+        if lost is not None:
+            ckpt_._history.store._calls = FailingCalls(1, "refused", below="/checkpoint_")  # type: ignore[attr-defined]
+            ckpt_.step(lost, some_state(lost))
+        raise ZeroDivisionError
+
+
+def snapshots(memory: Path) -> list[Path]:
+    """List the images in memory."""
+    return [*memory.rglob("*.safetensors")]
+
+
+def test_the_snapshots_in_memory_go_too(run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P67: what a run that ended badly left in the default memory directory is freed; a dry run leaves it."""
+    monkeypatch.setattr("ckpt_tasks.checkpoint.generations.default_directory", lambda size_bytes: memory)
+    left_in_memory(run_dir, "auto")
+    assert snapshots(memory) != []
+    assert ckpt("prune", run_dir, "--dry-run").status == 0
+    assert snapshots(memory) != []
+    assert ckpt("prune", run_dir).status == 0
+    assert snapshots(memory) == []
+    assert steps(run_dir) == [1]
+
+
+def test_a_memory_directory_of_the_runs_own_is_named(run_dir: Path, memory: Path) -> None:
+    """P67: the ledger does not say where a host has its snapshots: --memory-dir does; another place is untouched."""
+    left_in_memory(run_dir, str(memory))
+    assert ckpt("prune", run_dir).status == 0
+    assert snapshots(memory) != []
+    assert ckpt("prune", run_dir, "--memory-dir", memory).status == 0
+    assert snapshots(memory) == []
+    wrong = ckpt("prune", run_dir, "--memory-dir", memory / "nothing", "--json")
+    assert (wrong.status, wrong.data["error"]["type"]) == (1, "ConfigError")
+
+
+def test_what_storage_lacks_stays_in_memory(run_dir: Path, memory: Path) -> None:
+    """P67: a snapshot that the store did not take is not freed by a prune, and the next start goes on from it."""
+    left_in_memory(run_dir, str(memory), lost=2)
+    assert steps(run_dir) == [1]
+    assert ckpt("prune", run_dir, "--memory-dir", memory).status == 0
+    with Checkpointer(config(run_dir, memory_dir=str(memory))) as ckpt_:
+        assert ckpt_.restore(some_state()) == 2

@@ -180,7 +180,7 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
 
 
 def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
-    """P46: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
+    """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
     source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
     small = tmp_path / "small"
     small.mkdir()
@@ -250,7 +250,7 @@ def test_a_bit_flips_between_the_stores(
 
 
 def test_lost_answers_and_refusals(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P32, P37: answers that are lost, commits' included, and a store that is busy change nothing of what comes out."""
+    """P32, P43: answers that are lost, commits' included, and a store that is busy change nothing of what comes out."""
     save_steps(run_dir, 1, 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
     lost = chaos.on(Fault(drop_answer=True), operation="PutObject", key=r"ledger/|model-|manifest", times=6)

@@ -32,7 +32,7 @@ def test_the_garbage_collector_is_as_it_was(collecting: bool) -> None:
 
 
 def test_the_garbage_collector_does_not_look_at_many_tensors_again_and_again(run_dir: Path) -> None:
-    """P11: of 4,000 tensors, a save makes 20,000 objects that all stay; the collector looks a few times in each thread.
+    """P42: of 4,000 tensors, a save makes 20,000 objects that all stay; the collector looks a few times in each thread.
 
     It would look at all of them dozens of times, and half of a save's time would be its.
     """

@@ -77,7 +77,7 @@ def test_a_checkpoint_is_read_from_the_local_directory(url: str, tmp_path: Path)
 def test_what_the_store_lacks_is_restored_and_sent(
     url: str, tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P45: a checkpoint that never reached the store is restored by the next process on this host, and committed."""
+    """P72: a checkpoint that never reached the store is restored by the next process on this host, and committed."""
     with Checkpointer(config(url, tmp_path)) as ckpt:
         ckpt.save(1, state(1.0))
     ckpt = Checkpointer(config(url, tmp_path))
@@ -101,7 +101,7 @@ def test_what_the_store_lacks_is_restored_and_sent(
 def test_a_copy_of_a_line_that_was_left_is_not_used(
     url: str, tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P46: once another host has committed, a copy that the store never got is history; the ledger is the truth."""
+    """P71: once another host has committed, a copy that the store never got is history; the ledger is the truth."""
     with Checkpointer(config(url, tmp_path / "a")) as ckpt:
         ckpt.save(1, state(1.0))
     ckpt = Checkpointer(config(url, tmp_path / "a"))
@@ -140,7 +140,7 @@ def test_the_directory_of_another_run_is_refused(url: str, tmp_path: Path) -> No
 def test_a_full_disk_costs_the_copy_and_not_the_checkpoint(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P11: where the local disk refuses, the checkpoint is committed all the same, and the log says what is missing."""
+    """P37: where the local disk refuses, the checkpoint is committed all the same, and the log says what is missing."""
     ckpt = Checkpointer(config(url, tmp_path))
     ckpt.save(1, state(1.0))
 

@@ -78,7 +78,7 @@ def of_snapshots(run_dir: Path, memory: Path) -> list[str]:
 def test_nobody_reads_an_image_before_its_device_is_done(
     run_dir: Path, tmp_path: Path, cuda: Cuda, capture: str
 ) -> None:
-    """P1, P72: step() returns at once; until the event has come there is no object, no seal, and then all of it."""
+    """P1: step() returns at once; until the event has come there is no object, no seal, and then all of it."""
     memory = tmp_path / "memory"
     memory.mkdir()
     with opened(run_dir, cuda, memory_dir=str(memory), capture=capture) as ckpt:
@@ -102,7 +102,7 @@ def test_nobody_reads_an_image_before_its_device_is_done(
 
 
 def test_a_save_waits_for_the_device(run_dir: Path, cuda: Cuda) -> None:
-    """P3: what save() returns is durable, so the event has come by then."""
+    """P72: what save() returns is durable, so the event has come by then."""
     with opened(run_dir, cuda) as ckpt:
         cuda.gate.clear()
         threading.Timer(0.2, cuda.gate.set).start()

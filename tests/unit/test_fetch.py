@@ -91,7 +91,7 @@ def test_targets_in_any_form_are_filled(run_dir: Path) -> None:
 
 
 def test_autograd_sees_that_a_restore_changed_a_tensor(run_dir: Path) -> None:
-    """P1: a backward through values that a restore has overwritten raises instead of using the new ones."""
+    """A backward through values that a restore has overwritten raises instead of using the new ones."""
     for size in (4, MIB):
         weight = nn.Parameter(torch.ones(size))
         _saved(run_dir / str(size), {"weight": weight})
@@ -137,7 +137,7 @@ def test_a_store_that_changes_its_mind_is_said_and_healed(run_dir: Path) -> None
     with victim.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff")
-    _, report = restore_newest(run.history.store, run.checkpoints(), state)
+    _, report, _ = restore_newest(run.history.store, run.checkpoints(), state)
     assert (report.step, [step for step, _ in report.skipped]) == (1, [2])
     assert all(same_bits(state[name], old[name]) for name in state)
 

@@ -35,7 +35,7 @@ def listing(history: History) -> Listing:
 
 
 def test_a_reader_lists_once(history: History, listing: Listing) -> None:
-    """P45: a reader that follows a run asks for the list of entries once, however long the ledger gets."""
+    """P54: a reader that follows a run asks for the list of entries once, however long the ledger gets."""
     reader = History(listing)
     for step in range(1, 100):
         commit(history, step)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.state import overlap
 from ckpt_tasks.state.tensors import same_bits
 
@@ -90,7 +91,7 @@ def test_what_changes_outside_of_the_step_is_found_and_taken_again(run_dir: Path
             next(training.model.parameters()).add_(1)
         training.train_step(3)
         ckpt._saver.settle()
-        ckpt._last = ckpt._last.__class__(step=3, epoch=None, clock_s=0.0)  # by policy alone nothing is due
+        ckpt._last = ckpt._last.__class__(step=4, epoch=None, clock_s=0.0)  # by policy alone nothing is due
         training.train_step(4)
         assert ckpt.step(4, training.state)
     steps = _check(run_dir, training.moments)
@@ -99,6 +100,53 @@ def test_what_changes_outside_of_the_step_is_found_and_taken_again(run_dir: Path
     run = open_run(str(run_dir))
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     assert [2] in [event.get("superseded") for event in events]
+
+
+def test_a_torn_snapshot_that_nothing_follows_is_told(run_dir: Path) -> None:
+    """P28, P72: without a further step `wait` says what was not saved, and a save after it makes it good."""
+    training = Training()
+    with _opened(run_dir) as ckpt:
+        _tear(ckpt, training)
+        with pytest.raises(StateError, match=r"given up.*step 2.*save\(\) after it"):
+            ckpt.wait()
+        training.moments[2] = training.now()
+        ckpt.save(2, training.state)
+        ckpt.wait()
+    assert _check(run_dir, training.moments) == [1, 2]
+
+
+def test_a_run_that_ends_with_a_torn_snapshot_does_not_end_well(run_dir: Path) -> None:
+    """P28, P72: `close` says as well what was not saved; what was committed before it stays."""
+    training, ckpt = Training(), _opened(run_dir)
+    _tear(ckpt, training)
+    with pytest.raises(StateError, match=r"given up.*step 2"):
+        ckpt.close()
+    assert _check(run_dir, training.moments) == [1]
+
+
+def _tear(ckpt: Checkpointer, training: Training) -> None:
+    """Save step 1, and step 2 while something outside of a step changes it."""
+    training.train_step(1)
+    ckpt.save(1, training.state)
+    training.train_step(2)
+    ckpt.step(2, training.state)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(0.5)
+
+
+def test_a_process_that_ends_with_a_torn_snapshot_says_so(run_dir: Path) -> None:
+    """P72: at the interpreter's end, without `close`, the step that was not saved is named."""
+    script = f"""
+        import torch
+        from tests.unit.test_overlapped_saves import Training, _opened, _tear
+        from pathlib import Path
+        ckpt = _opened(Path({str(run_dir)!r}))
+        _tear(ckpt, Training())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "step 2 was not saved: the state changed while it was copied" in done.stderr
 
 
 def test_what_is_moved_to_other_memory_is_saved_as_it_was(run_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.state.tensors import same_bits
-from ckpt_tasks.storage.local import LocalStore
-from tests.storage.calls import FailingCalls, WatchedCalls
-
-SIZE = 1 << 18
-
-
-class Gate(WatchedCalls):
-    """Let no object of a checkpoint be written before the gate is opened; `reached` is set when one waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
-        if name == "pwrite" and "/checkpoint_" in path:
-            self.reached.set()
-            self.opened.wait(60)
-        return super().do(name, path, call)
+from tests.unit.pipelines import SIZE, Gate, committed, opened, restored, state_at
 
 
 @pytest.fixture
@@ -50,52 +31,29 @@ def gate() -> Iterator[Gate]:
     made.opened.set()
 
 
-def _state(value: float) -> dict[str, Any]:
-    return {"weights": torch.full((SIZE,), float(value)), "step": int(value)}
-
-
-def _opened(run_dir: Path, calls: Any = os, **options: Any) -> Checkpointer:
-    options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
-    store = ckpt._history.store
-    assert isinstance(store, LocalStore)
-    store._calls = calls
-    return ckpt
-
-
-def _committed(run_dir: Path) -> list[int]:
-    return [c.step for c in reversed(open_run(str(run_dir)).checkpoints())]
-
-
-def _restored(run_dir: Path, step: int | str = "latest") -> dict[str, Any]:
-    run, state = open_run(str(run_dir)), _state(-1)
-    run.restore(run.find(step), state)
-    return state
-
-
 def test_a_state_changed_right_after_a_step_is_saved_as_it_was(run_dir: Path, gate: Gate) -> None:
     """P1, P3: what training changes in place while the flush is under way is not in the checkpoint."""
-    state = _state(1)
-    with _opened(run_dir, gate) as ckpt:
+    state = state_at(1)
+    with opened(run_dir, gate) as ckpt:
         assert ckpt.step(1, state)
         state["weights"].add_(1)
         state["step"] = 99
         gate.opened.set()
-    found = _restored(run_dir)
+    found = restored(run_dir)
     assert found["step"] == 1
     assert same_bits(found["weights"], torch.ones(SIZE))
 
 
 def test_every_snapshot_has_its_own_values_and_its_own_structure(run_dir: Path) -> None:
     """P2: the plan is kept while the structure stays, and never the values; a changed structure is planned again."""
-    with _opened(run_dir) as ckpt:
+    with opened(run_dir) as ckpt:
         for step in (1, 2, 3):
-            ckpt.step(step, _state(step))
+            ckpt.step(step, state_at(step))
             ckpt.wait()
         ckpt.step(4, {"weights": torch.full((SIZE + 1,), 4.0), "step": 4, "more": torch.ones(3)})
     run = open_run(str(run_dir))
     for step in (1, 2, 3):
-        assert torch.equal(_restored(run_dir, step)["weights"], torch.full((SIZE,), float(step)))
+        assert torch.equal(restored(run_dir, step)["weights"], torch.full((SIZE,), float(step)))
     state: dict[str, Any] = {"weights": torch.zeros(SIZE + 1), "step": 0, "more": torch.zeros(3)}
     run.restore(run.find(4), state)
     assert same_bits(state["weights"], torch.full((SIZE + 1,), 4.0))
@@ -103,80 +61,61 @@ def test_every_snapshot_has_its_own_values_and_its_own_structure(run_dir: Path) 
 
 def test_of_many_snapshots_the_newest_wins_and_the_drop_is_recorded(run_dir: Path, gate: Gate) -> None:
     """P44: with a slow store two snapshots are held; newer ones take the place of the one that waits, in order."""
-    with _opened(run_dir, gate) as ckpt:
-        ckpt.step(1, _state(1))
+    with opened(run_dir, gate) as ckpt:
+        ckpt.step(1, state_at(1))
         gate.reached.wait(30)
         for step in range(2, 11):
-            ckpt.step(step, _state(step))
+            ckpt.step(step, state_at(step))
         held = len(ckpt._saver._sets)
         gate.opened.set()
     assert held == 2
-    assert _committed(run_dir) == [1, 10]
+    assert committed(run_dir) == [1, 10]
     run = open_run(str(run_dir))
     entries = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     assert [e["superseded"] for e in entries if e["kind"] == "commit" and "superseded" in e] == [[*range(2, 10)]]
-    assert _restored(run_dir)["step"] == 10
+    assert restored(run_dir)["step"] == 10
 
 
 def test_a_step_that_must_be_kept_is_never_superseded(run_dir: Path, gate: Gate) -> None:
     """P44: a step that the retention preserves waits for the store rather than be dropped."""
-    with _opened(run_dir, gate, keep_every_n_steps=2) as ckpt:
-        ckpt.step(1, _state(1))
+    with opened(run_dir, gate, keep_every_n_steps=2) as ckpt:
+        ckpt.step(1, state_at(1))
         gate.reached.wait(30)
-        ckpt.step(2, _state(2))
+        ckpt.step(2, state_at(2))
         threading.Timer(0.3, gate.opened.set).start()
-        ckpt.step(3, _state(3))
-    assert _committed(run_dir) == [1, 2, 3]
+        ckpt.step(3, state_at(3))
+    assert committed(run_dir) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("n", [1, 3, 6])
-def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> None:
-    """P28: a writer that fails in the background commits nothing, is raised at the next step, and the old one stays."""
-    with _opened(run_dir) as ckpt:
-        ckpt.save(1, _state(1))
-        store = ckpt._history.store
-        assert isinstance(store, LocalStore)
-        store._calls = FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_")
-        ckpt.step(2, _state(2))
-        with pytest.raises(StoreError):
-            _until_raised(ckpt)
-        assert _committed(run_dir) == [1]
-        ckpt.save(4, _state(4))
-    assert _committed(run_dir) == [1, 4]
-    assert _restored(run_dir)["step"] == 4
-
-
-def _until_raised(ckpt: Checkpointer) -> None:
-    ckpt._saver.settle()
-    ckpt.step(3, _state(3))
-
-
-def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """P28: with on_flush_failure="warn" training goes on, a note stands in the ledger, and the next save counts."""
-    with _opened(run_dir, on_flush_failure="warn") as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        ckpt.save(1, _state(1))
-        store = ckpt._history.store
-        assert isinstance(store, LocalStore)
-        store._calls = FailingCalls(2, "refused", below="/checkpoint_")
-        ckpt.step(2, _state(2))
-        _until_raised(ckpt)
-    assert "training goes on" in caplog.text
-    assert _committed(run_dir) == [1, 3]
-    assert [note["note"] for note in open_run(str(run_dir)).notes()] == ["flush_failed"]
+def test_a_snapshot_that_waits_is_committed_before_it_is_pinned(run_dir: Path, gate: Gate) -> None:
+    """`pin` of a step that waits for the store returns when that is committed, and later saves do not prune it."""
+    with opened(run_dir, gate, max_num_checkpoints=1) as ckpt:
+        ckpt.step(1, state_at(1))
+        assert gate.reached.wait(30)
+        ckpt.step(2, state_at(2))
+        assert ckpt._saver._pipeline._waiting is not None
+        threading.Timer(0.3, gate.opened.set).start()
+        ckpt.pin(2, "the paper's")
+        pinned = next(c for c in ckpt.checkpoints() if c.step == 2)
+        assert ckpt._history.head().state.pins == {pinned.manifest_digest: "the paper's"}
+        for step in (3, 4):
+            ckpt.save(step, state_at(step))
+    assert committed(run_dir) == [2, 4]
+    assert restored(run_dir, 2)["step"] == 2
 
 
 def test_a_store_that_blocks_forever_does_not_stop_training(
     run_dir: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P43: after the deadline snapshots are kept in memory only, it is said, and `wait` raises; later all is well."""
-    ckpt = _opened(run_dir, gate, flush_timeout_s=2.0, keep_every_n_steps=1)
+    ckpt = opened(run_dir, gate, flush_timeout_s=2.0, keep_every_n_steps=1)
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        ckpt.step(1, _state(1))
+        ckpt.step(1, state_at(1))
         gate.reached.wait(30)
         time.sleep(2.5)
         started = time.monotonic()
         for step in range(2, 8):
-            ckpt.step(step, _state(step))
+            ckpt.step(step, state_at(step))
         assert time.monotonic() - started < 30
     assert caplog.text.count("kept in memory only") == 1
     with pytest.raises(StoreError, match="has not taken a checkpoint"):
@@ -185,7 +124,7 @@ def test_a_store_that_blocks_forever_does_not_stop_training(
     while ckpt._saver.stuck:
         time.sleep(0.01)
     ckpt.close()
-    assert _committed(run_dir) == [1, 7]
+    assert committed(run_dir) == [1, 7]
 
 
 @pytest.mark.parametrize("name", ["ckpt-seal", "ckpt-flush"])
@@ -203,20 +142,20 @@ def test_without_a_further_thread_a_snapshot_is_refused(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", starting)
-    with _opened(run_dir) as ckpt:
+    with opened(run_dir) as ckpt:
         with pytest.raises(RuntimeError, match="can't start"):
-            ckpt.step(1, _state(1))
-        ckpt.step(2, _state(2))
-        ckpt.step(3, _state(3))
+            ckpt.step(1, state_at(1))
+        ckpt.step(2, state_at(2))
+        ckpt.step(3, state_at(3))
         ckpt.wait()
-    assert _committed(run_dir)[-1] == 3
-    assert float(_restored(run_dir)["weights"][0]) == 3
+    assert committed(run_dir)[-1] == 3
+    assert float(restored(run_dir)["weights"][0]) == 3
 
 
 def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> None:
     """P43: `close` raises once the flush is stuck, and does not hang in letting the directory go."""
-    ckpt = _opened(run_dir, gate, flush_timeout_s=0.2)
-    ckpt.step(1, _state(1))
+    ckpt = opened(run_dir, gate, flush_timeout_s=0.2)
+    ckpt.step(1, state_at(1))
     gate.reached.wait(30)
     with pytest.raises(StoreError, match="has not taken a checkpoint") as caught:
         ckpt.close()
@@ -232,8 +171,8 @@ def test_a_stuck_store_does_not_take_the_place_of_what_ended_the_block(
     """P43: the error under way, an interrupt too, leaves the block; that the store is stuck is a note beside it."""
 
     def train() -> None:
-        with _opened(run_dir, gate, flush_timeout_s=0.2) as ckpt:
-            ckpt.step(1, _state(1))
+        with opened(run_dir, gate, flush_timeout_s=0.2) as ckpt:
+            ckpt.step(1, state_at(1))
             gate.reached.wait(30)
             raise under_way
 
@@ -245,13 +184,13 @@ def test_a_stuck_store_does_not_take_the_place_of_what_ended_the_block(
 
 def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """P33: a snapshot that is being copied when the one before it finds the directory lost is not written."""
-    first, failed = _opened(run_dir, gate), []
+    first, failed = opened(run_dir, gate), []
     first.listen(Listener(failed=lambda step, error: failed.append(step)))
-    first.step(1, _state(1))
+    first.step(1, state_at(1))
     gate.reached.wait(30)
-    second = _opened(run_dir)
+    second = opened(run_dir)
     second._take_over = True
-    second.restore(_state(0))
+    second.restore(state_at(0))
     unseal = first._generations.memory.unseal
 
     def late(slot: str) -> None:
@@ -262,7 +201,7 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
 
     monkeypatch.setattr(first._generations.memory, "unseal", late)
     with pytest.raises(FencedError):
-        first.step(2, _state(2))
+        first.step(2, state_at(2))
     first._saver.settle()
     assert failed == [1]
     assert first._saver.take_failure() is None
@@ -270,29 +209,29 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
     """P33: the flush of a process that lost the directory commits nothing, and the next step raises FencedError."""
-    first = _opened(run_dir)
-    first.save(1, _state(1))
-    second = _opened(run_dir)
+    first = opened(run_dir)
+    first.save(1, state_at(1))
+    second = opened(run_dir)
     second._take_over = True
-    second.restore(_state(0))
-    first.step(2, _state(2))
+    second.restore(state_at(0))
+    first.step(2, state_at(2))
     first._saver.settle()
     with pytest.raises(FencedError):
-        first.step(3, _state(3))
-    second.save(2, _state(20))
+        first.step(3, state_at(3))
+    second.save(2, state_at(20))
     second.close()
-    assert _restored(run_dir)["step"] == 20
+    assert restored(run_dir)["step"] == 20
 
 
 def test_a_structure_that_changes_while_a_flush_is_under_way(run_dir: Path, gate: Gate) -> None:
     """P2: the old structure's snapshot is committed whole before its memory goes."""
-    with _opened(run_dir, gate) as ckpt:
-        ckpt.step(1, _state(1))
+    with opened(run_dir, gate) as ckpt:
+        ckpt.step(1, state_at(1))
         gate.reached.wait(30)
         threading.Timer(0.2, gate.opened.set).start()
         ckpt.step(2, {"other": torch.full((10,), 2.0)})
-    assert _committed(run_dir) == [1, 2]
-    assert torch.equal(_restored(run_dir, 1)["weights"], torch.ones(SIZE))
+    assert committed(run_dir) == [1, 2]
+    assert torch.equal(restored(run_dir, 1)["weights"], torch.ones(SIZE))
 
 
 END = """
@@ -312,7 +251,7 @@ def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Pat
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert _committed(run_dir)[-1] == 3
+    assert committed(run_dir)[-1] == 3
 
 
 def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
@@ -325,32 +264,32 @@ def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
 
 def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> None:
     """With cadence="auto" the interval follows from what saves cost, and the next process begins with it."""
-    with _opened(run_dir, step_interval=None, cadence="auto") as ckpt:
-        ckpt.restore(_state(0))
+    with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
+        ckpt.restore(state_at(0))
         assert ckpt._saver.cadence is not None
         first_s = ckpt._saver.cadence.interval_s
         for step in (1, 2, 3):
-            ckpt.save(step, _state(step))
+            ckpt.save(step, state_at(step))
         learned_s = ckpt._saver.cadence.interval_s
     assert learned_s != first_s
-    with _opened(run_dir, step_interval=None, cadence="auto") as ckpt:
-        ckpt.restore(_state(0))
+    with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
+        ckpt.restore(state_at(0))
         assert ckpt._saver.cadence is not None
         assert ckpt._saver.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
-        assert not ckpt.step(4, _state(4))
+        assert not ckpt.step(4, state_at(4))
         ckpt._last = replace(ckpt._last, clock_s=ckpt._last.clock_s - learned_s * 1.4)
-        assert ckpt.step(5, _state(5))
+        assert ckpt.step(5, state_at(5))
 
 
 def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:
     """P45: after a hundred snapshots there are no more threads and open files than after five."""
-    with _opened(run_dir, max_num_checkpoints=2) as ckpt:
+    with opened(run_dir, max_num_checkpoints=2) as ckpt:
         for step in range(5):
-            ckpt.step(step, _state(step))
+            ckpt.step(step, state_at(step))
         ckpt.wait()
         before = _resources()
         for step in range(5, 105):
-            ckpt.step(step, _state(step))
+            ckpt.step(step, state_at(step))
         ckpt.wait()
         # Not ==: a thread that another test left may have ended meanwhile.
         assert all(now <= then for now, then in zip(_resources(), before, strict=True))

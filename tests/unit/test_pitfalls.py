@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from ckpt_tasks.storage.local import LocalStore
 from tests.crash.runs import EXPECTED, UNTOUCHED, fingerprint, opened, restored, state_of
 from tests.storage.calls import WatchedCalls
 from tests.unit.indexes import read_as_committed
+from tests.unit.resources import held
 from tests.unit.roundtrip import assert_same
 
 
@@ -161,13 +160,8 @@ def test_a_hole_that_was_committed_is_not_restored(fast_dir: Path) -> None:
 
 def resources() -> tuple[int, int, int, int]:
     """Count open files, threads and buffers (what mmap(-1) maps), and the bytes of the buffers."""
-    gc.collect()
-    while any(thread.name in ("ckpt-seal", "ckpt-flush", "ckpt-take") for thread in threading.enumerate()):
-        time.sleep(0.001)  # they end by themselves, a moment after what they did was waited for
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
-    size_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in ends)
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(ends), size_bytes
+    now = held()
+    return now.files, threading.active_count(), now.buffers, now.buffer_bytes
 
 
 def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None:

@@ -340,7 +340,7 @@ def test_killed_at_any_call_only_orphans_are_left(base: Path, victim: subprocess
 
 
 def test_no_room_for_an_object_is_said(run_dir: Path, tmp_path: Path) -> None:
-    """P46: where TMPDIR has no room for an object, that is an error with what to do, and no signal kills."""
+    """P37: where TMPDIR has no room for an object, that is an error with what to do, and no signal kills."""
     run = train(run_dir, 1, of=state_of)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))

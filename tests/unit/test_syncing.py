@@ -53,7 +53,7 @@ def test_a_run_is_the_same_at_the_target(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_next_copy_takes_what_is_new(run_dir: Path, tmp_path: Path) -> None:
-    """P65: what has not changed is copied once; a second copy writes nothing, a third one the new checkpoint alone."""
+    """What has not changed is copied once; a second copy writes nothing, a third one the new checkpoint alone."""
     run = train(run_dir, 1, 2, of=state_of)
     report = copy(run, tmp_path / "b")
     first, second = (row.copied_bytes for row in report.rows)

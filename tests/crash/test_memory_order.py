@@ -1,0 +1,155 @@
+"""Which of two snapshots in memory is the newer one, whatever has become of their way to storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import Checkpointer
+from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.state import memory as shared_memory
+from tests.crash.memory_loop import state_of, step_of
+from tests.storage.calls import WatchedCalls
+from tests.unit.pipelines import Gate, committed, opened
+
+SIZE = 1 << 14
+
+
+class Refusing(WatchedCalls):
+    """Let no object of a checkpoint be written."""
+
+    def cut(self, fd: int, piece: object) -> object:
+        if "/checkpoint_" in self._paths[fd]:
+            raise OSError(28, "no room, on purpose")
+        return piece
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Return calls that let nothing of a checkpoint be written before `opened` is set."""
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+def _start(run_dir: Path, memory: Path, calls: object = os) -> Checkpointer:
+    return opened(run_dir, calls, memory_dir=str(memory), on_flush_failure="warn")
+
+
+def _die(ckpt: Checkpointer) -> None:
+    """Leave everything as a killed process does."""
+    ckpt._saver.settle()
+    assert ckpt._heartbeat is not None
+    ckpt._heartbeat.stop()
+    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
+
+
+def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
+    """Commit the steps up to `good`, and die after those up to `bad`, which have reached memory alone."""
+    ckpt = _start(run_dir, memory)
+    ckpt.restore(state_of(0, SIZE))
+    for step in range(1, good + 1):
+        ckpt.save(step, state_of(step, SIZE))
+    ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+    for step in range(good + 1, bad + 1):
+        ckpt.step(step, state_of(step, SIZE))
+        ckpt._saver.settle()  # it has failed before the next one is taken
+    _die(ckpt)
+
+
+@pytest.mark.parametrize("last", [3, 4, 5])
+def test_of_two_that_could_not_be_written_the_newer_one_is_restored(run_dir: Path, memory: Path, last: int) -> None:
+    """P28, P44: after saves that failed one by one, the next process goes on from the last of them."""
+    _died(run_dir, memory, 1, last)
+    assert committed(run_dir) == [1]
+    with _start(run_dir, memory) as ckpt:
+        state = state_of(0, SIZE)
+        assert ckpt.restore(state) == last
+        assert step_of(state) == last
+    assert committed(run_dir) == [1, last]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_what_was_restored_is_not_the_first_to_be_written_over(
+    run_dir: Path, memory: Path, gate: Gate, last: int
+) -> None:
+    """P44: where the newest snapshot is damaged, the other one stays until what follows it is complete."""
+    _died(run_dir, memory, 1, last)
+    for image in _slot_of(memory, last).glob("*.safetensors"):
+        damaged = bytearray(image.read_bytes())
+        damaged[-1] ^= 1
+        image.write_bytes(damaged)
+    before = _slot_of(memory, last - 1)
+    ckpt = _start(run_dir, memory, gate)
+    state = state_of(0, SIZE)
+    assert ckpt.restore(state) == last - 1
+    assert step_of(state) == last - 1
+    taken = ckpt._saver._pipeline._last  # what storage lacked is on its way there
+    assert taken is not None
+    assert taken.slot != before.name
+    gate.opened.set()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("last", [4, 5])
+def test_of_two_that_are_committed_the_newer_one_stays(run_dir: Path, memory: Path, last: int) -> None:
+    """P44: a second restart on the same host finds in memory what the first one was restored from."""
+    _died(run_dir, memory, last, last)
+    before = _slot_of(memory, last)
+    ckpt = _start(run_dir, memory)
+    assert ckpt.restore(state_of(0, SIZE)) == last
+    assert ckpt._saver._pipeline.next_slot() != before.name
+    ckpt.close()
+
+
+def _slot_of(memory: Path, step: int) -> Path:
+    """Return the slot that has the snapshot of a step."""
+    seals = {path.parent: Seal.from_bytes(path.read_bytes()) for path in memory.rglob("seal.json")}
+    [slot] = [slot for slot, seal in seals.items() if seal.checkpoint.step == step]
+    return slot
+
+
+def test_without_shared_memory_it_is_said_what_is_lost(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A host that has no shared memory, or none that is free, is told that a crash goes back to storage."""
+    monkeypatch.setattr(shared_memory, "_SHARED_MEMORY", tmp_path / "missing")
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"), opened(run_dir, memory_dir="auto") as ckpt:
+        ckpt.save(1, state_of(1, SIZE))
+    assert "after a crash, training goes on from storage" in caplog.text
+    assert committed(run_dir) == [1]
+
+
+def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path) -> None:
+    """P43: at SIGTERM a store that hangs is given `flush_timeout_s`; the step is in memory, and restored from there."""
+    script = f"""
+        import itertools, time
+        from pathlib import Path
+        from tests.crash.memory_loop import state_of
+        from tests.unit.pipelines import Gate, opened
+        options = dict(memory_dir={str(memory)!r}, flush_timeout_s=1.0)
+        with opened(Path({str(run_dir)!r}), Gate(), **options) as ckpt:
+            for step in itertools.count(1):
+                ckpt.step(step, state_of(step, {SIZE}))
+                print(step, flush=True)
+                time.sleep(0.05)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        until = next(int(line) for line in child.stdout if int(line) == 3)
+        child.terminate()
+        assert child.wait(30) == -signal.SIGTERM  # the gate lets a write go after 60 s
+    assert committed(run_dir) == []
+    with _start(run_dir, memory) as ckpt:
+        state = state_of(0, SIZE)
+        assert ckpt.restore(state) >= until
+        assert step_of(state) == ckpt.position

@@ -1,0 +1,136 @@
+"""What another user made in the memory directory is not written to, not read, and not removed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.state.memory import MemoryDirectory, private_root, sweep
+from tests.crash.memory_loop import state_of, step_of
+
+SIZE = 1 << 14
+DIRECTORY, LOCK = "not a directory of this user's alone", "its lock is no file of this user's alone"
+
+
+def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be another user from now on: all that it has made is somebody else's."""
+    uid = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+
+
+def others_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file that is open be another user's."""
+    fstat = os.fstat
+
+    def theirs(fd: int) -> os.stat_result:
+        status = [*fstat(fd)]
+        status[stat.ST_UID] += 1
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", theirs)
+
+
+def test_a_root_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who makes a directory under our name before we do is not trusted with our snapshots."""
+    private_root(memory).rename(memory / f"ckpt-tasks-{os.getuid() + 1}")
+    other_user(monkeypatch)
+    with pytest.raises(ConfigError, match=DIRECTORY):
+        private_root(memory)
+
+
+def test_a_runs_directory_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's directory that is somebody else's is neither locked nor written to."""
+    root = private_root(memory)
+    (root / "run").mkdir(mode=0o700)
+    other_user(monkeypatch)
+    with pytest.raises(ConfigError, match=DIRECTORY):
+        MemoryDirectory(root, "run")
+    assert [*root.rglob("*")] == [root / "run"]
+
+
+def test_a_slot_of_another_user_is_neither_read_nor_written(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that is somebody else's is empty for a restore, and every other use of it is refused."""
+    held = MemoryDirectory(private_root(memory), "run")
+    held.take("a", {"image": 4096})["image"][:5] = b"bytes"
+    held.seal("a", {"manifest.json": b"{}"}, b"the seal")
+    assert held.sealed("a") == b"the seal"
+    assert held.open("a", "image")[:5] == b"bytes"
+    with monkeypatch.context() as patch:
+        other_user(patch)
+        assert held.sealed("a") is None
+        uses: list[Callable[[], Any]] = [
+            lambda: held.open("a", "image"),
+            lambda: held.take("a", {"image": 1}),
+            lambda: held.unseal("a"),
+            lambda: held.seal("a", {"manifest.json": b"[]"}, b"another"),
+        ]
+        for use in uses:
+            with pytest.raises(StoreError, match=DIRECTORY):
+                use()
+    assert held.sealed("a") == b"the seal"
+    assert (held.path / "a/manifest.json").read_bytes() == b"{}"
+    held.close(keep=False)
+
+
+def test_a_lock_of_another_user_is_not_taken(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that is somebody else's is not written to: it may be a link to a file of his; with ours all is well."""
+    root = private_root(memory)
+    MemoryDirectory(root, "run", "ours").close(keep=True)
+    with monkeypatch.context() as patch:
+        others_files(patch)
+        with pytest.raises(StoreError, match=LOCK):
+            MemoryDirectory(root, "run", "his")
+    assert (root / "run/lock").read_text() == "ours"
+    MemoryDirectory(root, "run", "ours").close(keep=False)
+
+
+def test_what_another_user_left_is_not_swept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what has a lock of our own is removed with its run."""
+    root = private_root(memory)
+    MemoryDirectory(root, "run", "gone").close(keep=True)
+    os.utime(root / "run/lock", (time.time() - 100_000,) * 2)
+    for pretend in (other_user, others_files):
+        with monkeypatch.context() as patch:
+            pretend(patch)
+            sweep(root, lambda name, url: True)
+        assert (root / "run/lock").exists()
+    sweep(root, lambda name, url: True)
+    assert [*root.iterdir()] == []
+
+
+@pytest.mark.parametrize("whose", [DIRECTORY, LOCK])
+def test_a_snapshot_of_another_user_is_not_restored(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
+) -> None:
+    """A snapshot that is somebody else's is left alone: that is said, and the run goes on from storage."""
+    monkeypatch.setattr("ckpt_tasks.state.memory._SHARED_MEMORY", memory)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
+    with suppress(ZeroDivisionError), Checkpointer(config) as ckpt:
+        ckpt.save(1, state_of(1, SIZE))
+        raise ZeroDivisionError
+    ours = memory / f"ckpt-tasks-{os.getuid()}"
+    (seal,) = ours.rglob("seal.json")
+    before = seal.read_bytes()
+    if whose == DIRECTORY:
+        theirs = ours.rename(memory / f"ckpt-tasks-{os.getuid() + 1}")
+        seal = theirs / seal.relative_to(ours)
+        other_user(monkeypatch)
+    else:
+        others_files(monkeypatch)
+    with Checkpointer(config) as ckpt:
+        assert ckpt.restore(state := state_of(0, SIZE)) == step_of(state) == 1
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.source.startswith(str(run_dir))
+        ckpt.save(2, state_of(2, SIZE))
+    assert whose in caplog.text
+    assert "Snapshots are kept in this process's own memory" in caplog.text
+    assert seal.read_bytes() == before

@@ -1,0 +1,109 @@
+"""Saves that fail behind training's back: whoever trains is told, waits for nobody, and nothing goes unrecorded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.storage.local import LocalStore
+from tests.storage.calls import FailingCalls
+from tests.unit.pipelines import Gate, committed, opened, restored, state_at
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> None:
+    """P28: a writer that fails in the background commits nothing, is raised at the next step, and the old one stays."""
+    with opened(run_dir) as ckpt:
+        ckpt.save(1, state_at(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_")
+        ckpt.step(2, state_at(2))
+        with pytest.raises(StoreError):
+            _until_raised(ckpt)
+        assert committed(run_dir) == [1]
+        ckpt.save(4, state_at(4))
+    assert committed(run_dir) == [1, 4]
+    assert restored(run_dir)["step"] == 4
+
+
+def _until_raised(ckpt: Checkpointer) -> None:
+    ckpt._saver.settle()
+    ckpt.step(3, state_at(3))
+
+
+def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P28: with on_flush_failure="warn" training goes on, a note stands in the ledger, and the next save counts."""
+    with opened(run_dir, on_flush_failure="warn") as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        ckpt.save(1, state_at(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = FailingCalls(2, "refused", below="/checkpoint_")
+        ckpt.step(2, state_at(2))
+        _until_raised(ckpt)
+    assert re.search(r"training goes on: .*\(step 2, at ", caplog.text)
+    assert committed(run_dir) == [1, 3]
+    assert [(note["note"], note["step"]) for note in open_run(str(run_dir)).notes()] == [("flush_failed", 2)]
+
+
+class Watched(FailingCalls):
+    """Let the first write of a checkpoint's objects fail, and write down what the thread that trains calls then."""
+
+    trainer: tuple[str, ...] = ()
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        if self.reached and threading.current_thread() is threading.main_thread():
+            self.trainer += (f"{name} {path}",)
+        return super().do(name, path, call)
+
+
+def test_a_store_that_fails_is_not_asked_by_the_thread_that_trains(run_dir: Path) -> None:
+    """P43: with on_flush_failure="warn" nobody who trains waits for a store that has failed: the note comes later."""
+    with opened(run_dir, on_flush_failure="warn") as ckpt:
+        ckpt.save(1, state_at(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = calls = Watched(1, "refused", below="/checkpoint_")
+        ckpt.step(2, state_at(2))
+        _until_raised(ckpt)
+        assert calls.reached
+        assert calls.trainer == ()
+    assert [note["step"] for note in open_run(str(run_dir)).notes()] == [2]
+
+
+def test_what_was_dropped_is_recorded_by_the_first_commit_that_lands(run_dir: Path, gate: Gate) -> None:
+    """P44: a commit that fails does not take the record of what was dropped with it."""
+    with opened(run_dir, gate, on_flush_failure="warn") as ckpt:
+        ckpt.step(1, state_at(1))
+        gate.reached.wait(30)
+        for step in (2, 3):
+            ckpt.step(step, state_at(step))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        gate.opened.set()
+        while ckpt._saver._pipeline._waiting is not None:
+            time.sleep(0.001)
+        store._calls = failing = FailingCalls(1, "refused", only="link", below="/ledger")
+        ckpt._saver.settle()
+        assert failing.reached
+        ckpt.save(4, state_at(4))
+    run = open_run(str(run_dir))
+    events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
+    assert [event["superseded"] for event in events if "superseded" in event] == [[2]]
