@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.peers import CONTENDERS, OURS, is_installed
+from benchmarks.peers import PEERS, is_installed
 
 __all__ = ["Absent", "Report", "Reports", "answer", "ask", "by_row", "collect", "summary"]
 
@@ -38,8 +38,7 @@ def collect(
     What is no peer, ours or a limit, must work: its failure is raised. Tiny: one process for all of them, which checks
     that they work and measures nothing; every failure is raised.
     """
-    peers = {name: peer for name, peer in CONTENDERS.items() if name != OURS}
-    absent = {name: "not installed" for name in contenders if name in peers and not is_installed(peers[name])}
+    absent = {name: "not installed" for name in contenders if name in PEERS and not is_installed(PEERS[name])}
     found: Reports = {}
     for _ in range(rounds):
         present = [name for name in contenders if name not in absent]
@@ -48,7 +47,7 @@ def collect(
             try:
                 reports = ask(module, names, directory, tiny=tiny, device=device)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                if tiny or names[0] not in peers:
+                if tiny or names[0] not in PEERS:
                     raise
                 found.pop(names[0], None)
                 absent[names[0]] = f"failed: {str(error).strip().splitlines()[-1]}"

@@ -27,11 +27,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.listening import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CONTENDERS", "OURS", "Contender", "State", "differing", "flat", "is_installed", "states"]
+__all__ = [
+    "CONTENDERS",
+    "OURS",
+    "OVERLAPPED",
+    "PEERS",
+    "Contender",
+    "State",
+    "differing",
+    "flat",
+    "is_installed",
+    "states",
+]
 
 State = Mapping[str, Any]  # name → model, optimizer or whatever else has state_dict and load_state_dict
 
@@ -55,7 +67,7 @@ class Contender(ABC):
         """Start a save to `path`, which is new; return when the tool does. An earlier save is waited for first."""
 
     def updating(self) -> AbstractContextManager[object]:
-        """Surround whatever changes the state: the block waits until it may."""
+        """Surround the optimizer's step: the block waits until the state may change, or a hook of that step does."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -75,13 +87,18 @@ class Contender(ABC):
 class CkptTasks(Contender):
     """This project: the run directory is its own, it keeps the newest two and removes older ones within the save."""
 
+    capture: ClassVar[str] = "eager"
+
     def __init__(self, directory: Path, device: str):
         super().__init__(directory, device)
         self._run = str(directory / "ckpt-tasks")
         self._step = 0
-        self._ckpt = Checkpointer(
-            CheckpointConfig(checkpoint_dir=self._run, run_key="bench", step_interval=1, max_num_checkpoints=2)
+        config = CheckpointConfig(
+            checkpoint_dir=self._run, run_key="bench", step_interval=1, max_num_checkpoints=2, capture=self.capture
         )
+        self._ckpt = Checkpointer(config)
+        self._commits: list[object] = []
+        self._ckpt.listen(Listener(committed=self._commits.append))
 
     def save_async(self, state: State, path: Path) -> None:
         self._step += 1
@@ -89,14 +106,21 @@ class CkptTasks(Contender):
 
     def wait(self) -> None:
         self._ckpt.wait()
+        if len(self._commits) != self._step:  # one was torn, or a newer one took its place: it has cost too little
+            raise RuntimeError(f"{len(self._commits)} of {self._step} saves were committed")
 
     def load(self, path: Path, into: State) -> None:
         run = open_run(self._run)
         run.restore(run.find("latest"), dict(into))
 
     def close(self) -> None:
-        super().close()
         self._ckpt.close()
+
+
+class CkptTasksOverlapped(CkptTasks):
+    """The same, and the copy goes on until the optimizer's next step, which waits for it in a hook of ours."""
+
+    capture = "overlapped"
 
 
 class TorchSave(Contender):
@@ -303,8 +327,8 @@ class OrbaxAsync(Orbax):
 
 
 OURS = "ckpt-tasks"
-CONTENDERS: dict[str, type[Contender]] = {
-    OURS: CkptTasks,
+OVERLAPPED = "ckpt-tasks, overlapped"
+PEERS: dict[str, type[Contender]] = {
     "torch.save": TorchSave,
     "safetensors save_file": Safetensors,
     "DCP save": DcpSave,
@@ -318,6 +342,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "Orbax": Orbax,
     "Orbax, async": OrbaxAsync,
 }
+CONTENDERS: dict[str, type[Contender]] = {OURS: CkptTasks, OVERLAPPED: CkptTasksOverlapped, **PEERS}
 
 
 def is_installed(contender: type[Contender]) -> bool:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.apart import Report, answer, by_row, collect
-from benchmarks.peers import CONTENDERS, OURS, Contender, differing, flat, states
+from benchmarks.peers import CONTENDERS, PEERS, Contender, differing, flat, states
 from benchmarks.states import Trained, build, size_bytes
 from ckpt_tasks.state.memory import default_directory
 
-__all__ = ["change_all", "check", "copies", "fsync_all", "measure", "remove"]
+__all__ = ["change_all", "check", "copies", "fsync_all", "in_step", "measure", "remove"]
 
 _COPY, _NEW, _WRITE = "limit: copy to memory", "limit: write to new files in memory", "limit: O_DIRECT write"
 _LIMITS = (_COPY, _NEW, _WRITE)
@@ -40,8 +40,9 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     A tool is made before the model, as in a training script. The model takes an optimizer step before every save, so
     nothing is unchanged; and every tensor changes while the last save is being written: what is then read back must be,
     to the bit, what was there at the call. "Training waits": until the call has returned and the state may change, as
-    the tool defines it. "On disk": every file is fsynced, by us ("+ fsync") where the tool does not. `absent` says why
-    a contender has no row.
+    the tool defines it: a copy in the background is waited for right after the call, at a lock, a future or, for our
+    overlapped capture, a hook before the optimizer's step (its first save, into new memory, is eager). "On disk": every
+    file is fsynced, by us ("+ fsync") where the tool does not. `absent` says why a contender has no row.
     """
     reports, absent = collect(
         "benchmarks.stall", [*CONTENDERS, *_LIMITS], directory, tiny=tiny, rounds=rounds, device=device
@@ -86,15 +87,25 @@ def change_all(trained: Trained) -> None:
             tensor.add_(1)
 
 
+def in_step(trained: Trained, act: Callable[[], None]) -> None:
+    """Act where a step of the optimizer begins to change the state, behind the hooks that a tool has put before it.
+
+    The step itself changes nothing: there are no gradients.
+    """
+    hook = trained.optimizer.register_step_pre_hook(lambda *_: act())  # those of all optimizers come first
+    trained.optimizer.step()
+    hook.remove()
+
+
 def copies(trained: Trained) -> dict[str, torch.Tensor]:
     """Copy every tensor of a state."""
     return {name: tensor.detach().clone() for name, tensor in flat(states(trained.state)).items()}
 
 
 def _label(name: str, timed: str) -> str:
-    if name not in CONTENDERS or name == OURS:
+    if name not in PEERS:
         return name
-    synced = CONTENDERS[name].synced
+    synced = PEERS[name].synced
     if timed == "done":
         return f"{name} ({'fsync' if synced else 'no fsync'})"
     return f"{name} + fsync" if timed.endswith("durable") and not synced else name
@@ -128,16 +139,19 @@ def _measure(name: str, directory: Path, tiny: bool, device: str) -> Report:
 
 
 def _save(contender: Contender, trained: Trained, path: Path, *, change: bool) -> dict[str, float]:
-    _synchronize(contender.device)
-    times = [time.perf_counter()]
-    contender.save_async(trained.state, path)
-    times.append(time.perf_counter())
-    with contender.updating():
+    def update() -> None:
         if contender.device != "cpu":
             torch.cuda.current_stream().synchronize()  # what copies on a stream of its own does not hold training up
         times.append(time.perf_counter())
         if change:
             change_all(trained)
+
+    _synchronize(contender.device)
+    times = [time.perf_counter()]
+    contender.save_async(trained.state, path)
+    times.append(time.perf_counter())
+    with contender.updating():
+        in_step(trained, update)
     contender.wait()
     times.append(time.perf_counter())
     if not contender.synced:

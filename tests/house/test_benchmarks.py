@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.peers import OURS, OVERLAPPED
 
 
 @pytest.mark.timeout(240)
@@ -42,6 +43,7 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
             "--rounds",
             "1",
             "--only",
+            "loop",
             "reuse",
             "many",
             "ledger",
@@ -53,5 +55,6 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
         ]
     )
     figures = json.loads((tmp_path / "it.json").read_text())
-    assert figures.keys() == {"machine", "reuse", "many", "ledger", "overlap", "cadence", "prefect"}
+    assert figures.keys() == {"machine", "loop", "reuse", "many", "ledger", "overlap", "cadence", "prefect"}
+    assert all({OURS, OVERLAPPED} <= cells.keys() for cells in figures["loop"]["rows"].values())
     assert figures["cadence"]["worst"] < 0.01

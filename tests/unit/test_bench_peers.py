@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks import stall
-from benchmarks.peers import CONTENDERS, OURS, Contender, State, TorchSave, differing, flat, is_installed, states
-from benchmarks.states import build
+from benchmarks import reborn, stall
+from benchmarks.__main__ import reference
+from benchmarks.peers import (
+    CONTENDERS,
+    OURS,
+    OVERLAPPED,
+    CkptTasksOverlapped,
+    Contender,
+    State,
+    TorchSave,
+    differing,
+    flat,
+    is_installed,
+    states,
+)
+from benchmarks.states import Trained, build
+from ckpt_tasks.errors import StateError
 
 ROWS = 6
 
@@ -67,13 +84,78 @@ def test_a_save_of_a_later_state_is_found(kind: type[Contender], torn: bool, tmp
     expected = stall.copies(trained)
     contender.save_async(trained.state, tmp_path / "saved")
     with contender.updating():
-        stall.change_all(trained)
+        stall.in_step(trained, lambda: stall.change_all(trained))
     contender.wait()
     if torn:
         with pytest.raises(RuntimeError, match="not what was saved"):
             stall.check(contender, tmp_path / "saved", expected, tiny=True)
     else:
         stall.check(contender, tmp_path / "saved", expected, tiny=True)
+
+
+@pytest.fixture
+def overlapped(tmp_path: Path) -> Iterator[tuple[Contender, Trained]]:
+    """Our overlapped capture with memory for two snapshots: from the third save on it copies behind the call."""
+    contender, trained = CkptTasksOverlapped(tmp_path, "cpu"), build(tiny=True)
+    for number in range(2):
+        trained.step()
+        contender.save_async(trained.state, tmp_path / f"{number}")
+        contender.wait()
+    yield contender, trained
+    contender.close()
+
+
+def test_an_overlapped_save_is_of_the_call(overlapped: tuple[Contender, Trained], tmp_path: Path) -> None:
+    """A save that goes on behind its call has nothing of the very next step: our hook starts that after the copy."""
+    contender, trained = overlapped
+    expected = stall.copies(trained)
+    contender.save_async(trained.state, tmp_path / "2")
+    with contender.updating():
+        stall.in_step(trained, lambda: stall.change_all(trained))
+    contender.wait()
+    stall.check(contender, tmp_path / "2", expected, tiny=True)
+
+
+def test_a_save_of_ours_that_came_to_nothing_is_not_timed(
+    overlapped: tuple[Contender, Trained], tmp_path: Path
+) -> None:
+    """A snapshot that is torn, for the state changes outside of a step, is no cheap save but the benchmark's end."""
+    contender, trained = overlapped
+    contender.save_async(trained.state, tmp_path / "2")
+    stall.change_all(trained)
+    with pytest.raises(StateError, match="given up"):
+        contender.wait()
+    contender.save_async(trained.state, tmp_path / "3")
+    with pytest.raises(RuntimeError, match="3 of 4 saves"):
+        contender.wait()
+
+
+def test_the_step_in_which_a_benchmark_acts_changes_nothing() -> None:
+    """Acting in a step comes after what a tool has hooked before steps, once, and the step itself leaves every bit."""
+    trained = build(tiny=True)
+    before, order = stall.copies(trained), list[str]()
+    hook = register_optimizer_step_pre_hook(lambda *_: order.append("tool"))
+    try:
+        stall.in_step(trained, lambda: order.append("benchmark"))
+        trained.optimizer.step()
+    finally:
+        hook.remove()
+    assert order == ["tool", "benchmark", "tool"]
+    assert differing(before, flat(states(trained.state))) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "ours"),
+    [
+        ((OURS, OVERLAPPED, "torch.save"), OURS),
+        ((reborn.OURS, reborn.ANEW, reborn.MEMORY), reborn.OURS),
+        (("ckpt-tasks to S3", "a local directory"), "ckpt-tasks to S3"),
+        (("torch.save",), None),
+    ],
+)
+def test_ratios_are_to_ours_whatever_the_order(names: tuple[str, ...], ours: str | None) -> None:
+    """Every table's ratios refer to ours and to none of its variants, in whatever order they were measured."""
+    assert {reference(ordered) for ordered in permutations(names)} == {ours}
 
 
 def test_bits_are_compared_not_numbers() -> None:
