@@ -101,6 +101,7 @@ class CkptTasks(Contender):
         self._ckpt.listen(Listener(committed=self._commits.append))
 
     def save_async(self, state: State, path: Path) -> None:
+        self.wait()
         self._step += 1
         self._ckpt.step(self._step, dict(state))
 

@@ -179,7 +179,7 @@ class Checkpointer:
         elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state))
         if ending:
-            self.wait()
+            self._saver.wait()
         self._hand_on()
         return taken
 
@@ -199,7 +199,7 @@ class Checkpointer:
         check_step(step, self._position)
         self._raise_failure()
         self._snapshot(step, state, metrics or {}, epoch, keep=True)
-        self.wait()
+        self._saver.wait()
         self._hand_on()
         saved = self.last_commit
         assert saved is not None
@@ -208,9 +208,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when everything that was saved is committed; raise what went wrong.
 
-        Raises StoreError where a flush takes longer than `flush_timeout_s`, StateError where the last snapshot is torn.
+        Raises StoreError where a flush takes longer than `flush_timeout_s`, TornSnapshotError where the newest is torn.
         """
         self._saver.wait()
+        self._saver.check_torn()
 
     def close(self) -> None:
         """Wait, let the run directory go and give the signals back; a later save takes the directory again."""
@@ -250,13 +251,13 @@ class Checkpointer:
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step whatever the policy says."""
         owner = self._own()
-        self.wait()
+        self._saver.wait()
         self._pruner.pin(owner, step, reason)
 
     def unpin(self, step: int) -> None:
         """Leave the checkpoint of a step to the policy again."""
         owner = self._own()
-        self.wait()
+        self._saver.wait()
         self._pruner.pin(owner, step, None)
 
     def note(self, what: str, **fields: Any) -> None:
@@ -276,8 +277,7 @@ class Checkpointer:
         last good one is never removed for the sake of one that nobody has read.
         """
         owner = None if dry_run else self._own()
-        self.wait()
-        self._saver.settle()
+        self._saver.wait()
         parent = self._saver.parent.manifest_digest if self._saver.parent else None
         if owner is None:
             return self._pruner.plan(parent)

@@ -84,6 +84,7 @@ class Generations:
         self._store = store
         self._memory_dir = memory_dir
         self._run_key = ""
+        self._lacks: bool | None = None  # shared memory; it is said once, to those who save
 
     def check(self) -> None:
         """Raise ConfigError where the memory directory that was asked for is not this user's alone."""
@@ -99,8 +100,8 @@ class Generations:
         if isinstance(self.memory, MemoryDirectory):
             return
         if directory is None:
-            if self._memory_dir == "auto":
-                self._do_without("there is no shared memory, or it has no room")
+            if self._lacks is None:
+                self._lacks = self._memory_dir == "auto"
             return
         run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
@@ -160,6 +161,9 @@ class Generations:
             wanted = size_bytes - self.memory.held_bytes() // len(SLOTS)
             if default_directory(wanted) is None:
                 self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
+        elif self._lacks:
+            self._lacks = False
+            self._do_without("there is no shared memory, or it has no room")
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
         """Return a slot's memory as SnapshotMemory.take() does; where the memory directory has no room, private one."""
@@ -182,8 +186,9 @@ class Generations:
         return None if self._memory_dir is None else Path(self._memory_dir)
 
     def _do_without(self, why: str) -> None:
+        place = "storage" if self.copies is None else "the local directory or storage"
         _log.warning(
-            "Snapshots are kept in this process's own memory: after a crash, training goes on from storage (%s)", why
+            "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
         )
         self.close(keep=False)
 

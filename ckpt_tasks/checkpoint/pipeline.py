@@ -106,7 +106,8 @@ class Pipeline:
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
-        self.torn: int | None = None  # the step of the newest that was given up, since training changed it meanwhile
+        self.torn = False  # the newest snapshot was given up, since training changed what was being copied
+        self._torn_step: int | None = None  # of which step it was, until somebody has been told
         self.moved: frozenset[int] = frozenset()  # the places of what it changed: not to be copied late any more
 
     @property
@@ -152,18 +153,22 @@ class Pipeline:
         return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str | None) -> None:
-        """Fill the other slot first."""
-        self._held = slot
+        """Fill the other slot first; nothing may be on its way. What was torn before is nobody's loss any more."""
+        if self._last is not None:
+            self._last.known.wait()
+        self._held, self._last, self.torn, self._torn_step = slot, None, False, None
 
     def forget(self) -> None:
         """Let every snapshot go that has been dealt with; nothing may be on its way."""
         with self._changed:
             snapshots, self._in_slot, self.moved = [*self._in_slot.values()], {}, frozenset()
-            if self._last is not None:
-                self._held, self._last = self._last.slot, None
+            last, self._last = self._last, None
+            if last is not None:
+                self._held = last.slot
         for snapshot in snapshots:
-            snapshot.given_up = True
+            snapshot.given_up = snapshot is not last  # the newest is sealed first: it is what the next process finds
             snapshot.known.wait()
+            snapshot.given_up = True
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take a full slot over.
@@ -189,7 +194,7 @@ class Pipeline:
 
     def _lacking(self, slot: str) -> Snapshot | None:
         """Return the snapshot in the other slot, unless storage has it: on its way there, or its flush has failed."""
-        other = next((one for name, one in self._in_slot.items() if name != slot), None)
+        other = next((one for name, one in self._in_slot.items() if name != slot), self._flushing)
         return None if other is None or other.flushed else other
 
     def wait(self) -> bool:
@@ -204,6 +209,12 @@ class Pipeline:
                     return False
                 self._changed.wait(min(_LOOK_S, self._timeout_s))
             return True
+
+    def take_torn(self) -> int | None:
+        """Return the step of the newest snapshot, where that was torn and nobody has been told."""
+        with self._changed:
+            step, self._torn_step = self._torn_step, None
+            return step
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong since the last call; whoever asks has been told."""
@@ -260,15 +271,19 @@ class Pipeline:
                 self._flush(snapshot)
             except TornError:
                 with self._changed:
-                    self.torn = snapshot.saving.attempt.step
+                    self.torn, self._torn_step = True, snapshot.saving.attempt.step
                     self.moved |= snapshot.copy.moved if snapshot.copy is not None else frozenset()
                     self._superseded.append(snapshot.saving.attempt.step)
+            except SupersededError:
+                failure = None  # nobody wants it any more
             except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
                 failure = error
             else:
-                self.torn, snapshot.flushed = None, True
+                snapshot.flushed = True
             with self._changed:
                 self._flushing = None
+                if snapshot.flushed:
+                    self.torn, self._torn_step = False, None
                 if failure is not None:
                     if self._failure is None or isinstance(failure, _LAST):
                         self._failure = failure
@@ -289,8 +304,8 @@ class Pipeline:
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
-        elif self.torn is not None:
-            sys.stderr.write(f"ckpt-tasks: step {self.torn} was not saved: the state changed while it was copied\n")
+        elif (step := self.take_torn()) is not None:
+            sys.stderr.write(f"ckpt-tasks: step {step} was not saved: the state changed while it was copied\n")
         if self._sealer is not None:
             self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
 

@@ -20,7 +20,7 @@ from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summar
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
 from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StateError, StoreError
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError, TornSnapshotError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
@@ -36,6 +36,7 @@ from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapsh
 
 __all__ = ["Saver"]
 
+_MOST_NOTES = 16  # of saves that failed one after the other; the log has all
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -44,7 +45,7 @@ class Saver:
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
     that this process knows to have committed a checkpoint; `cadence` the automatic one, where it was asked for;
-    `unnoted` the events for the run's history that wait for a store which has failed to take a checkpoint.
+    `unnoted` the newest events for the run's history that wait for a store which has failed to take a checkpoint.
     """
 
     def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
@@ -67,7 +68,7 @@ class Saver:
         self._taking = threading.Lock()
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
         self._warned_stuck = False
-        self.unnoted: deque[Mapping[str, object]] = deque()
+        self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
         self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
 
     def begin(self, owner: Owner, run_key: str) -> None:
@@ -80,7 +81,8 @@ class Saver:
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due: by policy, by cadence, or in the place of one that was torn."""
-        torn, self._pipeline.torn = self._pipeline.torn is not None, None
+        if torn := self._pipeline.torn:
+            self._pipeline.torn = False
         timely = self.cadence is not None and self.cadence.due(last, now)
         return torn or timely or self._config.save_policy.due(last, now)
 
@@ -162,10 +164,6 @@ class Saver:
         failure = self._pipeline.take_failure()
         if failure is not None:
             raise failure
-        if self._pipeline.torn is not None:  # the next step() would take it again, and there may be none
-            why = "the snapshot was given up: what it copied while training went on was changed outside of a step"
-            hint = "Call wait() before you change it, save() after it, or leave it to the next step()."
-            raise StateError(why, step=self._pipeline.torn, hint=hint)
         if not done:
             stuck = StoreError(
                 f"the store has not taken a checkpoint for {self._config.flush_timeout_s:.0f} s",
@@ -173,6 +171,13 @@ class Saver:
             )
             stuck.transient = True
             raise stuck
+
+    def check_torn(self) -> None:
+        """Raise TornSnapshotError, once, where the newest is torn: no step may come that takes it again."""
+        if (step := self._pipeline.take_torn()) is not None:
+            why = "the snapshot was given up: what it copied while training went on was changed outside of a step"
+            hint = "Call wait() before you change it, save() after it, or leave it to the next step()."
+            raise TornSnapshotError(why, step=step, hint=hint)
 
     def settle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
@@ -188,9 +193,8 @@ class Saver:
         return self._pipeline.take_failure()
 
     def restored(self, slot: str | None) -> None:
-        """Leave the slot that was restored from for as long as possible; what was torn before it is gone with it."""
+        """Leave the slot that was restored from for as long as possible."""
         self._pipeline.hold(slot)
-        self._pipeline.torn = None
 
     def forget_plan(self) -> None:
         """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""

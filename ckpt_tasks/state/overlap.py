@@ -59,6 +59,7 @@ _PIECE_BYTES = 2 << 20  # 0.2 ms, the longest that a step waits for a thread whi
 _SMALL_TOGETHER = 1024
 _ONE_THREAD_ELEMENTS = 32768  # torch copies more than these in several threads, which wait for each other
 _SPOT_BYTES = 64
+_LOOK_S = 1.0  # how often whoever waits looks whether the thread that trains is still there
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Late = tuple[int, torch.Tensor, torch.Tensor]  # the number of a pair, its place, its live tensor
@@ -156,11 +157,13 @@ class OverlappedCopy:
     def wait(self) -> bool:
         """Say what settle() says: in the thread that called start() by settling, in others once training has settled.
 
-        Training settles in the next step of an optimizer or in settle(); if neither comes, other threads wait forever.
+        Training settles in the next step of an optimizer or in settle(), or its thread has ended.
         """
         if self._owner in (None, threading.current_thread()):
             return self.settle()
-        self._settled.wait()
+        while not self._settled.wait(_LOOK_S):
+            if self._owner is not None and not self._owner.is_alive():
+                return self.settle()
         return self._verdict()
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ckpt_tasks import Checkpointer
+from ckpt_tasks.checkpoint import save
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.state import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
@@ -47,6 +52,8 @@ def _start(run_dir: Path, memory: Path, calls: object = os) -> Checkpointer:
 def _die(ckpt: Checkpointer) -> None:
     """Leave everything as a killed process does."""
     ckpt._saver.settle()
+    last = ckpt._saver._pipeline._last
+    assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
     assert ckpt._heartbeat is not None
     ckpt._heartbeat.stop()
     ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
@@ -110,6 +117,32 @@ def test_of_two_that_are_committed_the_newer_one_stays(run_dir: Path, memory: Pa
     ckpt.close()
 
 
+def test_the_last_snapshot_is_sealed_before_memory_is_let_go(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P44: where the store refuses at once, the end of the block waits until what it refused is whole in memory."""
+    digest = save.digest_image
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return digest(*arguments)
+
+    monkeypatch.setattr(save, "digest_image", slowly)
+    ckpt = _start(run_dir, memory)
+    state = {f"part{n}": torch.zeros(1 << 18) for n in range(4)}
+    for step in (1, 2, 3):
+        for part in state.values():
+            part.fill_(step)
+        if step == 3:
+            ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+            ckpt.step(step, state)
+        else:
+            ckpt.save(step, state)
+    with pytest.raises(StoreError):
+        ckpt.close()
+    assert _slot_of(memory, 3)
+
+
 def _slot_of(memory: Path, step: int) -> Path:
     """Return the slot that has the snapshot of a step."""
     seals = {path.parent: Seal.from_bytes(path.read_bytes()) for path in memory.rglob("seal.json")}
@@ -124,8 +157,15 @@ def test_without_shared_memory_it_is_said_what_is_lost(
     monkeypatch.setattr(shared_memory, "_SHARED_MEMORY", tmp_path / "missing")
     with caplog.at_level(logging.WARNING, "ckpt_tasks"), opened(run_dir, memory_dir="auto") as ckpt:
         ckpt.save(1, state_of(1, SIZE))
-    assert "after a crash, training goes on from storage" in caplog.text
-    assert committed(run_dir) == [1]
+        ckpt.save(2, state_of(2, SIZE))
+        ckpt.close()
+        ckpt.save(3, state_of(3, SIZE))
+    assert caplog.text.count("after a crash, training goes on from storage") == 1
+    caplog.clear()
+    with opened(run_dir, memory_dir="auto") as ckpt:
+        ckpt.prune()  # who saves nothing has nothing to lose
+    assert caplog.text == ""
+    assert committed(run_dir) == [1, 2, 3]
 
 
 def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path) -> None:

@@ -27,7 +27,9 @@ class Held(NamedTuple):
 def settled() -> None:
     """Wait for the threads of saves: they end by themselves, a moment after what they did was waited for."""
     gc.collect()
-    while any(thread.name.startswith(("ckpt-seal", "ckpt-flush", "ckpt-take")) for thread in threading.enumerate()):
+    until = time.monotonic() + 60
+    while left := [t for t in threading.enumerate() if t.name.startswith(("ckpt-seal", "ckpt-flush", "ckpt-take"))]:
+        assert time.monotonic() < until, left
         time.sleep(0.001)
 
 

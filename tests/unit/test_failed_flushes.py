@@ -6,8 +6,7 @@ import errno
 import logging
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingCalls
 from tests.unit.pipelines import Gate, committed, opened, restored, state_at
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.opened.set()
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -88,22 +80,34 @@ def test_a_store_that_fails_is_not_asked_by_the_thread_that_trains(run_dir: Path
     assert [note["step"] for note in open_run(str(run_dir)).notes()] == [2]
 
 
-def test_what_was_dropped_is_recorded_by_the_first_commit_that_lands(run_dir: Path, gate: Gate) -> None:
+class RefusedCommit(Gate):
+    """A gate behind which one commit is let through, and further ones are refused until `refusing` is False."""
+
+    refusing = False
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        commits = name == "link" and "/ledger" in path and self.reached.is_set()
+        if commits and self.refusing:
+            raise OSError(errno.ENOSPC, "no room, on purpose")
+        result = super().do(name, path, call)
+        self.refusing = self.refusing or commits
+        return result
+
+
+def test_what_was_dropped_is_recorded_by_the_first_commit_that_lands(run_dir: Path) -> None:
     """P44: a commit that fails does not take the record of what was dropped with it."""
+    gate = RefusedCommit()
     with opened(run_dir, gate, on_flush_failure="warn") as ckpt:
         ckpt.step(1, state_at(1))
-        gate.reached.wait(30)
+        assert gate.reached.wait(30)
         for step in (2, 3):
             ckpt.step(step, state_at(step))
-        store = ckpt._history.store
-        assert isinstance(store, LocalStore)
         gate.opened.set()
-        while ckpt._saver._pipeline._waiting is not None:
-            time.sleep(0.001)
-        store._calls = failing = FailingCalls(1, "refused", only="link", below="/ledger")
         ckpt._saver.settle()
-        assert failing.reached
+        assert committed(run_dir) == [1]
+        gate.refusing = False
         ckpt.save(4, state_at(4))
+    assert committed(run_dir) == [1, 4]
     run = open_run(str(run_dir))
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     assert [event["superseded"] for event in events if "superseded" in event] == [[2]]

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import CheckpointNotFoundError, TornSnapshotError
+from ckpt_tasks.gang.local import StateSession
 from ckpt_tasks.state import overlap
 from ckpt_tasks.state.tensors import same_bits
 
@@ -107,11 +108,24 @@ def test_a_torn_snapshot_that_nothing_follows_is_told(run_dir: Path) -> None:
     training = Training()
     with _opened(run_dir) as ckpt:
         _tear(ckpt, training)
-        with pytest.raises(StateError, match=r"given up.*step 2.*save\(\) after it"):
+        with pytest.raises(TornSnapshotError, match=r"given up.*step 2.*save\(\) after it"):
             ckpt.wait()
+        ckpt.wait()  # it is told once
         training.moments[2] = training.now()
         ckpt.save(2, training.state)
         ckpt.wait()
+    assert _check(run_dir, training.moments) == [1, 2]
+
+
+def test_a_task_whose_last_snapshot_is_torn_commits_another(run_dir: Path) -> None:
+    """P28: the save at a task's end makes it good, and so it is no failure; a pin says what there is not to pin."""
+    training = Training()
+    with _opened(run_dir) as ckpt:
+        _tear(ckpt, training)
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.pin(2)
+        training.moments[2] = training.now()
+        StateSession(ckpt, training.state).save(2)
     assert _check(run_dir, training.moments) == [1, 2]
 
 
@@ -119,7 +133,7 @@ def test_a_run_that_ends_with_a_torn_snapshot_does_not_end_well(run_dir: Path) -
     """P28, P72: `close` says as well what was not saved; what was committed before it stays."""
     training, ckpt = Training(), _opened(run_dir)
     _tear(ckpt, training)
-    with pytest.raises(StateError, match=r"given up.*step 2"):
+    with pytest.raises(TornSnapshotError, match=r"given up.*step 2"):
         ckpt.close()
     assert _check(run_dir, training.moments) == [1]
 
@@ -144,9 +158,33 @@ def test_a_process_that_ends_with_a_torn_snapshot_says_so(run_dir: Path) -> None
         ckpt = _opened(Path({str(run_dir)!r}))
         _tear(ckpt, Training())
     """
+    assert "step 2 was not saved: the state changed while it was copied" in _run(script)
+
+
+def test_a_process_whose_trainer_was_a_thread_that_is_gone_ends(run_dir: Path) -> None:
+    """P72: a copy that nobody who trains will settle any more is settled by who waits for it, and committed."""
+    script = f"""
+        import threading
+        from pathlib import Path
+        from tests.unit.test_overlapped_saves import Training, _opened
+        ckpt, training = _opened(Path({str(run_dir)!r})), Training()
+
+        def train():
+            for step in (1, 2):
+                training.train_step(step)
+                ckpt.step(step, training.state)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    """
+    assert _run(script) == ""
+    assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [2, 1]
+
+
+def _run(script: str) -> str:
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "step 2 was not saved: the state changed while it was copied" in done.stderr
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stderr
 
 
 def test_what_is_moved_to_other_memory_is_saved_as_it_was(run_dir: Path) -> None:
