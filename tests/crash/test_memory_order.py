@@ -45,8 +45,8 @@ def gate() -> Iterator[Gate]:
     made.opened.set()
 
 
-def _start(run_dir: Path, memory: Path, calls: object = os) -> Checkpointer:
-    return opened(run_dir, calls, memory_dir=str(memory), on_flush_failure="warn")
+def _start(run_dir: Path, memory: Path, calls: object = os, **options: Any) -> Checkpointer:
+    return opened(run_dir, calls, memory_dir=str(memory), on_flush_failure="warn", **options)
 
 
 def _die(ckpt: Checkpointer) -> None:
@@ -141,6 +141,29 @@ def test_the_last_snapshot_is_sealed_before_memory_is_let_go(
     with pytest.raises(StoreError):
         ckpt.close()
     assert _slot_of(memory, 3)
+
+
+def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memory: Path, gate: Gate) -> None:
+    """P44: a snapshot of another structure, taken while the store is stuck, may follow what lands after all."""
+    ckpt = _start(run_dir, memory, gate, flush_timeout_s=0.5)
+    ckpt.step(1, state_of(1, SIZE))
+    assert gate.reached.wait(30)
+    while not ckpt._saver.stuck:
+        time.sleep(0.01)
+    before = _last_seal(ckpt, memory)
+    ckpt.step(2, state_of(2, 2 * SIZE))
+    assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest_digest
+    gate.opened.set()
+    while ckpt._saver.stuck:
+        time.sleep(0.01)
+    ckpt.close()
+
+
+def _last_seal(ckpt: Checkpointer, memory: Path) -> Seal:
+    last = ckpt._saver._pipeline._last
+    assert last is not None
+    assert last.known.wait(30)
+    return Seal.from_bytes((_slot_of(memory, last.saving.attempt.step) / "seal.json").read_bytes())
 
 
 def _slot_of(memory: Path, step: int) -> Path:
