@@ -378,8 +378,8 @@ class Checkpointer:
         if self.config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
-        about = {"step": failure.step, "why": str(failure)[:2000]}
-        self._saver.unnoted.append({**about, "kind": "note", "note": "flush_failed"})  # once the store takes one again
+        event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
+        self._saver.unnoted.append(event)  # the history has it once the store takes a checkpoint again
 
     def _settle(self) -> None:
         """Let what is on its way end, however it ends: a restore goes on from what is there then."""

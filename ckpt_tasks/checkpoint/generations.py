@@ -84,7 +84,7 @@ class Generations:
         self._store = store
         self._memory_dir = memory_dir
         self._run_key = ""
-        self._lacks: bool | None = None  # shared memory; it is said once, to those who save
+        self._said = False  # that snapshots end with this process; to those who save, and once
 
     def check(self) -> None:
         """Raise ConfigError where the memory directory that was asked for is not this user's alone."""
@@ -97,11 +97,7 @@ class Generations:
         if self.copies is not None:
             self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
-        if isinstance(self.memory, MemoryDirectory):
-            return
-        if directory is None:
-            if self._lacks is None:
-                self._lacks = self._memory_dir == "auto"
+        if directory is None or isinstance(self.memory, MemoryDirectory):
             return
         run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
@@ -157,12 +153,13 @@ class Generations:
 
     def make_room(self, size_bytes: int) -> None:
         """See whether two snapshots of this size have room; without it, what lies in the slots goes."""
-        if isinstance(self.memory, MemoryDirectory) and self._memory_dir == "auto":
+        if self._memory_dir != "auto":
+            return
+        if isinstance(self.memory, MemoryDirectory):
             wanted = size_bytes - self.memory.held_bytes() // len(SLOTS)
             if default_directory(wanted) is None:
                 self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
-        elif self._lacks:
-            self._lacks = False
+        elif not self._said:
             self._do_without("there is no shared memory, or it has no room")
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
@@ -190,6 +187,7 @@ class Generations:
         _log.warning(
             "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
         )
+        self._said = True
         self.close(keep=False)
 
 

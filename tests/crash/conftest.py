@@ -12,8 +12,9 @@ import pytest
 from tests.crash.places import S3Place
 from tests.flows.conftest import server
 from tests.servers.s3 import S3Server
+from tests.unit.pipelines import gate
 
-__all__ = ["memory", "s3_place", "server"]
+__all__ = ["gate", "memory", "s3_place", "server"]
 
 
 @pytest.fixture

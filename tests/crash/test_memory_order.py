@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.state import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
 from tests.storage.calls import WatchedCalls
-from tests.unit.pipelines import Gate, committed, opened
+from tests.unit.pipelines import Gate, committed, die, opened
 
 SIZE = 1 << 14
 
@@ -37,26 +36,8 @@ class Refusing(WatchedCalls):
         return piece
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    """Return calls that let nothing of a checkpoint be written before `opened` is set."""
-    made = Gate()
-    yield made
-    made.opened.set()
-
-
 def _start(run_dir: Path, memory: Path, calls: object = os, **options: Any) -> Checkpointer:
     return opened(run_dir, calls, memory_dir=str(memory), on_flush_failure="warn", **options)
-
-
-def _die(ckpt: Checkpointer) -> None:
-    """Leave everything as a killed process does."""
-    ckpt._saver.settle()
-    last = ckpt._saver._pipeline._last
-    assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
-    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
 
 
 def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
@@ -69,7 +50,7 @@ def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
     for step in range(good + 1, bad + 1):
         ckpt.step(step, state_of(step, SIZE))
         ckpt._saver.settle()  # it has failed before the next one is taken
-    _die(ckpt)
+    die(ckpt)
 
 
 @pytest.mark.parametrize("last", [3, 4, 5])
@@ -148,15 +129,18 @@ def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memor
     ckpt = _start(run_dir, memory, gate, flush_timeout_s=0.5)
     ckpt.step(1, state_of(1, SIZE))
     assert gate.reached.wait(30)
-    while not ckpt._saver.stuck:
-        time.sleep(0.01)
+    _until(ckpt, stuck=True)
     before = _last_seal(ckpt, memory)
     ckpt.step(2, state_of(2, 2 * SIZE))
     assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest_digest
     gate.opened.set()
-    while ckpt._saver.stuck:
-        time.sleep(0.01)
+    _until(ckpt, stuck=False)
     ckpt.close()
+
+
+def _until(ckpt: Checkpointer, *, stuck: bool) -> None:
+    while ckpt._saver.stuck is not stuck:
+        time.sleep(0.01)
 
 
 def _last_seal(ckpt: Checkpointer, memory: Path) -> Seal:

@@ -25,6 +25,7 @@ from ckpt_tasks.state.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.memory_loop import state_of, step_of
 from tests.storage.calls import FailingCalls, WatchedCalls
+from tests.unit.pipelines import die
 
 SIZE = 1 << 14
 
@@ -84,12 +85,8 @@ def _died(run_dir: Path, memory: Path, step: int, calls: Any = os) -> None:
         ckpt.step(ckpt.position + 1, state_of(ckpt.position + 1, SIZE))
         if calls is os:
             ckpt.wait()
-    last = ckpt._saver._pipeline._last
-    assert last is not None
-    last.known.wait(30)
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
-    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
+    assert ckpt._saver._pipeline._last is not None
+    die(ckpt)
 
 
 def _slots(memory: Path) -> list[Path]:

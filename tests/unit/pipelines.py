@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
@@ -32,6 +33,14 @@ class Gate(WatchedCalls):
         return super().do(name, path, call)
 
 
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Return calls that let nothing of a checkpoint be written before `opened` is set."""
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
 def state_at(value: float) -> dict[str, Any]:
     """Return a state of a value."""
     return {"weights": torch.full((SIZE,), float(value)), "step": int(value)}
@@ -45,6 +54,15 @@ def opened(run_dir: Path, calls: Any = os, **options: Any) -> Checkpointer:
     assert isinstance(store, LocalStore)
     store._calls = calls
     return ckpt
+
+
+def die(ckpt: Checkpointer) -> None:
+    """Leave everything as a killed process does, once its last snapshot is sealed."""
+    last = ckpt._saver._pipeline._last
+    assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
+    assert ckpt._heartbeat is not None
+    ckpt._heartbeat.stop()
+    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
 
 
 def committed(run_dir: Path) -> list[int]:

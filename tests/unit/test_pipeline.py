@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.state.tensors import same_bits
 from tests.unit.pipelines import SIZE, Gate, committed, opened, restored, state_at
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.opened.set()
 
 
 def test_a_state_changed_right_after_a_step_is_saved_as_it_was(run_dir: Path, gate: Gate) -> None:
