@@ -21,19 +21,9 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.state import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
-from tests.storage.calls import WatchedCalls
-from tests.unit.pipelines import Gate, committed, die, opened
+from tests.unit.pipelines import Gate, Refusing, committed, die, opened
 
 SIZE = 1 << 14
-
-
-class Refusing(WatchedCalls):
-    """Let no object of a checkpoint be written."""
-
-    def cut(self, fd: int, piece: object) -> object:
-        if "/checkpoint_" in self._paths[fd]:
-            raise OSError(28, "no room, on purpose")
-        return piece
 
 
 def _start(run_dir: Path, memory: Path, calls: object = os, **options: Any) -> Checkpointer:

@@ -33,6 +33,15 @@ class Gate(WatchedCalls):
         return super().do(name, path, call)
 
 
+class Refusing(WatchedCalls):
+    """Let no object of a checkpoint be written."""
+
+    def cut(self, fd: int, piece: object) -> object:
+        if "/checkpoint_" in self._paths[fd]:
+            raise OSError(28, "no room, on purpose")
+        return piece
+
+
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     """Return calls that let nothing of a checkpoint be written before `opened` is set."""

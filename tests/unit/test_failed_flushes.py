@@ -16,7 +16,7 @@ from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingCalls
-from tests.unit.pipelines import Gate, committed, opened, restored, state_at
+from tests.unit.pipelines import Gate, Refusing, committed, opened, restored, state_at
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -78,6 +78,21 @@ def test_a_store_that_fails_is_not_asked_by_the_thread_that_trains(run_dir: Path
         assert calls.reached
         assert calls.trainer == ()
     assert [note["step"] for note in open_run(str(run_dir)).notes()] == [2]
+
+
+def test_of_very_many_failed_saves_the_newest_are_noted(run_dir: Path) -> None:
+    """A store that was away for long is not kept busy with notes: the newest sixteen stand in the history."""
+    with opened(run_dir, on_flush_failure="warn") as ckpt:
+        ckpt.save(1, state_at(1))
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        good, store._calls = store._calls, Refusing()
+        for step in range(2, 22):
+            ckpt.step(step, state_at(step))
+            ckpt._saver.settle()
+        store._calls = good
+        ckpt.save(22, state_at(22))
+    assert [note["step"] for note in open_run(str(run_dir)).notes()] == [*range(21, 5, -1)]
 
 
 class RefusedCommit(Gate):
