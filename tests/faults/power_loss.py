@@ -276,11 +276,11 @@ def lose_reordered(
             left = replay.disk(moment, keep, choose)
             past = bisect_right(acks, replay.log_bytes(moment), key=lambda one: one[0])
             acked = acks[past - 1][1] if past else before
-            if m == goes_on:
-                base, known = bytes(left), acked
             (work / "left").write_bytes(left)
             where = f"life {n}, event {moment} of {len(replay.events)}, {keep} of what was not flushed"
             found.append(examine_disk(work / "left", where, acked))
+            if m == goes_on:  # a save that was under way and is there may not go any more
+                base, known = bytes(left), found[-1].restored or acked
     return found
 
 
