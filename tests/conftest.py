@@ -59,7 +59,7 @@ _LONG_FORM_S = 3000.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long forms more than the five minutes of `make test`, unless they say themselves how long they take."""
+    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))

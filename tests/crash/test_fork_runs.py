@@ -62,7 +62,7 @@ def finished(source: Path, target: Path) -> None:
     check_run(target, 3)
 
 
-@pytest.mark.parametrize("way", ["linked", "sent"])
+@pytest.mark.parametrize("way", ["linked", pytest.param("sent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
 def test_killed_at_any_call_the_same_fork_finishes(
     source: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, way: str

@@ -54,7 +54,7 @@ def test_killed_in_mid_epoch(uninterrupted: Path, tmp_path: Path) -> None:
     assert repeated(ids) == 4  # steps 31 to 34, which no checkpoint held
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip"])
+@pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 def test_newest_checkpoint_damaged(damage: str, uninterrupted: Path, tmp_path: Path) -> None:
     """P49: the newest checkpoint cut short, or with one bit flipped, is passed over, said so, and the end is equal."""

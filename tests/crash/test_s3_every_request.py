@@ -42,7 +42,7 @@ FATES = ("is lost", "is answered to nobody", "arrives late")
 @pytest.mark.parametrize(
     ("method", "fate", "every"),
     [
-        ("DELETE", "is lost", 3),
+        ("DELETE", "is lost", 5),
         *(pytest.param(method, fate, 1, marks=pytest.mark.slow) for method in _FEWEST for fate in FATES),
     ],
 )

@@ -32,6 +32,7 @@ def names_of(attempts: Iterable[Attempt], shards: int) -> list[str]:
     return [attempt_prefix(attempt) + part for attempt in attempts for part in parts]
 
 
+@pytest.mark.slow
 def test_a_run_of_five_thousand_objects(s3_place: S3Place) -> None:
     """P51, P54, P67: over pages and pages names are whole and in order, the newest entry is found, orphans are swept.
 

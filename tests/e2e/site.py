@@ -19,7 +19,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckpt_tasks import Checkpoint, open_run
 from ckpt_tasks.checkpoint.reading import Run
@@ -166,8 +166,9 @@ class Site:
 
     @contextmanager
     def client(self) -> Iterator[SyncPrefectClient]:
-        """Give a client of the site's server."""
-        with temporary_settings({PREFECT_API_URL: self.api}), get_client(sync_client=True) as client:
+        """Give a client of the site's server; it is patient: 503 is Prefect's answer while its SQLite is locked."""
+        settings = {PREFECT_API_URL: self.api, PREFECT_CLIENT_MAX_RETRIES: 20}
+        with temporary_settings(settings), get_client(sync_client=True) as client:
             yield client
 
     def flow_run(self, flow_run: UUID) -> FlowRun:

@@ -84,6 +84,7 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     assert checks()["resuming"].verdict == "wrong"
 
 
+@pytest.mark.slow
 def test_many_automations_hide_none(client: SyncPrefectClient) -> None:
     """Behind hundreds of other people's automations ours are found, by the doctor and when they are applied again."""
     one = wanted()[0]

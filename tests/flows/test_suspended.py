@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Running, Suspended
@@ -26,6 +27,7 @@ def execute(run: UUID, server: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow  # four processes, each of which loads Prefect, torch and the flow
 def test_a_suspended_run_starts_again_for_a_person_alone(
     client: SyncPrefectClient, server: dict[str, str], run_dir: Path
 ) -> None:

@@ -101,7 +101,7 @@ def test_a_complete_run_does_nothing(run_dir: Path) -> None:
     assert open_run(str(run_dir)).head().next_n == before
 
 
-@pytest.mark.parametrize("fail_at", [1, 5, 7, 12])
+@pytest.mark.parametrize("fail_at", [1, 7, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 12))])
 def test_an_exception_in_a_step_changes_nothing(run_dir: Path, tmp_path: Path, fail_at: int) -> None:
     """P73: a step that raises after backward is retried from the last commit, and the result is bit-equal.
 

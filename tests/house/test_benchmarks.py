@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,50 +12,32 @@ from benchmarks.__main__ import main
 from benchmarks.peers import OURS, OVERLAPPED
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow  # every contender restores twice, each time in a new process
 def test_every_row_has_its_contenders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Saves, restores and restarts run on a tiny state, unmeasured, and every row is in the table and the JSON."""
-    main(
-        [
-            "--tiny",
-            "--rounds",
-            "1",
-            "--only",
-            "save_restore",
-            "--dir",
-            str(tmp_path),
-            "--json",
-            str(tmp_path / "it.json"),
-        ]
-    )
-    rows = json.loads((tmp_path / "it.json").read_text())["save_restore"]["rows"]
+    rows = run(tmp_path, "save_restore")["save_restore"]["rows"]
     assert len(rows) == 5
     assert all(any(name.startswith("ckpt-tasks") for name in cells) for cells in rows.values())
     printed = capsys.readouterr().out
     assert all(row in printed for row in rows)
 
 
-@pytest.mark.timeout(240)
-def test_the_other_benchmarks_run(tmp_path: Path) -> None:
-    """The other benchmarks run on tiny states; the cadence keeps its 1 %."""
-    main(
-        [
-            "--tiny",
-            "--rounds",
-            "1",
-            "--only",
-            "loop",
-            "reuse",
-            "many",
-            "ledger",
-            "overlap",
-            "cadence",
-            "prefect",
-            "--json",
-            str(tmp_path / "it.json"),
-        ]
-    )
-    figures = json.loads((tmp_path / "it.json").read_text())
-    assert figures.keys() == {"machine", "loop", "reuse", "many", "ledger", "overlap", "cadence", "prefect"}
-    assert all({OURS, OVERLAPPED} <= cells.keys() for cells in figures["loop"]["rows"].values())
+def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
+    """What needs no other process and no server runs on tiny states; the cadence keeps its 1 %."""
+    figures = run(tmp_path, "reuse", "many", "ledger", "overlap", "cadence")
     assert figures["cadence"]["worst"] < 0.01
+
+
+@pytest.mark.slow  # a process for every contender, and a server
+def test_benchmarks_with_processes_run(tmp_path: Path) -> None:
+    """The training loop under every contender, and the flow against a bare loop, run on tiny states."""
+    figures = run(tmp_path, "loop", "prefect")
+    assert all({OURS, OVERLAPPED} <= cells.keys() for cells in figures["loop"]["rows"].values())
+
+
+def run(tmp_path: Path, *names: str) -> dict[str, Any]:
+    """Run benchmarks on tiny states; return their figures, which are those of all that was asked for."""
+    main(["--tiny", "--rounds", "1", "--dir", str(tmp_path), "--json", str(tmp_path / "it.json"), "--only", *names])
+    figures: dict[str, Any] = json.loads((tmp_path / "it.json").read_text())
+    assert figures.keys() == {"machine", *names}
+    return figures

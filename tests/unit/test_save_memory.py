@@ -49,7 +49,7 @@ with Checkpointer(config) as ckpt:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
+@pytest.mark.parametrize("capture", ["overlapped", pytest.param("eager", marks=pytest.mark.slow)])
 def test_saves_need_two_snapshots_of_the_state_and_a_few_buffers(fast_dir: Path, capture: str) -> None:
     """P44: the peak of memory in a training with saves is the state, two snapshots and some pieces that are written."""
     if shutil.disk_usage(fast_dir).free < 4 * _STATE_BYTES:
