@@ -19,7 +19,12 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_CLIENT_RETRY_EXTRA_CODES,
+    temporary_settings,
+)
 
 from ckpt_tasks import Checkpoint, open_run
 from ckpt_tasks.checkpoint.reading import Run
@@ -166,8 +171,12 @@ class Site:
 
     @contextmanager
     def client(self) -> Iterator[SyncPrefectClient]:
-        """Give a client of the site's server; it is patient: 503 is Prefect's answer while its SQLite is locked."""
-        settings = {PREFECT_API_URL: self.api, PREFECT_CLIENT_MAX_RETRIES: 20}
+        """Give a client of the server; it is patient: 503 or 500 is what is answered while an SQLite is locked."""
+        settings = {
+            PREFECT_API_URL: self.api,
+            PREFECT_CLIENT_MAX_RETRIES: 20,
+            PREFECT_CLIENT_RETRY_EXTRA_CODES: "500",
+        }
         with temporary_settings(settings), get_client(sync_client=True) as client:
             yield client
 
