@@ -174,7 +174,7 @@ class Site:
         """Give a client of the server; it is patient: 503 or 500 is what is answered while an SQLite is locked."""
         settings = {
             PREFECT_API_URL: self.api,
-            PREFECT_CLIENT_MAX_RETRIES: 20,
+            PREFECT_CLIENT_MAX_RETRIES: 8,  # each waits twice as long: some eight minutes in all
             PREFECT_CLIENT_RETRY_EXTRA_CODES: "500",
         }
         with temporary_settings(settings), get_client(sync_client=True) as client:
