@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, ledger, loop, many, overlap, reuse, save_restore, stall
+from benchmarks import cadence, ledger, loop, many, reuse, save_restore, stall
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -31,7 +31,7 @@ _TABLES = {
     "many": many,
     "ledger": ledger,
 }
-_NAMES = [*_TABLES, "overlap", "cadence", "prefect"]
+_NAMES = [*_TABLES, "cadence", "prefect"]
 _CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`
 
 
@@ -69,8 +69,6 @@ def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[st
 
         measure: Callable[..., dict[str, Any]] = _TABLES.get(name, s3).measure
         return measure(directory, tiny=options.tiny, rounds=options.rounds, device=options.device)
-    if name == "overlap":
-        return overlap.measure(tiny=options.tiny, rounds=options.rounds)
     if name == "cadence":
         return cadence.measure(tiny=options.tiny)
     from benchmarks import prefect_overhead  # not on a machine that has no Prefect
@@ -88,8 +86,6 @@ def _show(name: str, found: dict[str, Any]) -> None:
             _CONSOLE.print(f"{contender}: {why}", style="dim")
     elif name == "cadence":
         _CONSOLE.print(f"cadence auto falls at most {100 * found['worst']:.2f} % short of the best fixed interval")
-    elif name == "overlap":
-        _CONSOLE.print_json(json.dumps(found))
     else:
         for cut in found.values():
             _CONSOLE.print(

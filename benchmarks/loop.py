@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.apart import Report, answer, by_row, collect
-from benchmarks.peers import CONTENDERS, OURS, OVERLAPPED, Contender
+from benchmarks.peers import CONTENDERS, OURS, Contender
 from benchmarks.stall import remove
 from benchmarks.states import Trained, build, size_bytes
 
@@ -28,7 +28,6 @@ BARE = "no saves"
 # Those that go on while they write, and the plain one for comparison.
 _NAMES = (
     OURS,
-    OVERLAPPED,
     "torch.save",
     "DCP async_save, thread",
     "DCP async_save, process",
@@ -50,7 +49,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     complete. One save before the clock starts has paid for what is paid once. Both loops run in each process, in random
     order, and their difference is shared out over the saves. Older checkpoints are removed by ours within the loop, for
     the others after it. Whatever a tool wants waited for before the state changes is waited for at the optimizer's
-    step: our overlapped capture does so itself, in a hook. `absent` says why a contender has no row.
+    step. `absent` says why a contender has no row.
     """
     reports, absent = collect("benchmarks.loop", _NAMES, directory, tiny=tiny, rounds=rounds, device=device)
     steps, saves = _steps(tiny), len(_due(tiny))

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTENDERS",
     "OURS",
-    "OVERLAPPED",
     "PEERS",
     "Contender",
     "State",
@@ -87,15 +86,11 @@ class Contender(ABC):
 class CkptTasks(Contender):
     """This project: the run directory is its own, it keeps the newest two and removes older ones within the save."""
 
-    capture: ClassVar[str] = "eager"
-
     def __init__(self, directory: Path, device: str):
         super().__init__(directory, device)
         self._run = str(directory / "ckpt-tasks")
         self._step = 0
-        config = CheckpointConfig(
-            checkpoint_dir=self._run, run_key="bench", step_interval=1, max_num_checkpoints=2, capture=self.capture
-        )
+        config = CheckpointConfig(checkpoint_dir=self._run, run_key="bench", step_interval=1, max_num_checkpoints=2)
         self._ckpt = Checkpointer(config)
         self._commits: list[object] = []
         self._ckpt.listen(Listener(committed=self._commits.append))
@@ -107,7 +102,7 @@ class CkptTasks(Contender):
 
     def wait(self) -> None:
         self._ckpt.wait()
-        if len(self._commits) != self._step:  # one was torn, or a newer one took its place: it has cost too little
+        if len(self._commits) != self._step:  # a newer one took its place: it has cost too little
             raise RuntimeError(f"{len(self._commits)} of {self._step} saves were committed")
 
     def load(self, path: Path, into: State) -> None:
@@ -116,12 +111,6 @@ class CkptTasks(Contender):
 
     def close(self) -> None:
         self._ckpt.close()
-
-
-class CkptTasksOverlapped(CkptTasks):
-    """The same, and the copy goes on until the optimizer's next step, which waits for it in a hook of ours."""
-
-    capture = "overlapped"
 
 
 class TorchSave(Contender):
@@ -328,7 +317,6 @@ class OrbaxAsync(Orbax):
 
 
 OURS = "ckpt-tasks"
-OVERLAPPED = "ckpt-tasks, overlapped"
 PEERS: dict[str, type[Contender]] = {
     "torch.save": TorchSave,
     "safetensors save_file": Safetensors,
@@ -343,7 +331,7 @@ PEERS: dict[str, type[Contender]] = {
     "Orbax": Orbax,
     "Orbax, async": OrbaxAsync,
 }
-CONTENDERS: dict[str, type[Contender]] = {OURS: CkptTasks, OVERLAPPED: CkptTasksOverlapped, **PEERS}
+CONTENDERS: dict[str, type[Contender]] = {OURS: CkptTasks, **PEERS}
 
 
 def is_installed(contender: type[Contender]) -> bool:

@@ -40,9 +40,8 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     A tool is made before the model, as in a training script. The model takes an optimizer step before every save, so
     nothing is unchanged; and every tensor changes while the last save is being written: what is then read back must be,
     to the bit, what was there at the call. "Training waits": until the call has returned and the state may change, as
-    the tool defines it: a copy in the background is waited for right after the call, at a lock, a future or, for our
-    overlapped capture, a hook before the optimizer's step (its first save, into new memory, is eager). "On disk": every
-    file is fsynced, by us ("+ fsync") where the tool does not. `absent` says why a contender has no row.
+    the tool defines it: a copy in the background is waited for right after the call, at a lock or a future. "On disk":
+    every file is fsynced, by us ("+ fsync") where the tool does not. `absent` says why a contender has no row.
     """
     reports, absent = collect(
         "benchmarks.stall", [*CONTENDERS, *_LIMITS], directory, tiny=tiny, rounds=rounds, device=device

@@ -13,7 +13,6 @@
     ├── CheckpointNotFoundError      choose another step: there is no such checkpoint
     ├── IntegrityError               take an older checkpoint: bytes are not what was written
     │   └── NoGoodCheckpointError    … and none of the older ones is good either
-    ├── TornSnapshotError            save again: the state changed while it was copied, the checkpoint before it stands
     ├── StoreError                   look at the store, then try again
     │   ├── ObjectNotFoundError
     │   └── ObjectExistsError
@@ -45,7 +44,6 @@ __all__ = [
     "StateError",
     "StateMismatchError",
     "StoreError",
-    "TornSnapshotError",
     "UnsupportedStateError",
 ]
 
@@ -153,10 +151,6 @@ class NoGoodCheckpointError(IntegrityError):
 
     def __str__(self) -> str:
         return "; ".join([super().__str__(), *(f"step {step}: {why}" for step, why in self.reasons)])
-
-
-class TornSnapshotError(CkptError):
-    """The state was changed outside of a step while a snapshot copied it, so there is no checkpoint of that step."""
 
 
 class StoreError(CkptError, OSError):

@@ -9,8 +9,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from torch.optim import Optimizer
-
 from ckpt_tasks.checkpoint.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History
@@ -208,10 +206,9 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when everything that was saved is committed; raise what went wrong.
 
-        Raises StoreError where a flush takes longer than `flush_timeout_s`, TornSnapshotError where the newest is torn.
+        Raises StoreError where a flush takes longer than `flush_timeout_s`.
         """
         self._saver.wait()
-        self._saver.check_torn()
 
     def close(self) -> None:
         """Wait, let the run directory go and give the signals back; a later save takes the directory again."""
@@ -346,7 +343,6 @@ class Checkpointer:
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None, *, keep: bool
     ) -> None:
         started_s = time.perf_counter()
-        overlapped = self.config.capture == "overlapped" and not keep
         with uncollected():
             captured = capture(state)
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
@@ -363,7 +359,6 @@ class Checkpointer:
             started_s=started_s,
             keep=keep,
             step_s=self._pace.step_s,
-            optimizers=[one for one in state.values() if overlapped and isinstance(one, Optimizer)],
         )
         self._stand_at(step, epoch)
         self._pace.saved(self._last)

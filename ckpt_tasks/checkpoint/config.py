@@ -37,9 +37,6 @@ class CheckpointConfig:
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
 
-    `capture` says when the state is copied: "eager" before `step()` returns, "overlapped" until the next step of the
-    optimizers in the state, with a proof that nothing changed meanwhile, and a new snapshot at the next step where
-    something did.
     `memory_dir` is where snapshots lie: "auto" is /dev/shm where it has room, a directory of your own is used whatever
     it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
     the store fails in the background does: "raise" in the next `step()`, or "warn" and go on. Raised all the same: the
@@ -75,7 +72,6 @@ class CheckpointConfig:
     best_metric: str | None = None
     best_mode: str = "min"
     owner_timeout_s: float = 120.0
-    capture: str = "eager"
     memory_dir: str | None = "auto"
     on_flush_failure: str = "raise"
     flush_timeout_s: float = 600.0
@@ -119,7 +115,6 @@ class CheckpointConfig:
         choices = {
             "on_flush_failure": ("raise", "warn"),
             "best_mode": ("min", "max"),
-            "capture": ("eager", "overlapped"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

@@ -18,17 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError, TornError
+from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError
 from ckpt_tasks.errors import CommitUncertainError, FencedError
+from ckpt_tasks.state.device import DeviceCopy
 from ckpt_tasks.state.memory import SLOTS
 from ckpt_tasks.state.niceness import be_nice
-from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import ImageSet
 
 __all__ = ["Pipeline", "Snapshot"]
@@ -42,8 +41,8 @@ class Snapshot:
     """One moment of training in memory, on its way.
 
     `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
-    its images until then, as written and with what can be reused, and None at the end. `copy` is under way where the
-    images are filled while training goes on: its wait() comes before anything that reads them.
+    its images until then, as written and with what can be reused, and None at the end. `copy` is under way from
+    devices: its wait() comes before anything that reads the images.
     """
 
     slot: str
@@ -52,7 +51,7 @@ class Snapshot:
     stall_s: float
     keep: bool
     observed: Mapping[str, Any]
-    copy: OverlappedCopy | None = None
+    copy: DeviceCopy | None = None
     taken_s: float = field(default_factory=time.monotonic)
     described: Described | None = None
     error: BaseException | None = None
@@ -60,12 +59,6 @@ class Snapshot:
     flushed: bool = False
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
-
-    def settle(self) -> None:
-        """Have the images filled; for the thread that trains, as nobody may change the state meanwhile."""
-        if self.copy is not None:
-            with suppress(Exception):  # _digest is told the same, and the failure is raised once, where all others are
-                self.copy.wait()
 
     def description(self) -> Described:
         """Wait until the snapshot is digested; raise what went wrong."""
@@ -106,9 +99,6 @@ class Pipeline:
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
-        self.torn = False  # the newest snapshot was given up, since training changed what was being copied
-        self._torn_step: int | None = None  # of which step it was, until somebody has been told
-        self.moved: frozenset[int] = frozenset()  # the places of what it changed: not to be copied late any more
 
     @property
     def stuck(self) -> bool:
@@ -125,7 +115,6 @@ class Pipeline:
     def take_slot(self) -> str:
         """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
         if self._last is not None:
-            self._last.settle()
             self._last.known.wait()  # until it is sealed, the other slot has the only complete snapshot
         with self._changed:
             while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
@@ -140,7 +129,6 @@ class Pipeline:
                 slot = self.next_slot()
             before = self._in_slot.get(slot)
         if before is not None:
-            before.settle()
             before.given_up = True  # also where its flush has failed: nobody may read the slot any more
             before.known.wait()
         return slot
@@ -153,15 +141,15 @@ class Pipeline:
         return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str | None) -> None:
-        """Fill the other slot first; nothing may be on its way. What was torn before is nobody's loss any more."""
+        """Fill the other slot first; nothing may be on its way."""
         if self._last is not None:
             self._last.known.wait()
-        self._held, self._last, self.torn, self._torn_step = slot, None, False, None
+        self._held, self._last = slot, None
 
     def forget(self) -> None:
         """Let every snapshot go that has been dealt with; nothing may be on its way."""
         with self._changed:
-            snapshots, self._in_slot, self.moved = [*self._in_slot.values()], {}, frozenset()
+            snapshots, self._in_slot = [*self._in_slot.values()], {}
             last, self._last = self._last, None
             if last is not None:
                 self._held = last.slot
@@ -200,21 +188,11 @@ class Pipeline:
     def wait(self) -> bool:
         """Wait until nothing is on its way; False where the flush under way is stuck."""
         with self._changed:
-            snapshots = [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
-        for snapshot in snapshots:
-            snapshot.settle()
-        with self._changed:
             while self._flushing or self._waiting:
                 if self.stuck:
                     return False
                 self._changed.wait(min(_LOOK_S, self._timeout_s))
             return True
-
-    def take_torn(self) -> int | None:
-        """Return the step of the newest snapshot, where that was torn and nobody has been told."""
-        with self._changed:
-            step, self._torn_step = self._torn_step, None
-            return step
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong since the last call; whoever asks has been told."""
@@ -240,8 +218,8 @@ class Pipeline:
         with self._changed:
             pass  # submit() has it
         try:
-            if snapshot.copy is not None and not snapshot.copy.wait():
-                raise TornError
+            if snapshot.copy is not None:
+                snapshot.copy.wait()
             if before is not None:
                 before.known.wait()
             self._seal(snapshot, before)
@@ -269,11 +247,6 @@ class Pipeline:
             failure: BaseException | None = None
             try:
                 self._flush(snapshot)
-            except TornError:
-                with self._changed:
-                    self.torn, self._torn_step = True, snapshot.saving.attempt.step
-                    self.moved |= snapshot.copy.moved if snapshot.copy is not None else frozenset()
-                    self._superseded.append(snapshot.saving.attempt.step)
             except SupersededError:
                 failure = None  # nobody wants it any more
             except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
@@ -282,8 +255,6 @@ class Pipeline:
                 snapshot.flushed = True
             with self._changed:
                 self._flushing = None
-                if snapshot.flushed:
-                    self.torn, self._torn_step = False, None
                 if failure is not None:
                     if self._failure is None or isinstance(failure, _LAST):
                         self._failure = failure
@@ -304,8 +275,6 @@ class Pipeline:
             sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
         elif (failure := self.take_failure()) is not None:
             sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
-        elif (step := self.take_torn()) is not None:
-            sys.stderr.write(f"ckpt-tasks: step {step} was not saved: the state changed while it was copied\n")
         if self._sealer is not None:
             self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
 

@@ -39,7 +39,6 @@ __all__ = [
     "Saving",
     "Stored",
     "SupersededError",
-    "TornError",
     "check_step",
     "checked_metrics",
     "commit",
@@ -59,10 +58,6 @@ _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an olde
 
 class SupersededError(Exception):
     """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
-
-
-class TornError(SupersededError):
-    """Training changed what was still being copied: the snapshot is of no moment, and is taken again."""
 
 
 @dataclass(frozen=True)

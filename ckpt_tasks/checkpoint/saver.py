@@ -6,10 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-
-from torch.optim import Optimizer
 
 from ckpt_tasks.checkpoint import save as steps
 from ckpt_tasks.checkpoint.config import CheckpointConfig
@@ -20,8 +18,7 @@ from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summar
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
 from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError, TornSnapshotError
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
@@ -31,7 +28,6 @@ from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import SLOTS, Fill, touch
 from ckpt_tasks.state.niceness import be_nice
-from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 
 __all__ = ["Saver"]
@@ -80,11 +76,9 @@ class Saver:
             self.cadence = cadence if observed is None else cadence.updated(observed)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due: by policy, by cadence, or in the place of one that was torn."""
-        if torn := self._pipeline.torn:
-            self._pipeline.torn = False
+        """Say whether a snapshot is due, by policy or by cadence."""
         timely = self.cadence is not None and self.cadence.due(last, now)
-        return torn or timely or self._config.save_policy.due(last, now)
+        return timely or self._config.save_policy.due(last, now)
 
     @property
     def unprepared(self) -> bool:
@@ -115,13 +109,12 @@ class Saver:
         started_s: float,
         keep: bool,
         step_s: float | None = None,
-        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
 
-        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What `optimizers` change in their
-        steps is copied until the next of these. Raises StoreError where there is no
-        memory for it.
+        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What is on the host is copied when
+        this returns; a device copies what it holds before anything that training queues from then on. Raises
+        StoreError where there is no memory for it.
         """
         assert self._owner is not None
         saving = steps.Saving(
@@ -136,7 +129,7 @@ class Saver:
         images, filled = self._images(slot, captured)
         self._early = step == 0
         self._generations.memory.unseal(slot)
-        copy = None if filled else self._fill(images, captured, optimizers)
+        copy = None if filled else images.fill(captured.tensors, self._devices)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
@@ -145,7 +138,8 @@ class Saver:
         try:
             self._pipeline.submit(snapshot)
         except BaseException:
-            snapshot.settle()  # nobody else waits for the copy, and the slot will be filled again
+            if copy is not None:  # nobody else waits for it, and the slot will be filled again
+                copy.wait()
             raise
         self._warn_if_stuck(step)
 
@@ -172,13 +166,6 @@ class Saver:
             stuck.transient = True
             raise stuck
 
-    def check_torn(self) -> None:
-        """Raise TornSnapshotError, once, where the newest is torn: no step may come that takes it again."""
-        if (step := self._pipeline.take_torn()) is not None:
-            why = "the snapshot was given up: what it copied while training went on was changed outside of a step"
-            hint = "Call wait() before you change it, save() after it, or leave it to the next step()."
-            raise TornSnapshotError(why, step=step, hint=hint)
-
     def settle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
         self._pipeline.wait()
@@ -204,17 +191,6 @@ class Saver:
             self._sets.clear()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    @uncollected()
-    def _fill(self, images: ImageSet, captured: Captured, optimizers: Sequence[Optimizer]) -> OverlappedCopy | None:
-        assert self._plan is not None
-        if not optimizers and not self._plan.devices:
-            images.fill(captured.tensors)
-            return None
-        pairs = images.pairs(captured.tensors)
-        copy = OverlappedCopy(pairs, optimizers, at_once=self._pipeline.moved, devices=self._devices)
-        copy.start()
-        return copy
 
     def _images(self, slot: str, captured: Captured) -> tuple[ImageSet, bool]:
         """Return a slot's images, and whether they have been filled as they were made."""

@@ -7,7 +7,6 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_params
-from ckpt_tasks.errors import CkptError, ConfigError, ProgramError, TornSnapshotError
+from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.gang.changed import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.state.rng import seed_streams, undisturbed
@@ -101,8 +100,7 @@ class StateSession:
 
     def save(self, step: int) -> None:
         """Commit the live state as `step`, unless that is committed already."""
-        with suppress(TornSnapshotError):  # this save makes it good
-            self.ckpt.wait()
+        self.ckpt.wait()
         last = self.ckpt.last_commit
         if last is None or last.step != step:
             self.ckpt.save(step, self.state, metrics=self._metrics)

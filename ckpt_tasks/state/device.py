@@ -5,8 +5,8 @@ records it, the other one waits for it, and the host that says so goes on at onc
 
 Invariants
 
-1. A copy has what was queued before start(), in the streams that were current then, and nothing of what is queued after
-   hold_back() in those that are current there.
+1. A copy has what was queued before start(), in the streams that are current then, and nothing of what is queued in
+   them after it. A stream of the user's that writes what is saved must wait for the current one, as for the forward.
 2. Nobody reads a place before wait(), the one call for which a host stands still, and for these copies alone.
 3. The memory of the tensors is held until wait() has returned, and that of a place for as long as anything is under
    way: it is unpinned first and unmapped then.
@@ -23,9 +23,9 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,10 +38,9 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class DeviceCopy:
-    """Copies under way from devices; `read` are those for which start() made memory, on the host after wait()."""
+    """Copies under way from devices."""
 
-    def __init__(self, cuda: Any, held: Sequence[Any], read: list[torch.Tensor]):
-        self.read = read
+    def __init__(self, cuda: Any, held: Sequence[Any]):
         self._cuda = cuda
         self._held = held
         self._ends: list[tuple[torch.device, Any]] = []  # of each device, and the event that says it
@@ -49,12 +48,6 @@ class DeviceCopy:
     def add(self, device: torch.device, event: Any) -> None:
         """Say that a device has copied everything when an event has come."""
         self._ends.append((device, event))
-
-    def hold_back(self) -> None:
-        """Have what this thread queues from now on, in the current stream of each device, come after these copies."""
-        with _told():
-            for device, event in self._ends:
-                self._cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
         """Return when everything is in its place; raises StateError where a device failed, and then nothing is."""
@@ -65,12 +58,7 @@ class DeviceCopy:
         self._held = ()
 
 
-class _Share(NamedTuple):
-    """What one device has to copy: to places, and to memory of its own, numbered."""
-
-    into: list[torch.Tensor]
-    out_of: list[torch.Tensor]
-    read: list[tuple[int, torch.Tensor]]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Devices:
@@ -81,29 +69,25 @@ class Devices:
         self._streams: dict[torch.device, Any] = {}
         self._warned = False
 
-    @property
-    def present(self) -> bool:
-        """Whether this process uses any; else none of its tensors need be asked, which takes its time."""
-        return bool(self._cuda.is_initialized())
-
     @torch.no_grad()
-    def start(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], read: Sequence[torch.Tensor] = ()
-    ) -> DeviceCopy:
-        """Queue copies of `read` (flat and uint8), and of the second of every pair into the first.
+    def start(self, pairs: Sequence[_Pair]) -> DeviceCopy:
+        """Queue copies of the second of every pair into the first.
 
-        Raises StateError where a device cannot take them.
+        Work that this thread queues later, in the current stream of each device, runs after them. Raises StateError
+        where a device cannot take them.
         """
-        pairs = tuple(pairs)
-        copy = DeviceCopy(self._cuda, (pairs, read), [torch.empty(0)] * len(read))
+        copy = DeviceCopy(self._cuda, pairs)
         with _told():
-            for device, share in _shares(pairs, read):
+            for device, (into, out_of) in _by_device(pairs).items():
                 stream = self._stream(device)
-                stream.wait_stream(self._cuda.current_stream(device))
+                current = self._cuda.current_stream(device)
+                stream.wait_stream(current)
                 with self._cuda.stream(stream):
-                    _queue(share, copy.read)
+                    # One by one, in C++. What is not in C order is first made so on the device, in memory of its own.
+                    torch._foreach_copy_(into, out_of, non_blocking=True)
                     event = self._cuda.Event(blocking=True)  # who waits for it sleeps, and leaves the core to training
                     event.record(stream)
+                current.wait_event(event)
                 copy.add(device, event)
         return copy
 
@@ -160,30 +144,13 @@ class Devices:
                 _log.warning("Memory of a snapshot could not be unpinned: cudaHostUnregister gave %d", int(code))
 
 
-def _shares(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], read: Iterable[torch.Tensor]
-) -> Iterable[tuple[torch.device, _Share]]:
-    found: dict[torch.device, _Share] = {}
-    for into, out_of in pairs:
-        share = found.setdefault(out_of.device, _Share([], [], []))
-        share.into.append(into)
-        share.out_of.append(out_of)
-    for number, tensor in enumerate(read):
-        found.setdefault(tensor.device, _Share([], [], [])).read.append((number, tensor))
-    return found.items()
-
-
-def _queue(share: _Share, read: list[torch.Tensor]) -> None:
-    """Queue what one device has to copy, in the current stream."""
-    if share.read:
-        numbers, tensors = zip(*share.read, strict=True)
-        # torch pins the memory that it makes for this, and hands it out again only after its stream has come so far.
-        together = torch.cat(tensors).to("cpu", non_blocking=True)
-        for number, part in zip(numbers, torch.split(together, [tensor.numel() for tensor in tensors]), strict=True):
-            read[number] = part
-    if share.into:
-        # One by one, in C++. What is not in C order is first made so on the device, in memory of this stream.
-        torch._foreach_copy_(share.into, share.out_of, non_blocking=True)
+def _by_device(pairs: Sequence[_Pair]) -> dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    shares: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for place, live in pairs:
+        into, out_of = shares.setdefault(live.device, ([], []))
+        into.append(place)
+        out_of.append(live)
+    return shares
 
 
 @contextmanager

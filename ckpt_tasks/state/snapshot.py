@@ -19,6 +19,7 @@ from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.state.copying import LARGE_BYTES, Move, copy_tensors
+from ckpt_tasks.state.device import DeviceCopy, Devices
 
 __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable", "tensor_at"]
 
@@ -67,28 +68,32 @@ class ImageSet:
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
+        self._devices = bool(plan.devices)
         self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 
-    def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair every place in the images with what belongs there: an alias of our own of each live tensor.
+    @uncollected()
+    def fill(self, tensors: Mapping[str, torch.Tensor], devices: Devices) -> DeviceCopy | None:
+        """Copy captured tensors to their places: those of the host now, those of devices in the order of their streams.
 
-        Who assigns to the live one's `.data` while it is copied does not change what is copied.
+        Wait for what this returns before you read the images.
         """
-        return [(view, storable(tensors[key].detach())) for key, view in self._places]
-
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy captured tensors to their places, now."""
         moves: list[Move] = []
         into, out_of = [], []
+        on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, view in self._places:
             live = tensors[key]
             large = self._large.get(key)
-            if large and live.is_cpu and live.is_contiguous():
+            if self._devices and live.is_cuda:
+                # An alias of our own: assigning to the live tensor's `.data` must not free what the device reads.
+                on_devices.append((view, storable(live.detach())))
+            elif large and live.is_cpu and live.is_contiguous():
                 moves.append((large[0], live.data_ptr(), large[1]))
             else:
                 into.append(view)
                 out_of.append(storable(live))
+        copy = devices.start(on_devices) if on_devices else None  # first: devices copy while the host does
         copy_tensors(into, out_of, moves)
+        return copy
 
 
 _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]

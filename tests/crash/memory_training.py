@@ -73,14 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("memory_dir")
-    parser.add_argument("--capture")
     parser.add_argument("--delay-s", type=float, default=0.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ckpt = Checkpointer(
         CheckpointConfig(
-            checkpoint_dir=options.directory, memory_dir=options.memory_dir, capture=options.capture, step_interval=1,
-            max_num_checkpoints=3,
+            checkpoint_dir=options.directory, memory_dir=options.memory_dir, step_interval=1, max_num_checkpoints=3,
         )
     )  # fmt: skip
     if options.delay_s:

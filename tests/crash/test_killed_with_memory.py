@@ -73,19 +73,17 @@ def assert_same(found: str, had: str) -> None:
     assert not differ, f"of step {had.split(maxsplit=1)[0]}"
 
 
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
 @pytest.mark.parametrize("kills", [6, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3000)
-def test_killed_at_random_moments(run_dir: Path, memory: Path, capture: str, kills: int) -> None:
+def test_killed_at_random_moments(run_dir: Path, memory: Path, kills: int) -> None:
     """P1, P30: killed anywhere, what comes back is one moment of training, and never an older one than before.
 
-    Copies are killed as well, also one that runs while training goes on to the next step of its optimizer, which waits
-    for it; whatever was committed on the way is one moment, too.
+    Copies are killed as well; whatever was committed on the way is one moment, too.
     """
     chance, past = random.Random(11), Past(run_dir, memory)
     for number in range(kills):
         delay = ["--delay-s", "0.02"] if number % 2 else []
-        arguments = [str(run_dir), str(memory), "--capture", capture, *delay]
+        arguments = [str(run_dir), str(memory), *delay]
         lines, pause_s = chance.randint(1, 25), chance.uniform(0, 0.02)
         with Child(memory_training.main, arguments, run_dir.parent / "output") as child:
             assert child.until(lambda: child.said().count("\n") >= lines), child.said()  # noqa: B023 (called at once)
@@ -93,7 +91,7 @@ def test_killed_at_random_moments(run_dir: Path, memory: Path, capture: str, kil
             child.send(signal.SIGKILL)
             assert child.wait() == -signal.SIGKILL
             past.check(child.said().rpartition("\n")[0].splitlines())
-    _log.info("%s: %d of %d kills within a copy, %d lives from memory", capture, past.cut, kills, past.from_memory)
+    _log.info("%d of %d kills within a copy, %d lives from memory", past.cut, kills, past.from_memory)
     assert past.from_memory > 0
     assert past.cut > 0 or kills < 100
     assert verify_run_directory(open_run(str(run_dir)).history).good

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.peers import OURS, OVERLAPPED
+from benchmarks.peers import OURS
 
 
 @pytest.mark.slow  # every contender restores twice, each time in a new process
@@ -24,7 +24,7 @@ def test_every_row_has_its_contenders(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     """What needs no other process and no server runs on tiny states; the cadence keeps its 1 %."""
-    figures = run(tmp_path, "reuse", "many", "ledger", "overlap", "cadence")
+    figures = run(tmp_path, "reuse", "many", "ledger", "cadence")
     assert figures["cadence"]["worst"] < 0.01
 
 
@@ -32,7 +32,7 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
 def test_benchmarks_with_processes_run(tmp_path: Path) -> None:
     """The training loop under every contender, and the flow against a bare loop, run on tiny states."""
     figures = run(tmp_path, "loop", "prefect")
-    assert all({OURS, OVERLAPPED} <= cells.keys() for cells in figures["loop"]["rows"].values())
+    assert all(OURS in cells for cells in figures["loop"]["rows"].values())
 
 
 def run(tmp_path: Path, *names: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 Work = Callable[[], object]
 
@@ -175,16 +174,6 @@ class There(Still):
             assert kwargs == {"non_blocking": True}
             pairs = [(place, plain(live)) for place, live in zip(*args, strict=True)]
             return cls.queue(lambda: [place.copy_(live) for place, live in pairs])
-        if func.__name__ == "cat":
-            parts = [plain(part) for part in args[0]]
-            made = torch.zeros(sum(part.numel() for part in parts), dtype=torch.uint8)
-            cls.queue(lambda: made.copy_(torch.cat(parts)))
-            return made.as_subclass(cls)
-        if func.__name__ == "to":
-            assert (args[1:], kwargs) == (("cpu",), {"non_blocking": True})
-            source, host = plain(args[0]), torch.zeros(args[0].shape, dtype=torch.uint8)
-            cls.queue(lambda: host.copy_(source))
-            return host
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -203,24 +192,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor).data
 
 
-def write(live: torch.Tensor, value: float, *, counted: bool = True) -> None:
-    """Queue a kernel that fills a tensor, as training would; `counted` as an operation of torch is."""
+def write(live: torch.Tensor, value: float) -> None:
+    """Queue a kernel that fills a tensor, as training would."""
     assert isinstance(live, There)
-    if counted:
-        torch.autograd.graph.increment_version(live)
     memory = plain(live)
     live.queue(lambda: memory.fill_(value))
-
-
-class Filling(Optimizer):
-    """An optimizer whose step queues, for every parameter, a kernel that no counter sees."""
-
-    value = 0.0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                write(parameter, self.value, counted=False)
 
 
 def is_all(tensor: torch.Tensor, value: float) -> bool:

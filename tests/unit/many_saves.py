@@ -27,7 +27,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir")
     parser.add_argument("memory_dir")
-    parser.add_argument("--capture")
     parser.add_argument("--first", type=int)
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
@@ -36,7 +35,6 @@ def main() -> None:
     config = CheckpointConfig(
         checkpoint_dir=options.run_dir,
         memory_dir=options.memory_dir,
-        capture=options.capture,
         step_interval=1,
         max_num_checkpoints=2,
     )
@@ -44,7 +42,7 @@ def main() -> None:
         for step in range(1, options.steps + 1):
             state["optimizer"].zero_grad()
             state["model"](torch.randn(4, 128)).square().mean().backward()
-            state["optimizer"].step()  # an overlapped copy of the last step has ended now, none was torn
+            state["optimizer"].step()
             ckpt.wait()
             assert (ckpt.last_commit.step if ckpt.last_commit else 0) == step - 1
             assert ckpt.step(step, state)

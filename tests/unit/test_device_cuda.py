@@ -19,7 +19,6 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.memory import PrivateMemory
-from ckpt_tasks.state.overlap import OverlappedCopy
 from ckpt_tasks.state.snapshot import Image, ImageSet, plan_snapshot
 from ckpt_tasks.state.tensors import same_bits
 from tests.unit.devices import is_all
@@ -105,14 +104,13 @@ def saving(run_dir: Path, **options: Any) -> Checkpointer:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(o) or "default")
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 def test_every_checkpoint_of_a_device_is_the_moment_of_its_step(
-    run_dir: Path, options: dict[str, Any], capture: str, shared: bool
+    run_dir: Path, options: dict[str, Any], shared: bool
 ) -> None:
     """P1, P2: copied while the next steps run, parameters, moments and buffers of a checkpoint are of one step."""
     training = Training(**options)
-    with saving(run_dir, memory_dir="/dev/shm" if shared else None, capture=capture) as ckpt:
+    with saving(run_dir, memory_dir="/dev/shm" if shared else None) as ckpt:
         for step in range(1, 16):
             training.step(step)
             ckpt.step(step, training.state)
@@ -137,8 +135,7 @@ def image_of(live: torch.Tensor, devices: Devices) -> Image:
     return image
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_host_never_waits(late: bool) -> None:
+def test_the_host_never_waits() -> None:
     """P1: behind a kernel of seconds step() and the optimizer's step return at once, and the copy is of the call."""
     devices, live = Devices(), torch.full((1 << 24,), 3.0, device="cuda", requires_grad=True)
     optimizer, image = torch.optim.SGD([live], lr=1.0), image_of(live, devices)
@@ -149,11 +146,10 @@ def test_the_host_never_waits(late: bool) -> None:
         torch.cuda.synchronize()
         started = time.monotonic()
         sleep()
-        copy = OverlappedCopy([(image.views["x"], live.detach())], [optimizer] if late else [], devices=devices)
-        copy.start()
+        copy = devices.start([(image.views["x"], live.detach())])
         optimizer.step()
         assert not again or time.monotonic() - started < AT_ONCE_S
-        assert copy.wait()
+        copy.wait()
         assert same_bits(image.views["x"], now)
     assert is_all(live, -1.0)
 
@@ -174,22 +170,18 @@ WRITES: dict[str, Callable[[torch.Tensor], Callable[[], object]]] = {
 
 @pytest.mark.parametrize("make", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("size", [3, 1 << 22])
-def test_a_write_beside_a_late_copy_is_found(make: Callable[[torch.Tensor], Callable[[], object]], size: int) -> None:
-    """P1: whatever writes before the check condemns the snapshot; copied at once the next time, it does not."""
+def test_a_write_after_the_call_is_not_in_the_copy(
+    make: Callable[[torch.Tensor], Callable[[], object]], size: int
+) -> None:
+    """P1: whatever writes after start(), the copy is of the call."""
     devices, live = Devices(), torch.ones(size, device="cuda", requires_grad=True)
-    optimizer, image = torch.optim.SGD([live]), image_of(live, devices)
-    place, write = image.views["x"], make(live)
-    first = OverlappedCopy([(place, live.detach())], [optimizer], devices=devices)
-    first.start()
-    write()
-    assert not first.wait()
-    assert first.moved == {0}
+    image, write = image_of(live, devices), make(live)
     now = live.detach().clone()
-    second = OverlappedCopy([(place, live.detach())], [optimizer], at_once=first.moved, devices=devices)
-    second.start()
+    sleep()
+    copy = devices.start([(image.views["x"], live.detach())])
     write()
-    assert second.wait()
-    assert same_bits(place, now)
+    copy.wait()
+    assert same_bits(image.views["x"], now)
 
 
 def test_memory_that_cannot_be_pinned_does_not_disturb_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,10 +200,9 @@ def test_memory_that_cannot_be_pinned_does_not_disturb_training(caplog: pytest.L
 def test_copies_into_memory_that_is_not_pinned_are_right() -> None:
     """Ordinary memory is filled as well, in the same order."""
     live, place = torch.ones(1 << 22, device="cuda"), torch.zeros(1 << 22)
-    copy = OverlappedCopy([(place, live)], [])
-    copy.start()
+    copy = Devices().start([(place, live)])
     live.add_(1)
-    assert copy.wait()
+    copy.wait()
     assert is_all(place, 1.0)
 
 
@@ -234,11 +225,10 @@ def test_tensors_of_two_devices_are_copied_by_both() -> None:
     pairs = [(image.views["x"], tensor) for image, tensor in zip(images, live, strict=True)]
     with torch.cuda.device(1):
         sleep()
-    copy = OverlappedCopy(pairs, [], devices=devices)
-    copy.start()
+    copy = devices.start(pairs)
     for tensor in live:
         tensor.add_(1)
-    assert copy.wait()
+    copy.wait()
     assert [is_all(place, 1.0) for place, _ in pairs] == [True, True]
 
 

@@ -74,21 +74,15 @@ def of_snapshots(run_dir: Path, memory: Path) -> list[str]:
     return sorted(path.name for path in files)
 
 
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
-def test_nobody_reads_an_image_before_its_device_is_done(
-    run_dir: Path, tmp_path: Path, cuda: Cuda, capture: str
-) -> None:
+def test_nobody_reads_an_image_before_its_device_is_done(run_dir: Path, tmp_path: Path, cuda: Cuda) -> None:
     """P1: step() returns at once; until the event has come there is no object, no seal, and then all of it."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    with opened(run_dir, cuda, memory_dir=str(memory), capture=capture) as ckpt:
+    with opened(run_dir, cuda, memory_dir=str(memory)) as ckpt:
         cuda.gate.clear()
         live = state(1.0)
         ckpt.step(1, live)
         assert threading.current_thread() not in cuda.waited
-        if capture == "overlapped":
-            live["model"].weight.grad = torch.zeros(SIZE)
-            live["optimizer"].step()
         last = ckpt._saver._pipeline._last
         assert last is not None
         assert not last.known.wait(0.3)
@@ -111,10 +105,9 @@ def test_a_save_waits_for_the_device(run_dir: Path, cuda: Cuda) -> None:
         assert committed(run_dir) == [1]
 
 
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
-def test_a_state_on_devices_is_saved_as_it_was(run_dir: Path, cuda: Cuda, capture: str) -> None:
+def test_a_state_on_devices_is_saved_as_it_was(run_dir: Path, cuda: Cuda) -> None:
     """P1, P2: with streams that run when they are waited for, every checkpoint has the values of its step."""
-    with opened(run_dir, cuda, capture=capture) as ckpt:
+    with opened(run_dir, cuda) as ckpt:
         for step in range(1, 8):
             ckpt.step(step, state(float(step)))
     assert committed(run_dir)[-1] == 7

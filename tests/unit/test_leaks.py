@@ -20,19 +20,18 @@ _CASES = [  # measured: 0.2 to 0.7 MiB in 80 saves, 0.5 to 1.5 in 800; each snap
 ]
 
 
-@pytest.mark.parametrize("capture", ["eager", "overlapped"])
 @pytest.mark.parametrize(("first", "steps", "most_bytes"), _CASES)
 def test_what_a_process_holds_does_not_grow_with_its_saves(
-    fast_dir: Path, capture: str, first: int, steps: int, most_bytes: int
+    fast_dir: Path, first: int, steps: int, most_bytes: int
 ) -> None:
     """P45: a training of its own process, every step saved through a memory directory, holds what it held at first.
 
     Open files, threads, maps, files and bytes in the memory directory are as many after all saves as after a fifth of
     them; its memory has grown by a few MiB at most, which is what the allocator leaves lying about.
     """
-    run_dir, memory = fast_dir / f"{capture}-{steps}", fast_dir / f"memory-{capture}-{steps}"
+    run_dir, memory = fast_dir / f"{steps}", fast_dir / f"memory-{steps}"
     memory.mkdir()
-    command = [sys.executable, "-m", "tests.unit.many_saves", str(run_dir), str(memory), "--capture", capture]
+    command = [sys.executable, "-m", "tests.unit.many_saves", str(run_dir), str(memory)]
     command += ["--first", str(first), "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -41,5 +40,5 @@ def test_what_a_process_holds_does_not_grow_with_its_saves(
     assert before.stored_bytes > 2 << 20
     assert after._replace(resident_bytes=0) == before._replace(resident_bytes=0)
     grown_bytes = after.resident_bytes - before.resident_bytes
-    _log.info("%s, saves %d to %d: %.2f MiB more; %s", capture, first, steps, grown_bytes / 2**20, after)
+    _log.info("saves %d to %d: %.2f MiB more; %s", first, steps, grown_bytes / 2**20, after)
     assert grown_bytes < most_bytes

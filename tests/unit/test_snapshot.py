@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.memory import PrivateMemory
-from ckpt_tasks.state.snapshot import ImageSet, plan_snapshot
+from ckpt_tasks.state.snapshot import ImageSet, plan_snapshot, storable
 
 
 def test_a_plan_fits_no_part_of_its_structure() -> None:
@@ -32,6 +33,8 @@ def test_all_of_a_large_state_arrives() -> None:
     }
     plan = plan_snapshot(state)
     images = ImageSet(plan, PrivateMemory().take("a", plan.sizes))
-    images.fill(state)
-    for place, live in images.pairs(state):
-        assert torch.equal(place, live)
+    assert images.fill(state, Devices()) is None  # nothing is under way
+    places = {f"{image.group}/{name}": view for image in images.images for name, view in image.views.items()}
+    assert places.keys() == state.keys()
+    for name, live in state.items():
+        assert torch.equal(places[name], storable(live)), name
