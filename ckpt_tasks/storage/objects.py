@@ -26,6 +26,7 @@ from fsspec.asyn import sync
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, without_secrets
+from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
 
@@ -228,7 +229,7 @@ class ObjectStore:
         self._opening, self._opened = threading.Lock(), None
 
     def _open(self) -> Any:
-        options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False}
+        options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False, "loop": io_loop()}
         try:
             if self._protocol == "s3":
                 import s3fs  # takes a quarter of a second
