@@ -146,7 +146,8 @@ class Checkpointer:
             self._snapshot(found.step, state, found.metrics, found.epochs, keep=True)
         else:
             self._saver.parent = found
-            self._pruner.verified.add(found.manifest_digest)
+            if generation is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
+                self._pruner.verified.add(found.manifest_digest)
         self._saver.listeners.restored(report)
         return found.step
 

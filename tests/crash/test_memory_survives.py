@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckpt_tasks.state.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.memory_loop import state_of, step_of
 from tests.storage.calls import FailingCalls, WatchedCalls
+from tests.unit.cli_runs import flip
 from tests.unit.pipelines import die
 
 SIZE = 1 << 14
@@ -120,6 +122,26 @@ def test_a_committed_step_is_restored_from_memory_as_well(run_dir: Path, memory:
     restored, source, _ = _train(run_dir, memory, 0)
     assert restored == 3
     assert source.startswith(str(memory))
+
+
+def test_a_restore_from_memory_verifies_nothing_on_storage(run_dir: Path, memory: Path, tmp_path: Path) -> None:
+    """P60: a checkpoint that was read from memory alone, with a bit flipped on storage, does not push the good one out.
+
+    The memory is gone at the next start: the older checkpoint must be there.
+    """
+    _died(run_dir, memory, 3)
+    (shard,) = run_dir.glob("checkpoint_000000000003/*/one-*.safetensors")
+    flip(shard, shard.stat().st_size - 1)
+    with Checkpointer(replace(_config(run_dir, memory), max_num_checkpoints=1)) as ckpt:
+        ckpt.restore(state_of(0, SIZE))
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.source.startswith(str(memory))
+        ckpt.prune()
+        notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "damaged"]
+        assert [note["step"] for note in notes] == [3]
+    restored, _, skipped = _train(run_dir, tmp_path, 0)
+    assert restored == 2
+    assert [line.partition(" ")[0] for line in skipped] == ["3"]
 
 
 class InTurn(WatchedCalls):
