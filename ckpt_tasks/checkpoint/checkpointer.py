@@ -234,11 +234,11 @@ class Checkpointer:
             self._heartbeat.stop()
             self._heartbeat = None
         if self._owner is not None and not self._saver.stuck:  # a store that hangs would not take this either
-            owner, self._owner = self._owner, None
+            owner, gone, self._owner = self._owner, self._pruner.deleted, None
             # Fenced: there is nothing to let go. Else an error under way is the one to report, and whoever comes next
             # sees that this process is gone, or that its heartbeat grows old.
             with suppress(FencedError, StoreError, CommitUncertainError):
-                self._history.append({"kind": "release"}, lambda state, n: state.released(), owner=owner)
+                self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -31,11 +31,13 @@ class Lacking:
 
     `ranked` are those in `missing`, with the source's entry numbers, and those that the target has, with its own, in
     the order of the source's commits. `pruned` are identities that the source has and the target has given up.
+    `given_up` are names of objects that a process which lost the target may still delete.
     """
 
     missing: frozenset[str]
     ranked: tuple[Checkpoint, ...]
     pruned: frozenset[str]
+    given_up: frozenset[str]
     evaluations: tuple[Evaluation, ...]
     pins: Mapping[str, str]
 
@@ -49,12 +51,15 @@ class _Mark(NamedTuple):
     """Where the last copy from this source ended.
 
     `entry` was the source's newest entry then, and `live` what the target had, all of it from the source; `pruned` is
-    what the target had at some time and has no more.
+    what the target had at some time and has no more. `given_up` are objects that more than one owner of the target was
+    to delete: each but the last may have stalled, and delete them late. An owner that was alone with it and said that
+    they are gone does not.
     """
 
     entry: int
     live: frozenset[str]
     pruned: frozenset[str]
+    given_up: frozenset[str]
 
 
 def find_lacking(source: History, head: Head, target: History, there: Head, only: Checkpoint | None = None) -> Lacking:
@@ -70,6 +75,7 @@ def find_lacking(source: History, head: Head, target: History, there: Head, only
         missing=frozenset(c.manifest_digest for c in missing),
         ranked=rank([*have.values()], missing, _order(source, head, have, missing, mark)),
         pruned=mark.pruned & live.keys(),
+        given_up=mark.given_up,
         evaluations=_evaluations(head.state, there.state, chosen.keys() - mark.pruned),
         pins={
             digest: why
@@ -118,13 +124,21 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
     """Look for the note of the last finished copy from this source, and see what the target gave up since then."""
     have = _by_identity(there.state).keys()
     had: set[str] = set()
+    deleters: dict[str, set[int]] = {}
+    given_up: set[str] = set()
+    mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in _entries(target, there.next_n):
         live = _by_identity(entry.state).keys()
         had |= live
+        for name in entry.state.retired:
+            deleters.setdefault(name, set()).add(entry.state.owner.epoch if entry.state.owner else 0)
         if _is_past(source, entry.event):
             had |= {str(digest) for digest in entry.event.get("pruned", ())}
-            return _Mark(int(entry.event["entry"]), frozenset(live), frozenset(had - have))
-    return _Mark(sys.maxsize, frozenset(), frozenset(had - have))
+            given_up = {str(name) for name in entry.event.get("given_up", ())}
+            mark, at_mark = int(entry.event["entry"]), frozenset(live)
+            break
+    given_up |= {name for name, epochs in deleters.items() if len(epochs) > 1}
+    return _Mark(mark, at_mark, frozenset(had - have), frozenset(given_up))
 
 
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:

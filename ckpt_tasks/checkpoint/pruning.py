@@ -14,6 +14,7 @@ from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 
 __all__ = ["Pruner"]
 
+_MOST_ORPHANS = 20_000  # in one entry, of 100 bytes each; the next prune takes more
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -55,17 +56,17 @@ class Pruner:
             if not self._knows_good(wanted):
                 self._verify_newest(owner)
         verdicts = self.plan(going_on_from)
-        if not all(v.keep for v in verdicts) and self._knows_good(verdicts):
-            retire(self._history, owner, verdicts, self.deleted)
+        going = verdicts if self._knows_good(verdicts) else []
+        unnamed = [] if self._swept else self._orphans(owner)
+        if unnamed or not all(v.keep for v in going):
+            # Before the first delete: this process may stall below, and others commit what it is about to delete.
+            retire(self._history, owner, going, self.deleted, unnamed)
         state = self._history.head().state
         check_owner(state.owner, owner)
-        doomed = list(state.retired)
-        if not self._swept:  # what dead owners left can only shrink while we hold the directory: one look is enough
-            doomed += orphans(self._history.store, state)
-        self.deleted = delete_retired(self._history.store, doomed)
+        self.deleted = delete_retired(self._history.store, state.retired)
         if not self._swept:
             self._drop_unfinished(owner)
-            self._swept = True
+            self._swept = len(unnamed) < _MOST_ORPHANS
         return verdicts
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
@@ -76,6 +77,13 @@ class Pruner:
             return state.with_pin(found.manifest_digest, reason)
 
         self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
+
+    def _orphans(self, owner: Owner) -> list[str]:
+        """List what dead owners left, so many at once as fit into an entry; one look is enough while it shrinks."""
+        state = self._history.head().state
+        check_owner(state.owner, owner)
+        given_up = frozenset(state.retired)
+        return [name for name in orphans(self._history.store, state) if name not in given_up][:_MOST_ORPHANS]
 
     def _warn_of_best(self, head: Head) -> None:
         missing = None if self._warned else missing_metric(head.state, self._policy)

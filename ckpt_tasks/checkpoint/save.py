@@ -271,7 +271,8 @@ def commit(
     named = {record.name for record in (*manifest.objects, manifest.index)}
 
     def change(state: State, n: int) -> State:
-        gone = named.intersection(state.retired)
+        # What was given up may have left `retired` by now: only a live checkpoint's object is known to stay.
+        gone = named.intersection(state.retired) | {name for name in described.reuses if not state.keeps(name)}
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
         return state.with_checkpoint(described.checkpoint(parent=parent, n=n, cost_s=cost_s), deleted)

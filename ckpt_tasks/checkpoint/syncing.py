@@ -6,7 +6,8 @@ Invariants
    digest: on the way, or where it lies.
 2. Names and bytes stay the same. The target's own ledger commits in the source's order, so the newest is the newest.
 3. While it is copied a checkpoint is leased at the source; the target is owned by this process.
-4. What the target has retired is not committed there again: its deletion may still be under way.
+4. What the target has retired is not committed there again, nor is an object that it has given up, whose deletion may
+   still be under way. Nothing is deleted there.
 5. What a copy that was killed leaves is orphaned (the owner epoch at the target is above that of every name that is
    copied), until the same copy is made again and finds it.
 """
@@ -139,7 +140,8 @@ class _Copy:
 
     def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, told: Told):
         self._source, self._target, self._owner, self._plan = source, target, owner, plan
-        self._objects = Transfer(source.history.store, target.store, target.head().state, told)
+        state, given_up = target.head().state, plan.lacking.given_up
+        self._objects = Transfer(source.history.store, target.store, state, told, given_up)
         self._faults: list[str] = []
 
     def __enter__(self) -> Self:
@@ -237,7 +239,7 @@ class _Copy:
         """Say how far this copy has come: what `lacking` looks for, to spare the next one all older entries."""
         head = self._plan.head
         assert head.entry is not None  # it has a checkpoint
-        pruned = sorted(self._plan.lacking.pruned)
+        pruned, given_up = sorted(self._plan.lacking.pruned), sorted(self._plan.lacking.given_up)
         event = {
             "kind": "note",
             "note": SYNCED,
@@ -245,6 +247,7 @@ class _Copy:
             "entry": head.entry.n,
             "entry_digest": head.digest,
             **({"pruned": pruned} if pruned else {}),
+            **({"given_up": given_up} if given_up else {}),
         }
         self._target.append(event, lambda state, n: state, owner=self._owner)
 

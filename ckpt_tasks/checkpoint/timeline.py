@@ -105,7 +105,7 @@ def moment(entry: Entry) -> Moment | None:
         return Moment(**about, what=timed.what, step=_step(event), text=_text(event, "because", "why"))
     if event["kind"] == "evaluation":
         return _evaluation(entry, about)
-    if event["kind"] == "retire":
+    if event["kind"] == "retire" and event.get("checkpoints"):  # else only what dead owners left was given up
         return Moment(**about, what="pruned", text=_count(event.get("checkpoints")))
     what = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
     return Moment(**about, what=what, step=_step(event), text=_text(event, "skipped", "from")) if what else None

@@ -30,12 +30,19 @@ class Transfer:
     it needs elsewhere, which it cannot of anonymous memory; and a copy that is killed leaves nothing of it.
     """
 
-    def __init__(self, source: Store, target: Store, state: State, told: Callable[[int], None]):
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        state: State,
+        told: Callable[[int], None],
+        given_up: frozenset[str] = frozenset(),
+    ):
         self._source, self._target, self._state, self._told = source, target, state, told
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
         self._memory = memoryview(b"")
-        self._retired = frozenset(state.retired)
+        self._given_up = given_up.union(state.retired)
         self._good: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -53,14 +60,19 @@ class Transfer:
         """
         if record.name in self._good or self._state.keeps(record.name):
             return 0, 0  # verified when what names it was committed
-        if record.name in self._retired:
+        if record.name in self._given_up:
             hint = "Copy to another directory."
             raise StateError(
                 "the target has given up this object, and no name is used twice", key=record.name, hint=hint
             )
-        found = self._is_there(record, rows)
+        there = self._size(record.name)
+        found = there == record.size_bytes and self._is_good(record, rows)
         if not found:
-            self._target.put(record.name, [self._verified(self._source, record, rows)])
+            data = self._verified(self._source, record, rows)
+            if there is None:
+                self._target.put(record.name, [data])
+            else:  # an earlier try was killed in the middle of it. A delete could come after another copy's commit.
+                self._target.replace(record.name, data)
         self._good.add(record.name)
         return (0, record.size_bytes) if found else (record.size_bytes, 0)
 
@@ -74,15 +86,10 @@ class Transfer:
                     hint="Look at it with `ckpt verify`.",
                 )
 
-    def _is_there(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
-        size_bytes = self._size(record.name)
-        if size_bytes is None:
-            return False
-        if size_bytes == record.size_bytes:
-            with suppress(IntegrityError, ObjectNotFoundError):
-                self._verified(self._target, record, rows)
-                return True
-        self._target.delete(record.name)  # an earlier try was killed in the middle of it
+    def _is_good(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
+        with suppress(IntegrityError, ObjectNotFoundError):
+            self._verified(self._target, record, rows)
+            return True
         return False
 
     def _size(self, name: str) -> int | None:

@@ -1,8 +1,9 @@
 """Verify and prune: what is damaged, what nothing names, and what policy no longer keeps.
 
-Prune writes top-down what save wrote bottom-up: first the ledger says that checkpoints are gone and which objects go
-with them (so that no later commit names one), then the objects are deleted, the manifest first. A crash between leaves
-names in `retired`, and the next owner deletes them.
+Prune writes top-down what save wrote bottom-up: first the ledger says which checkpoints are gone and which objects are
+given up, orphans included, so that no later commit names one; then the objects are deleted, the manifest first. A
+process that stalls here and is fenced may delete what it gave up at any later time. A crash between leaves names in
+`retired`, and the next owner deletes them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -188,8 +189,17 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
     return f"no checkpoint has the metric {policy.best_metric!r}: there is {known}"
 
 
-def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:
-    """Take the checkpoints that a plan removes out of the ledger; return the objects to delete, manifests first."""
+def retire(
+    history: History,
+    owner: Owner,
+    verdicts: Iterable[Verdict],
+    deleted: frozenset[str],
+    unnamed: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Take the checkpoints that a plan removes out of the ledger, and give their objects up with the `unnamed` ones.
+
+    Returns the objects to delete, manifests first. None of them may be deleted before this returns.
+    """
     going = {v.manifest_digest for v in verdicts if not v.keep}
     names: list[str] = []
     for checkpoint in history.head().state.live:
@@ -208,7 +218,7 @@ def retire(history: History, owner: Owner, verdicts: Iterable[Verdict], deleted:
         held = {*state.pins, *(lease.manifest_digest for lease in state.leases if lease.expires_at > now)}
         gone = frozenset(going - held)
         after = state.retire(gone, (), deleted)
-        retired[:] = dict.fromkeys(name for name in names if not after.keeps(name))
+        retired[:] = dict.fromkeys(name for name in (*names, *unnamed) if not after.keeps(name))
         return state.retire(gone, tuple(retired), deleted)
 
     history.append({"kind": "retire", "checkpoints": sorted(going)}, change, owner=owner)

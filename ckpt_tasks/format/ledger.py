@@ -114,9 +114,9 @@ class State:
         again = flow_run_id is not None and flow_run_id == self.stalled_flow_run
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
-    def released(self) -> State:
-        """Return the state after its owner let the directory go."""
-        return replace(self, owner=replace(self.owner, released=True) if self.owner else None)
+    def released(self, deleted: frozenset[str] = frozenset()) -> State:
+        """Return the state after its owner released the directory; `deleted` are retired objects that are gone."""
+        return replace(self.without_deleted(deleted), owner=replace(self.owner, released=True) if self.owner else None)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
         """Return the state after a commit; `deleted` are retired objects that are gone by now."""

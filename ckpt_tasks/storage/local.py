@@ -112,7 +112,7 @@ class LocalStore:
             finally:
                 self._unlink_quietly(temporary)
 
-    def replace(self, name: str, body: bytes) -> None:
+    def replace(self, name: str, body: bytes | memoryview) -> None:
         path = self._path(name)
         with our_errors(name, path):
             self._directory(path.parent)
@@ -123,6 +123,7 @@ class LocalStore:
             except BaseException:
                 self._unlink_quietly(temporary)
                 raise
+            self._fsync_directory(path.parent)
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         if not isinstance(source, LocalStore):

@@ -104,7 +104,7 @@ class Witness:
             return
         known = any(name in objects for objects in self._objects.values())
         self.check(not known, f"{name} was deleted, and no entry of the ledger had retired it")
-        # Of an attempt that came to nothing: by whoever made it, or by a later owner.
+        # Of an attempt that came to nothing: by whoever made it. A later owner gives it up first, as all else.
         self.check(owner is not None and attempt.epoch <= owner.epoch, f"{name} of an owner to come was deleted")
 
     # ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────
@@ -133,6 +133,9 @@ class Witness:
             self._retire(before, after, where)
         else:
             self.check(after.live == before.live, f"{where} changes which checkpoints there are")
+        if kind == "release":
+            self._struck_off(before, after, where)
+        elif kind not in ("commit", "retire"):
             self.check(after.retired == before.retired, f"{where} changes what is retired")
         self._keeps_facts(before, after, entry, where)
         self._needed = {

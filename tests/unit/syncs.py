@@ -13,9 +13,11 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.syncing import SyncReport, plan_sync, run_sync
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.wrapping import WrappedStore
 
 
 def opened(run_dir: Path, **options: Any) -> Checkpointer:
@@ -74,3 +76,12 @@ def check(target: Path, source: Run, *, leased: bool = False) -> None:
     assert (b.best_metric, b.best_mode) == (a.best_metric, a.best_mode)
     assert leased or a.leases == ()
     assert leased or b.owner is None or b.owner.released
+
+
+class Full(WrappedStore):
+    """Have no room for an index."""
+
+    def put(self, name: str, body: Any) -> None:
+        if name.endswith("index.arrow"):
+            raise StoreError("the disk is full", key=name)
+        super().put(name, body)

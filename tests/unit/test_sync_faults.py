@@ -32,7 +32,7 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.storage.calls import FailingCalls, Mode
 from tests.unit.cli_runs import flip, only
-from tests.unit.syncs import check, copy, opened, outcomes, state_of, train
+from tests.unit.syncs import Full, check, copy, opened, outcomes, state_of, train
 
 FEWEST_CALLS = 60  # a sweep that ends before has not swept a whole copy
 ROOT = Path(__file__).resolve().parents[2]
@@ -357,12 +357,6 @@ def test_what_a_copy_left_is_orphaned(run_dir: Path, tmp_path: Path) -> None:
     """P67: after a copy that failed, what it put counts as orphaned, and the target's next owner deletes it."""
     train(run_dir, 1)
     run = train(run_dir, 2)  # by owner epoch 2
-
-    class Full(WrappedStore):
-        def put(self, name: str, body: Any) -> None:
-            if name.endswith("index.arrow"):
-                raise StoreError("the disk is full", key=name)
-            super().put(name, body)
 
     with pytest.raises(StoreError, match="full"):
         copy(run, Full(LocalStore(tmp_path / "b")), 2)
