@@ -15,6 +15,7 @@ from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import capture_optimizer
+from ckpt_tasks.state.owners import refuse_copies_of_state
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
 from ckpt_tasks.state.tensors import TensorSet
@@ -57,4 +58,6 @@ def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: Ten
         return GroupState(kind, capture_generator(value, name, tensors))
     if kind == "stateful":
         return GroupState(kind, pack(value.state_dict(), name, tensors))
-    return GroupState(kind, pack(value, name, tensors))
+    packed = pack(value, name, tensors)
+    refuse_copies_of_state(value, name)
+    return GroupState(kind, packed)

@@ -11,12 +11,11 @@ import torch
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.state.sources import HeldTensors, TensorSource
-from ckpt_tasks.state.tensors import TensorSet, allocate, difference, expanded, identity, same_bits
+from ckpt_tasks.state.tensors import TensorSet, allocate, difference
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = [
     "Captured",
-    "Copies",
     "Differences",
     "GroupState",
     "Guard",
@@ -157,36 +156,3 @@ def needed_keys(group: str, tree: Any, stored: Stored) -> set[str]:
             f"group {group} names a tensor that is not in the checkpoint", key=min(keys - stored.keys())
         )
     return keys
-
-
-class Copies:
-    """Copies into live tensors: collected, checked, and then made at once."""
-
-    def __init__(self) -> None:
-        self._wanted: list[tuple[str, torch.Tensor, TensorRef]] = []
-        self._source: TensorSource = HeldTensors({})
-
-    def want(self, place: str, live: torch.Tensor, ref: TensorRef) -> None:
-        """Ask for a copy; `place` is for the error."""
-        self._wanted.append((place, live, ref))
-
-    def prepare(self, source: TensorSource) -> None:
-        """Check what can be checked; raise StateMismatchError where memory that is shared would get two values."""
-        self._source = source
-        first: dict[Any, tuple[str, str]] = {}
-        for place, live, ref in self._wanted:
-            known = identity(live)
-            key, other = first.setdefault(known, (ref.key, place)) if known else (ref.key, place)
-            if key != ref.key and not same_bits(source.read(ref.key), source.read(key)):
-                raise StateMismatchError(f"it is tied to {other} here, but they differ in the checkpoint", key=place)
-            if not live.is_contiguous():
-                if expanded(live).shape == live.shape:
-                    continue
-                values = source.read(ref.key)
-                if not same_bits(values, expanded(values, live.stride()).expand(values.shape)):
-                    raise StateMismatchError("it is expanded here, but its values differ in the checkpoint", key=place)
-
-    def write(self) -> None:
-        """Copy."""
-        wanted, self._wanted = self._wanted, []
-        self._source.copy([(live, ref.key) for _, live, ref in wanted])

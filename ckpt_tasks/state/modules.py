@@ -18,7 +18,8 @@ from torch import nn
 
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.copies import Copies
+from ckpt_tasks.state.groups import Differences, Guard, Maker
 from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
@@ -85,19 +86,20 @@ def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[st
 class ModulePart:
     """Restore one module."""
 
-    def __init__(self, module: nn.Module, group: str, tree: dict[str, Any]):
+    def __init__(self, module: nn.Module, group: str, tree: dict[str, Any], copies: Copies):
         self._module = unwrapped(module)
         self._group = group
         self._tree = tree
         self._state = _named_state(module, group)
         self._value: dict[str, Any] = {}
-        self._copies = Copies()
+        self._copies = copies
         taking_part = any(_takes_part(module) for module in self._module.modules())
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""
         differences.names(self._group, set(self._state), set(self._tree))
+        parameters = {_bare(name): p for name, p in self._module.named_parameters(remove_duplicate=False)}
         for name, live in self._state.items():
             ref = self._tree.get(name)
             if name not in self._tree or name.endswith(_EXTRA):
@@ -105,6 +107,8 @@ class ModulePart:
             if isinstance(live, torch.Tensor):
                 refuse(live, f"{self._group}/{name}", exact=False)
                 differences.tensor(f"{self._group}/{name}", live, ref)
+                if self.guard is None and type(ref) is TensorRef:
+                    self._copies.offer(parameters.get(name, live), ref.key)
             elif type(ref) is TensorRef:
                 differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
         self._compare_ties(differences)
@@ -114,7 +118,6 @@ class ModulePart:
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
-            self._copies.prepare(source)
             return
         make = Maker(source)
         own = self._module.state_dict()
@@ -123,10 +126,8 @@ class ModulePart:
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
-        """Copy into the module's tensors, or hand the state to load_state_dict."""
-        if self.guard is None:
-            self._copies.write()
-        else:
+        """Hand the state to load_state_dict, where the module's own code takes part."""
+        if self.guard is not None:
             self._module.load_state_dict(self._value)
 
     def _compare_ties(self, differences: Differences) -> None:

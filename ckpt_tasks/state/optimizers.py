@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.copies import Copies
+from ckpt_tasks.state.groups import Differences, Guard, Maker
 from ckpt_tasks.state.sources import HeldTensors, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
@@ -68,12 +69,12 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
 class OptimizerPart:
     """Restore one optimizer, in its own order of parameters."""
 
-    def __init__(self, optimizer: Optimizer, group: str, tree: Any, names: Mapping[int, str]):
+    def __init__(self, optimizer: Optimizer, group: str, tree: Any, names: Mapping[int, str], copies: Copies):
         self._optimizer = optimizer
         self._group = group
         self._tree = _checked(tree, group)
         self._named = _named_groups(optimizer, names, group)
-        self._copies = Copies()
+        self._copies = copies
         self._copied_into: set[Any] = set()
         self._source: TensorSource = HeldTensors({})
         self._make = Maker(self._source)
@@ -123,14 +124,12 @@ class OptimizerPart:
             at = partial(_anywhere, device=device)
             made = self._values(f"{self._group}/param_groups/{n}", options, live_options, at)
             self._options.append({**self._optimizer.defaults, **made})
-        self._copies.prepare(source)
 
     def write(self) -> None:
-        """Copy and attach; param groups stay the dicts that they are, since schedulers and graphs hold on to them."""
+        """Attach; param groups stay the dicts that they are, since schedulers and graphs hold on to them."""
         if self.guard is not None:
             self._optimizer.load_state_dict(self._value)
             return
-        self._copies.write()
         state = cast("dict[Any, Any]", self._optimizer.state)
         state.clear()
         state.update(self._state)

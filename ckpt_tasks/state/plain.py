@@ -1,14 +1,16 @@
 """Plain values: restored into the objects that the program already holds, as far as they can be.
 
-A tensor or an array keeps its memory, and so does every tensor inside a container that requires a gradient: an
-optimizer holds on to it. These must have the stored shape and dtype. A dict, list, set or deque stays the object that
-it is and gets new contents. Whatever else there is (a number, a string, a tuple) is assigned to its name in the state.
+A dict, list, set or deque stays the object that it is and gets new contents. A tensor or an array keeps its memory: a
+`state_dict()` of a module, whose tensors are the module's own, restores the module. Three kinds of tensor must have the
+stored shape and dtype: one that the state gives by itself, one that requires a gradient (an optimizer holds it), and
+one that belongs to a live module or optimizer. Any other one that does not fit is replaced. A number, a string or a
+tuple is assigned to its place.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,19 @@ import torch
 
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.groups import Copies, Differences, Guard, Maker
+from ckpt_tasks.state.copies import Copies
+from ckpt_tasks.state.groups import Differences, Guard, Maker, Stored
+from ckpt_tasks.state.owners import Owners, refuse_copies_of_state
 from ckpt_tasks.state.sources import TensorSource
-from ckpt_tasks.state.tensors import TensorSet
-from ckpt_tasks.state.values import pack, unpack
+from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
+from ckpt_tasks.state.values import DICTS, array_view, is_scalar, pack, unpack_key
 
 __all__ = ["PlainPart"]
 
 _REFILLED = (dict, OrderedDict, Counter, list, set, deque)
+_SEQUENCES = (list, tuple, deque)
+
+_Place = tuple[Any, ...]  # the group's name, then keys and indices
 
 
 class PlainPart:
@@ -31,105 +38,206 @@ class PlainPart:
 
     guard: Guard | None = None
 
-    def __init__(self, state: Mapping[str, Any], name: str, tree: Any):
+    def __init__(self, state: Mapping[str, Any], name: str, tree: Any, copies: Copies):
         self._state = state
         self._name = name
         self._tree = tree
         self._live = state[name]
-        self._copies = Copies()
-        self._array: np.ndarray[Any, Any] | None = None
+        self._copies = copies
+        self._kept: dict[_Place, torch.Tensor | None] = {}  # a view of what keeps its memory; None: of an odd array
+        self._refills: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], Any]] = []
         self._value: Any = None
-        self._packed = pack(self._live, name, TensorSet())  # what could not be saved from here is refused here too
+        self._stored: Stored = {}
+        pack(self._live, name, TensorSet())  # what could not be saved from here is refused here too
+        refuse_copies_of_state(self._live, name)
         if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *_REFILLED)):
             hint = "Give the state as a dict: a number or a string is restored by assigning it there."
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
     def compare(self, differences: Differences) -> None:
-        """Compare what keeps its memory."""
-        if isinstance(self._live, torch.Tensor):
-            if type(self._tree) is TensorRef and self._tree.array:
-                differences.differ(self._name, "a tensor here, an array in the checkpoint")
-            else:
-                differences.tensor(self._name, self._live, self._tree)
-        elif isinstance(self._live, np.ndarray):
-            self._compare_array(differences)
-        else:
-            self._compare_inside(differences)
+        """Compare what must fit: what the state gives by itself, and what requires a gradient."""
+        top, self._stored = (self._name,), differences.stored
+        strict = {place: live for place, live in _tensors(self._live, top) if _must_fit(place, live)}
+        if top in strict:
+            self._compare_top(differences)
+        for place, ref, _, _ in _refs(self._tree, self._live, top) if strict else ():
+            live = strict.pop(place, None)
+            if live is None:
+                continue
+            view = array_view(live) if isinstance(live, np.ndarray) else live
+            if place != top:
+                differences.tensor(_text(place), live, ref)
+            if view is not None:
+                self._copies.bind(view, ref.key)
+            self._kept[place] = view
+        differences.missing += [_text(place) for place in strict if place != top]
+
+    def compare_rest(self, differences: Differences, owners: Owners) -> None:
+        """Decide for every other tensor whether it keeps its memory; what a live module owns has to."""
+        top = (self._name,)
+        rest = {place: live for place, live in _tensors(self._live, top) if not _must_fit(place, live)}
+        for place, ref, _, beside in _refs(self._tree, self._live, top):
+            if place in self._kept:
+                continue
+            live = rest.get(place)
+            if live is None:
+                if beside and all(map(owners.own, beside)):
+                    differences.unexpected.append(_text(place))
+            elif self._fits(place, live, ref, differences.stored):
+                del rest[place]
+            elif self._must_keep(live, owners):
+                del rest[place]
+                if not ref.array and (why := difference(live, *differences.stored[ref.key])):
+                    differences.differ(_text(place), why)
+                else:
+                    differences.differ(_text(place), "it belongs to a live object, and cannot be copied into")
+        differences.missing += [_text(place) for place, live in rest.items() if self._must_keep(live, owners)]
 
     def prepare(self, source: TensorSource) -> None:
-        """Make the new value."""
-        if isinstance(self._live, np.ndarray):
-            self._array = Maker(source)(self._tree, None)
-            self._value = self._live
-            return
-        make = Maker(source)
-
-        def make_or_keep(ref: TensorRef, live: Any) -> Any:
-            if isinstance(live, torch.Tensor) and (live is self._live or live.requires_grad):
-                self._copies.want(self._name, live, ref)
-                return live
-            return make(ref, live)
-
-        self._value = unpack(self._tree, make_or_keep, self._live)
-        self._copies.prepare(source)
+        """Make what is new, and ask for the copies."""
+        self._value = self._made(self._tree, self._live, (self._name,), Maker(source))
 
     def write(self) -> None:
-        """Copy, refill or assign."""
-        self._copies.write()
-        if self._array is not None:
-            np.copyto(self._live, self._array)
-        if self._value is not self._live and not _refill(self._live, self._value):
+        """Refill and assign; the tensors have been copied into."""
+        for array, values in self._arrays:
+            np.copyto(array, values)
+        for live, content in self._refills:
+            _refill(live, content)
+        if self._value is not self._live:
             assert isinstance(self._state, MutableMapping)
             self._state[self._name] = self._value
 
-    def _compare_array(self, differences: Differences) -> None:
-        if type(self._tree) is not TensorRef or not self._tree.array:
+    def _compare_top(self, differences: Differences) -> None:
+        live, ref = self._live, self._tree
+        if isinstance(live, torch.Tensor):
+            if type(ref) is TensorRef and ref.array:
+                differences.differ(self._name, "a tensor here, an array in the checkpoint")
+            else:
+                differences.tensor(self._name, live, ref)
+        elif type(ref) is not TensorRef or not ref.array:
             differences.differ(self._name, "an array here, another value in the checkpoint")
-        elif not self._live.flags.writeable:
+        elif not live.flags.writeable:
             differences.differ(self._name, "a read-only array here")
+        elif why := difference(_shape_of(live), *differences.stored[ref.key]):
+            differences.differ(self._name, why)
+
+    def _fits(self, place: _Place, live: Any, ref: TensorRef, stored: Stored) -> bool:
+        array = isinstance(live, np.ndarray)
+        if array != ref.array or ref.requires_grad or (array and not live.flags.writeable):
+            return False
+        if difference(_shape_of(live) if array else live, *stored[ref.key]):
+            return False
+        view = array_view(live) if array else live
+        if view is not None and (may_overlap(view) or not self._copies.bind(view, ref.key)):
+            return False
+        self._kept[place] = view
+        return True
+
+    def _must_keep(self, live: Any, owners: Owners) -> bool:
+        return owners.own(live) and not (isinstance(live, torch.Tensor) and self._copies.is_bound(live))
+
+    def _made(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
+        kind = type(tree)
+        if kind is TensorRef:
+            return self._tensor(tree, live, place, make)
+        content: Any
+        if kind in DICTS:
+            inside = live if type(live) in DICTS else {}
+            keys = [unpack_key(key) for key in tree]
+            content = {
+                key: self._made(item, inside.get(key), (*place, key), make)
+                for key, item in zip(keys, tree.values(), strict=True)
+            }
+        elif kind in _SEQUENCES:
+            inside = live if type(live) is kind else ()
+            count = len(inside)
+            content = [
+                self._made(item, inside[n] if n < count else None, (*place, n), make) for n, item in enumerate(tree)
+            ]
+        elif kind in (set, frozenset):
+            content = unpack_key(tree)
         else:
-            differences.tensor(
-                self._name, torch.empty(self._live.shape, dtype=_dtype(self._live), device="meta"), self._tree
-            )
+            return unpack_key(tree)
+        if kind is tuple and type(live) is tuple and len(live) == len(content):
+            if all(old is new for old, new in zip(live, content, strict=True)):
+                return live
+        elif kind in _REFILLED and type(live) is kind and self._takes(live, tree):
+            self._refills.append((live, content))
+            return live
+        if kind is deque:
+            return deque(content, tree.maxlen)
+        return content if type(content) is kind else kind(content)
 
-    def _compare_inside(self, differences: Differences) -> None:
-        trained: dict[int, str] = {}
+    def _takes(self, live: Any, tree: Any) -> bool:
+        return (type(live) is not deque or live.maxlen == tree.maxlen) and self._copies.refill(live, tree, self._stored)
 
-        def note(ref: TensorRef, live: Any) -> None:
-            if _is_trained(live):
-                trained[id(live)] = ref.key
-
-        def compare(ref: TensorRef, live: Any) -> None:
-            if _is_trained(live):
-                differences.tensor(trained.pop(id(live), ref.key), live, ref)
-
-        unpack(self._packed, note, self._live)
-        unpack(self._tree, compare, self._live)
-        differences.missing += trained.values()
-
-
-def _is_trained(live: Any) -> bool:
-    return isinstance(live, torch.Tensor) and live.requires_grad
-
-
-def _dtype(array: np.ndarray[Any, Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+    def _tensor(self, ref: TensorRef, live: Any, place: _Place, make: Maker) -> Any:
+        if place in self._kept:
+            view = self._kept[place]
+            if view is None:
+                self._arrays.append((live, make(ref, None)))
+            else:
+                self._copies.want(_text(place), view, ref)
+            return live
+        home = self._copies.home(ref.key)  # it shared memory when it was saved, and does so again
+        if home is not None and (not isinstance(live, torch.Tensor) or live.device == home.device):
+            if ref.array and home.is_cpu:
+                return home.detach().numpy()
+            if ref.requires_grad == home.requires_grad and not ref.array:
+                return home
+            if home.requires_grad and not ref.array:
+                return home.detach()
+        return make(ref, live)
 
 
-def _refill(live: Any, value: Any) -> bool:
-    if type(live) is not type(value) or type(live) not in _REFILLED:
-        return False
+def _must_fit(place: _Place, live: Any) -> bool:
+    return len(place) == 1 or (isinstance(live, torch.Tensor) and live.requires_grad)
+
+
+def _text(place: _Place) -> str:
+    return "/".join(map(str, place))
+
+
+def _shape_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, device="meta")
+
+
+def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
+    """Yield every tensor and array of a value with its place."""
+    kind = type(live)
+    if isinstance(live, (torch.Tensor, np.ndarray)):
+        yield place, live
+    elif kind in DICTS or kind in _SEQUENCES:
+        for key, item in live.items() if kind in DICTS else enumerate(live):
+            if not is_scalar(item):
+                yield from _tensors(item, (*place, key))
+
+
+def _refs(tree: Any, live: Any, place: _Place, beside: Any = ()) -> Iterator[tuple[_Place, TensorRef, Any, list[Any]]]:
+    """Yield every ref of a tree: its place, what is there in a live value, and the tensors that are beside it there."""
+    kind = type(tree)
+    if kind is TensorRef:
+        yield place, tree, live, [one for one in beside if isinstance(one, torch.Tensor)]
+    elif kind in DICTS:
+        inside = live if type(live) in DICTS else {}
+        for key, item in tree.items():
+            if not is_scalar(item):
+                own = unpack_key(key)
+                yield from _refs(item, inside.get(own), (*place, own), inside.values())
+    elif kind in _SEQUENCES:
+        inside = live if type(live) is kind else ()
+        for n, item in enumerate(tree):
+            if not is_scalar(item):
+                yield from _refs(item, inside[n] if n < len(inside) else None, (*place, n), inside)
+
+
+def _refill(live: Any, content: Any) -> None:
+    live.clear()
     if isinstance(live, dict):
-        live.clear()
-        dict.update(live, value)  # a Counter's own update adds
-    elif isinstance(live, list):
-        live[:] = value
+        for key, value in content.items():  # dict.update empties an OrderedDict, a Counter's own adds
+            live[key] = value
     elif isinstance(live, set):
-        live.clear()
-        live.update(value)
-    elif live.maxlen == value.maxlen:
-        live.clear()
-        live.extend(value)
+        live.update(content)
     else:
-        return False
-    return True
+        live.extend(content)

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
+from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.groups import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
 from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
+from ckpt_tasks.state.owners import Owners
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
 from ckpt_tasks.state.sources import TensorSource
@@ -39,9 +41,10 @@ class RestorePlan:
     `keys` are the full keys of the tensors that it needs.
     """
 
-    def __init__(self, parts: Mapping[str, Part], keys: frozenset[str]):
+    def __init__(self, parts: Mapping[str, Part], keys: frozenset[str], copies: Copies):
         self.keys = keys
         self._parts = dict(parts)
+        self._copies = copies
 
     def apply(self, source: TensorSource) -> None:
         """Restore from a source of the stored tensors.
@@ -53,8 +56,10 @@ class RestorePlan:
         with undisturbed(), uncollected():
             for part in parts.values():
                 part.prepare(source)
+            self._copies.prepare(source)
             source.fetch()
             _write_guarded(parts)
+            self._copies.write()
             for name, part in parts.items():
                 if part.guard is None and name != RNG:
                     part.write()
@@ -117,15 +122,25 @@ def plan_restore(
         if group.kind not in _KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
+    copies, owners = Copies(), Owners()
     with undisturbed(), uncollected():
-        parts = _parts(state, wanted, differences)
+        try:
+            parts = _parts(state, wanted, differences, copies)
+        except UnsupportedStateError as error:
+            error.message = error.message.replace("cannot be stored", "cannot be restored into")
+            raise
         for part in parts.values():
             part.compare(differences)
+        for part in parts.values():
+            if isinstance(part, PlainPart):
+                part.compare_rest(differences, owners)
     differences.raise_any()
-    return RestorePlan(parts, keys)
+    return RestorePlan(parts, keys, copies)
 
 
-def _parts(state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences) -> dict[str, Part]:
+def _parts(
+    state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, copies: Copies
+) -> dict[str, Part]:
     names = parameter_names(named_parameters(modules_of(state)))
     parts: dict[str, Part] = {}
     for name, group in groups.items():
@@ -137,15 +152,15 @@ def _parts(state: Mapping[str, Any], groups: Mapping[str, Saved], differences: D
             why = f"{kind} ({type(value).__qualname__}) here, {group.kind} in the checkpoint"
             differences.differ(name, why)
         elif kind == "module":
-            parts[name] = ModulePart(value, name, group.tree)
+            parts[name] = ModulePart(value, name, group.tree, copies)
         elif kind == "optimizer":
-            parts[name] = OptimizerPart(value, name, group.tree, names)
+            parts[name] = OptimizerPart(value, name, group.tree, names, copies)
         elif kind == "stateful":
             parts[name] = StatefulPart(value, name, group.tree)
         elif kind == "generator":
             parts[name] = GeneratorPart(value, name, group.tree)
         else:
-            parts[name] = PlainPart(state, name, group.tree)
+            parts[name] = PlainPart(state, name, group.tree, copies)
     return parts
 
 

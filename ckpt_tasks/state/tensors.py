@@ -27,6 +27,7 @@ __all__ = [
     "difference",
     "expanded",
     "identity",
+    "may_overlap",
     "refuse",
     "same_bits",
     "strides",
@@ -151,6 +152,18 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
     return tensor
 
 
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Say whether two elements of a tensor may lie in the same memory, as in an expanded or unfolded one."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
 def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
     """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are whatever is there.
 
@@ -185,8 +198,13 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     out_of: list[torch.Tensor] = []
     for target, source in pairs:
         steps = None if target.is_contiguous() else target.stride()
-        into.append(target.detach() if steps is None else expanded(target.detach(), steps))
-        out_of.append(source if steps is None else expanded(source, steps))
+        to = target.detach() if steps is None else expanded(target.detach(), steps)
+        values = source if steps is None else expanded(source, steps)
+        if to.is_conj() or to.is_neg():  # torch copies no list of tensors into these
+            to.copy_(values)
+            continue
+        into.append(to)
+        out_of.append(values)
     copy_tensors(into, out_of)
     for target in into:
         torch.autograd.graph.increment_version(target)  # autograd does not see a memcpy

@@ -18,10 +18,10 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import MAX_DEPTH, NumpyScalar, TensorRef, TorchName, encode
 from ckpt_tasks.state.tensors import TensorSet
 
-__all__ = ["has_state", "pack", "unpack"]
+__all__ = ["DICTS", "array_view", "has_state", "is_scalar", "pack", "unpack", "unpack_key"]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
-_DICTS = (dict, OrderedDict, Counter)
+DICTS = (dict, OrderedDict, Counter)
 _SETS = (set, frozenset)
 _SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _ARRAY_DTYPES = frozenset(
@@ -56,7 +56,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         hint = "Is there a cycle in it?"
         raise UnsupportedStateError(f"the state nests deeper than {MAX_DEPTH} levels", key=path[:200], hint=hint)
-    if kind in _DICTS:
+    if kind in DICTS:
         packed = {
             _pack_key(key, path): item
             if type(item) in _PLAIN
@@ -120,13 +120,24 @@ def _pack_leaf(value: Any, path: str) -> Any:
     return value
 
 
+def is_scalar(value: Any) -> bool:
+    """Say whether a value, of a live object or a tree, is a plain one without parts."""
+    return type(value) in _PLAIN
+
+
+def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a tensor in the memory of an array; None where torch has no such view, or may not write into it."""
+    if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
+        return None
+    return torch.from_numpy(array)
+
+
 def _as_tensor(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     if array.dtype.name not in _ARRAY_DTYPES or not array.dtype.isnative:
         hint = "Numbers and booleans in the machine's byte order can be stored."
         raise UnsupportedStateError(f"an array of dtype {array.dtype} cannot be stored", key=path, hint=hint)
-    if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
-        array = array.copy(order="K")  # torch has no such view
-    return torch.from_numpy(array)
+    view = array_view(array)
+    return torch.from_numpy(array.copy(order="K")) if view is None else view
 
 
 def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -> Any:
@@ -140,9 +151,9 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
         return tree
     if kind is TensorRef:
         return make(tree, live)
-    if kind in _DICTS:
-        inside = live if type(live) in _DICTS else {}
-        pairs = ((_unpack_key(k), v) for k, v in tree.items())
+    if kind in DICTS:
+        inside = live if type(live) in DICTS else {}
+        pairs = ((unpack_key(k), v) for k, v in tree.items())
         made = ((k, unpack(v, make, inside.get(k))) for k, v in pairs)
         return kind(dict(made)) if kind is Counter else kind(made)
     if kind in (list, tuple, deque):
@@ -150,13 +161,14 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
         count = len(inside)
         items = (unpack(item, make, inside[n] if n < count else None) for n, item in enumerate(tree))
         return deque(items, tree.maxlen) if kind is deque else kind(items)
-    return _unpack_key(tree)
+    return unpack_key(tree)
 
 
-def _unpack_key(tree: Any) -> Any:
+def unpack_key(tree: Any) -> Any:
+    """Turn what a tree has for a key, a set or a plain value into the value."""
     kind = type(tree)
     if kind in (tuple, set, frozenset):
-        return kind(_unpack_key(item) for item in tree)
+        return kind(unpack_key(item) for item in tree)
     if kind is NumpyScalar and tree.dtype in _ARRAY_DTYPES:
         return np.dtype(tree.dtype).type(tree.value)
     if kind is TorchName:
