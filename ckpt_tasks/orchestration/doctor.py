@@ -40,6 +40,7 @@ from ckpt_tasks.policy.health import (
     judge_server,
     judge_stopping,
     judge_tags,
+    judge_threads,
 )
 from ckpt_tasks.storage.answers import without_secrets
 
@@ -64,7 +65,7 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
     checks.append(judge_pool(found, asked=pool is not None or deployment is not None))
     if found is not None and found.type is not None:
         tags = judge_tags(facts, jobs)
-        checks += [judge_stopping(found, jobs), *([] if tags is None else [tags])]
+        checks += [judge_stopping(found, jobs), judge_threads(jobs), *([] if tags is None else [tags])]
     return [*checks, judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server")]
 
 

@@ -27,12 +27,14 @@ __all__ = [
     "judge_server",
     "judge_stopping",
     "judge_tags",
+    "judge_threads",
 ]
 
 Verdict = Literal["ok", "warning", "wrong", "not checked"]
 
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
+WAIT_POLICY = "OMP_WAIT_POLICY"
 _LEASES = "prefect.server.concurrency.lease_storage"
 _COMMAND = "prefect flow-run execute"
 _TAG = "ckpt-tasks"
@@ -267,6 +269,15 @@ def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
         return Check("preemption", "ok", f"SIGTERM schedules a flow run again: {_some([job.name for job in jobs])}")
     do = f"Set command: {_COMMAND} and env {SIGTERM_BEHAVIOR}=reschedule in the job variables."
     return Check("preemption", "warning", f"SIGTERM ends a flow run for good: {_some(wrong)}", do)
+
+
+def judge_threads(jobs: Sequence[JobFacts]) -> Check:
+    """Say whether training leaves the cores to others while its threads wait: OpenMP reads that from its environment."""
+    unset = [job.name for job in jobs if not job.env.get(WAIT_POLICY)]
+    if not unset:
+        return Check("threads", "ok", f"{WAIT_POLICY} is set: {_some([job.name for job in jobs])}")
+    seen = f"{WAIT_POLICY} is not set for {_some(unset)}: threads spin while they wait, and steps may take 5 × as long"
+    return Check("threads", "warning", seen, f"Set {WAIT_POLICY}=passive in the job variables' env.")
 
 
 def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:

@@ -67,7 +67,6 @@ class Site:
             # Leases in memory go with the server, and healthy runs with them.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
-            "OMP_WAIT_POLICY": "passive",
             "OMP_NUM_THREADS": "1",
             **({"PREFECT_API_DATABASE_CONNECTION_URL": database} if database else {}),
         }

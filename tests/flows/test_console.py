@@ -30,7 +30,9 @@ class Runs:
 
     def __init__(self, place: Path, environment: Mapping[str, str]):
         self.run_dir = place / "run"
-        self._environment = {**environment, "PYTHONPATH": str(Path(__file__).parents[2]), "PREFECT_HOME": str(place)}
+        own = {"PYTHONPATH": str(Path(__file__).parents[2]), "PREFECT_HOME": str(place), "OMP_DISPLAY_ENV": "verbose"}
+        self._environment = {**environment, **own}
+        self._environment.pop("OMP_WAIT_POLICY", None)  # a shell has none
         self._place = place
         self._started: list[subprocess.Popen[str]] = []
 
@@ -141,6 +143,14 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     assert "is complete: step 60 of 60" in said
     assert "Starting Prefect" not in said
     assert "heldout loss" in said
+
+
+def test_threads_do_not_spin(embedded: Runs) -> None:
+    """Started from a shell that sets nothing, the OpenMP of both commands says itself that no thread spins."""
+    for module in ("flows.train", "flows.evaluate"):
+        status, said = embedded.finish("--help", module=module)
+        assert status == 0
+        assert "GOMP_SPINCOUNT = '0'" in said
 
 
 def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> None:

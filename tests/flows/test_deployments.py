@@ -53,6 +53,8 @@ def test_the_readme_works(tmp_path: Path, server: dict[str, str]) -> None:
 
     # `prefect flow-run execute` is found by its name, as it is where a worker's environment is active.
     environment = {**server, "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{server['PATH']}"}
+    environment.pop("OMP_WAIT_POLICY", None)  # the deployment brings it
+    environment["OMP_DISPLAY_ENV"] = "verbose"
 
     def prefect(*arguments: str) -> str:
         done = subprocess.run(
@@ -75,7 +77,10 @@ def test_the_readme_works(tmp_path: Path, server: dict[str, str]) -> None:
         checkpoint = f"checkpoint={json.dumps({'checkpoint_dir': runs, 'step_interval': 5})}"
         for total in (10, 20):
             deployed("train/byte-lm", "-p", f"total_steps={total}", "-p", checkpoint)
-            assert newest(tmp_path / "lm-7") == total, (tmp_path / "worker.log").read_text()
+            log_text = (tmp_path / "worker.log").read_text()
+            assert newest(tmp_path / "lm-7") == total, log_text
+        assert "GOMP_SPINCOUNT = '0'" in log_text
+        assert log_text.count("GOMP_SPINCOUNT = ") == log_text.count("GOMP_SPINCOUNT = '0'")
         for _ in range(2):
             deployed("evaluate/byte-lm", "-p", f"checkpoint_dir={runs}", "-p", "suite=full")
         recorded = open_run(str(tmp_path / "lm-7")).evaluations()

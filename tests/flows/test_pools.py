@@ -17,7 +17,11 @@ from prefect.workers.base import BaseJobConfiguration
 ROOT = Path(__file__).parents[2]
 POOLS = sorted((ROOT / "deployments" / "pools").glob("*.json"))
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
-RESCHEDULE = {"PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+ENVIRONMENT = {
+    "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "OMP_WAIT_POLICY": "passive",
+}
 
 
 def template(path: Path) -> dict[str, Any]:
@@ -35,13 +39,13 @@ def test_every_placeholder_has_its_variable(path: Path) -> None:
 
 @pytest.mark.parametrize("path", POOLS, ids=lambda path: path.stem)
 def test_a_preempted_run_is_rescheduled(path: Path) -> None:
-    """With our deployments' job variables and without, SIGTERM reaches Prefect's supervisor, which reschedules."""
+    """With our deployments' variables and without: Prefect's supervisor gets SIGTERM, and OpenMP's threads do not spin."""
     deployment = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"][0]
     choices: list[dict[str, Any]] = [{}, deployment["work_pool"]["job_variables"]]
     for values in choices:
         made: Any = asyncio.run(BaseJobConfiguration.from_template_and_values(template(path), values))
         assert made.command == "prefect flow-run execute"
-        assert made.env == RESCHEDULE
+        assert made.env == ENVIRONMENT
 
 
 def test_kubernetes_leaves_time_and_memory() -> None:

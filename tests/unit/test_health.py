@@ -24,7 +24,11 @@ GOOD = ServerFacts(
     ahead_s=0.2,
     within_s=0.5,
 )
-ENV = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule"}
+ENV = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
+    "OMP_WAIT_POLICY": "passive",
+}
 JOB = JobFacts(name="train/lm", command="prefect flow-run execute", env=ENV, tags=("ckpt-tasks",))
 POOL = PoolFacts(name="p", type="process", online=1, jobs=(JOB,))
 GIB = 1 << 30
@@ -41,7 +45,7 @@ def test_where_all_is_well_nothing_is_said_to_be_done() -> None:
     """Every check of a server, a pool and a host as docs/OPERATING.md wants them is ok."""
     checks = [health.judge_server(GOOD), health.judge_fastapi(GOOD), health.judge_leases(GOOD, (JOB,))]
     checks += [*health.judge_automations(GOOD), health.judge_heartbeat(GOOD, (JOB,), 180)]
-    checks += [health.judge_pool(POOL, asked=True), health.judge_stopping(POOL, (JOB,))]
+    checks += [health.judge_pool(POOL, asked=True), health.judge_stopping(POOL, (JOB,)), health.judge_threads((JOB,))]
     checks += [health.judge_clock("clock", 0.2, 0.5, "the server")]
     tags = health.judge_tags(GOOD, (JOB,))
     assert tags is not None
@@ -178,6 +182,14 @@ def test_tags() -> None:
     assert verdict(health.judge_tags(GOOD, (JOB, replace(JOB, name="x/y", tags=())))) == "warning"
     assert health.judge_tags(replace(GOOD, automations=()), (JOB,)) is None
     assert health.judge_tags(GOOD, (replace(JOB, deployed=False),)) is None
+
+
+def test_threads_that_spin() -> None:
+    """A job whose environment does not say how OpenMP's threads wait is named."""
+    check = health.judge_threads((JOB, replace(JOB, name="x/y", env={})))
+    assert verdict(check) == "warning"
+    assert "x/y" in check.seen
+    assert JOB.name not in check.seen
 
 
 @given(ahead_s=st.floats(-60, 60), within_s=st.floats(0, 60))
