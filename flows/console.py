@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -22,8 +23,10 @@ from prefect.settings import get_current_settings
 from rich.console import Console
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.forked import check_program, effective_params, recorded_params
 from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.gang.local import find_program
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
@@ -42,6 +45,8 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
     out = Console(highlight=False)
     with _exit_status(out, options) as status:
         config, params = _config(options), _params(options)
+        check_program(config, options.program)
+        find_program(options.program, effective_params(recorded_params(config), params))
         start = position_of_run(config, options.steps)
         result = _announce(out, options, start)
         if result is None:
@@ -78,6 +83,7 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
         asked = {name: getattr(options, name) for name in ("which", "suite", "limit", "promote")}
         asked |= {"promote_params": _object("--promote-params", options.promote_params)}
         params = _params(options)
+        find_program(options.program)
         with _prefect(out), EvaluationLine(out):
             results = evaluate(**_evaluation(options, params), **asked)
         if options.which == "pending" or not results:
@@ -94,7 +100,7 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
-    parser.add_argument("--run-key", default="byte-lm", help="names the run (default: %(default)s)")
+    parser.add_argument("--run-key", help="names the run (default: from the program's name, byte-lm for ByteLM)")
     parser.add_argument("--checkpoint-dir", help="its directory (default: runs/RUN_KEY)")
     parser.add_argument("--program", default=_PROGRAM, metavar="MODULE:FACTORY", help="default: %(default)s")
     parser.add_argument("--params", default="{}", metavar="JSON", help="arguments of the factory")
@@ -113,8 +119,15 @@ def _train_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _finish(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options.run_key = options.run_key or _default_key(options.program)
     options.checkpoint_dir = options.checkpoint_dir or f"runs/{options.run_key}"
     return options
+
+
+def _default_key(program: str) -> str:
+    """Return the key of a program's run where none is named: "pkg.module:MyModel" becomes "my-model"."""
+    name = program.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
 
 
 def _config(options: argparse.Namespace) -> CheckpointConfig:

@@ -11,8 +11,8 @@ from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.forked import effective_params, fork_run, recorded_params
-from ckpt_tasks.gang.local import LocalSession
+from ckpt_tasks.checkpoint.forked import check_program, effective_params, fork_run, recorded_params
+from ckpt_tasks.gang.local import LocalSession, find_program
 from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
@@ -64,9 +64,12 @@ def train(
     stay_suspended()
     with crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
+        find_program(program)
+        check_program(config, program)
         if fork_from is not None:
             fork_run(fork_from, config, params)
         params = effective_params(recorded_params(config), params)
+        find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.

@@ -269,6 +269,7 @@ def _commit(history: History, plan: ForkPlan, parent: State) -> None:
             best_mode=parent.best_mode,
             origin=plan.origin,
             params=plan.params,
+            program=parent.program,
         )
 
     history.append({"kind": "commit", "step": plan.checkpoint.step}, change, owner=None)

@@ -1,8 +1,9 @@
-"""Runs that were forked, and parameters: what a flow asks of them and records."""
+"""Runs that were forked, programs and their parameters: what a flow asks of them and records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,19 @@ from ckpt_tasks.checkpoint.fork import checked_params, find_source, plan_fork, r
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import open_run, run_of
 from ckpt_tasks.checkpoint.targets import split_target
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, RunMismatchError, StateError
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.storage.places import find_place
 
-__all__ = ["effective_params", "fork_run", "params_before_fork", "params_of", "record_params", "recorded_params"]
+__all__ = [
+    "check_program",
+    "effective_params",
+    "fork_run",
+    "params_before_fork",
+    "params_of",
+    "record_program",
+    "recorded_params",
+]
 
 _ABSENT = object()
 
@@ -62,16 +72,23 @@ def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     return ckpt._history.head().state.params
 
 
-def record_params(ckpt: Checkpointer, params: Mapping[str, Any]) -> None:
-    """Record with what parameters the program is built, as the run's owner; nothing is written where that is known.
+def check_program(config: CheckpointConfig, program: str) -> None:
+    """Raise RunMismatchError if the run is another program's; one that no flow has trained yet takes any program."""
+    with suppress(CheckpointNotFoundError):
+        _check_program(run_of(config).head().state, program)
 
-    Raises ConfigError where they cannot be written as JSON.
+
+def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
+    """Record which program the run trains and with what it is built, as the owner; nothing is written twice.
+
+    Raises RunMismatchError if the run is another program's, ConfigError if the parameters cannot be written as JSON.
     """
-    wanted = checked_params(params)
-    if wanted == (params_of(ckpt) or {}):
+    wanted, state = checked_params(params), ckpt._history.head().state
+    _check_program(state, program)
+    if program == state.program and wanted == (state.params or {}):
         return
-    event = {"kind": "note", "note": "params", "params": wanted}
-    ckpt._history.append(event, lambda state, n: replace(state, params=wanted), owner=ckpt._own())
+    event = {"kind": "note", "note": "program", "program": program, "params": wanted}
+    ckpt._history.append(event, lambda state, n: replace(state, program=program, params=wanted), owner=ckpt._own())
 
 
 def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
@@ -86,6 +103,15 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     if forked is None or not restored.source.endswith("/" + forked.manifest.rpartition("/")[0]):
         return None
     return state.origin.params or {}
+
+
+def _check_program(state: State, program: str) -> None:
+    forked = state.origin is not None and all(c.manifest_digest == state.origin.identity for c in state.live)
+    if state.program not in (None, program) and not forked:
+        raise RunMismatchError(
+            f"the run trains {state.program}, not {program}",
+            hint="Give the other program a run_key and directory of its own; to go on with it from here, fork the run.",
+        )
 
 
 def _is_forked(history: History) -> bool:

@@ -213,7 +213,7 @@ class _Copy:
             # Which lines were left is what the source says: its pruned checkpoints, which tell, never come here.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
             # What the source was forked from, and what its program is built with, is as true of its copy.
-            return replace(after, live=live, origin=said.origin, params=said.params)
+            return replace(after, live=live, origin=said.origin, params=said.params, program=said.program)
 
         event = {**_said(history, checkpoint), "kind": "commit", "step": checkpoint.step}
         return self._target.append(event, change, owner=self._owner).n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from ckpt_tasks.pages.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.fork import ForkPlan, Moved
+    from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.storage.port import Store
 
 __all__ = ["fork"]
@@ -54,6 +55,7 @@ def fork(
         changed = parse_changes(changes or [])
         wanted = parse_target(checkpoint)
         run = wanted.open()
+        _check_changes(run, changed)
         from ckpt_tasks.checkpoint.fork import find_source, plan_fork, run_fork
         from ckpt_tasks.storage.places import find_place
 
@@ -67,6 +69,16 @@ def fork(
         out.data(_facts(planned, target, moved, took_s))
         if not as_json:
             _print(out, planned, target, moved, took_s)
+
+
+def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the run is a plain loop's: nothing would bring a change into what is restored."""
+    state = run.head().state
+    if changed and state.program is None and state.params is None:
+        raise ConfigError(
+            "--set changes parameters of a program, and no flow has recorded one for this run",
+            hint="Fork without --set and change the values in your own loop, after its restore.",
+        )
 
 
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
@@ -148,8 +160,6 @@ def _print(out: Output, planned: ForkPlan, target: Store, moved: Moved, took_s: 
     for name, value in origin.set.items():
         was = f" (was {written(before[name])})" if name in before else ""
         facts.add_row("set", printable(f"{name} = {written(value)}{was}"))
-    if origin.set and origin.params is None:
-        facts.add_row("", "the source has not recorded its parameters: all others are the program's own defaults")
     done = "There already" if planned.done else "Forked"
     out.print(facts, "", Text.assemble((done, "bold green"), ". The two runs stand alone now: either may be deleted."))
     for line in next_steps(planned.run_key, target.url):

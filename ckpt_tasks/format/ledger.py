@@ -76,7 +76,8 @@ class State:
     has taken the directory or failed an attempt since the last commit of a new step; `best_metric` and
     `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not
     be read; what attempts up to it have left may be what that entry named, and is never swept. `origin` is the
-    checkpoint of another run that this one was forked from, `params` with what this run's program is built.
+    checkpoint of another run that this one was forked from, `program` ("module:Factory") what a flow trains, and
+    `params` with what it is built; None where no flow has trained the run.
     """
 
     owner: Owner | None = None
@@ -92,6 +93,7 @@ class State:
     spared_epochs: int = 0
     origin: Origin | None = None
     params: Mapping[str, Any] | None = None
+    program: str | None = None
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
@@ -324,6 +326,7 @@ def _state(body: Mapping[str, Any]) -> State:
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
         origin=read_origin(body.get("origin")),  # runs of before there were forks say nothing of it
         params=read_params(body.get("params")),
+        program=optional(body.get("program")),
     )
 
 

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_params
+from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.gang.changed import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.state.rng import seed_streams, undisturbed
 
-__all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named"]
+__all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
 
 _PACE_STEPS = 20
+_NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
 class Program(Protocol):
@@ -39,11 +40,11 @@ class Program(Protocol):
     def evaluate(self, suite: str) -> Mapping[str, float]: ...
 
 
-def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
-    """Import "module:Factory" and call the factory with `params`.
+def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Import "module:Factory" and return the factory, which is not called: nothing is built yet.
 
-    Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
-    program; what else the factory raises passes through, as that may go away by itself.
+    Raises ProgramError where the name leads nowhere, the factory does not accept `params`, or it is a class that lacks
+    what a program needs.
     """
     factory = find_named(name, what="program", kind="Factory", error=ProgramError)
     try:
@@ -51,17 +52,27 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
     except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
         hint = "They are the run's recorded ones, and over them those that were given: is it the run's own program?"
         raise ProgramError(f"{name} cannot be called with these parameters: {error}", hint=hint) from error
+    if inspect.isclass(factory):
+        _check_methods(name, factory)
+    return factory
+
+
+def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
+    """Import "module:Factory" and call the factory with `params`.
+
+    Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
+    program; what else the factory raises passes through, as that may go away by itself.
+    """
+    factory = find_program(name, params)
     try:
         program = factory(**(params or {}))
     except (TypeError, ValueError) as error:
         if isinstance(error, CkptError):
             raise
         raise ProgramError(f"{name} cannot be built: {error}") from error
-    if not isinstance(getattr(program, "state", None), dict) or not callable(getattr(program, "train_step", None)):
-        raise ProgramError(
-            f"{name} made a {type(program).__name__}, which is no program",
-            hint="It needs `state`, a dict, and `train_step()`.",
-        )
+    _check_methods(name, program)
+    if not isinstance(getattr(program, "state", None), dict):
+        raise ProgramError(f"{name} made a {type(program).__name__} without `state`, a dict", hint=_NEEDS)
     built: Program = program
     return built
 
@@ -149,7 +160,7 @@ class LocalSession(StateSession):
         return self._metrics or {}
 
     def restore(self) -> int:
-        """Restore as any session does, and record the parameters.
+        """Restore as any session does, and record the program and its parameters.
 
         Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
         of optimizers and schedules. Raises StateMismatchError where they do not fit. On any other one a parameter that
@@ -160,7 +171,7 @@ class LocalSession(StateSession):
         before = params_before_fork(self.ckpt)
         if before is None and self.ckpt.last_restore is not None:
             self._refuse_changes()
-        record_params(self.ckpt, self._params)
+        record_program(self.ckpt, self._name, self._params)
         if before is not None and before != self._params:
             self._change(before)
         self.clean = True
@@ -238,6 +249,12 @@ class LocalSession(StateSession):
 
 def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _check_methods(name: str, program: Any) -> None:
+    lacking = [method for method in ("train_step", "evaluate") if not callable(getattr(program, method, None))]
+    if lacking:
+        raise ProgramError(f"{name} is no program: it has no {' and no '.join(lacking)}", hint=_NEEDS)
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:

@@ -42,6 +42,8 @@ _PREFIX = "ckpt-tasks: "
 _ZOMBIES = f"{_PREFIX}zombie flow runs are crashed"
 _RESUMES = f"{_PREFIX}crashed flow runs are resumed"
 
+_REPEATED = ("evaluate", "upkeep", "watch")  # flows of ours whose next run does what an ended one left undone
+
 _BEATS = 3  # a healthy process may be late twice
 _HEARTBEAT_S = 30  # the smallest that Prefect takes
 _DEFAULT_HEARTBEAT_S = 180  # Prefect's own
@@ -133,10 +135,10 @@ def judge_server(facts: ServerFacts) -> Check:
             "server",
             "warning",
             "none: each process starts an embedded one, and nobody starts a crashed run again",
-            "Start one (prefect server start) and set PREFECT_API_URL.",
+            "Start one (deployments/README.md) and set PREFECT_API_URL.",
         )
     if facts.failure is not None:
-        do = "Start it (prefect server start), or set PREFECT_API_URL to where it is."
+        do = "Start it (deployments/README.md), or set PREFECT_API_URL to where it is."
         return Check("server", "wrong", f"{facts.url}: {facts.failure}", do)
     seen = f"{facts.url}, version {facts.version or 'unknown'}; this client has {facts.client_version}"
     theirs, ours = _numbers(facts.version or ""), _numbers(facts.client_version)
@@ -260,6 +262,9 @@ def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
     """Say whether a flow run that is told to end (SIGTERM) is scheduled again, which has to be asked for."""
     if pool.type not in ("process", "docker"):  # Kubernetes' worker asks for it itself
         return Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
+    jobs = [job for job in jobs if not _is_repeated(job)]
+    if not jobs:
+        return Check("preemption", "not checked", "all flows of the pool run again anyway")
     wrong = [
         job.name
         for job in jobs
@@ -272,7 +277,7 @@ def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
 
 
 def judge_threads(jobs: Sequence[JobFacts]) -> Check:
-    """Say whether training leaves the cores to others while its threads wait: OpenMP reads that from its environment."""
+    """Say whether OpenMP's threads leave the cores to other processes while they wait; it reads its environment."""
     unset = [job.name for job in jobs if not job.env.get(WAIT_POLICY)]
     if not unset:
         return Check("threads", "ok", f"{WAIT_POLICY} is set: {_some([job.name for job in jobs])}")
@@ -284,9 +289,9 @@ def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
     """Say whether the automations hold for the deployments; None where there are none of either."""
     if not any(one.name in (_ZOMBIES, _RESUMES) for one in facts.automations or ()):
         return None
-    if not any(job.deployed for job in jobs):
+    deployed = [job for job in jobs if job.deployed and not _is_repeated(job)]
+    if not deployed:
         return None
-    deployed = [job for job in jobs if job.deployed]
     without = [job.name for job in deployed if _TAG not in job.tags]
     if not without:
         return Check("tags", "ok", f"the automations hold for {_some([job.name for job in deployed])}")
@@ -329,6 +334,10 @@ def judge_memory(facts: MemoryFacts) -> Check:
 
 
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_repeated(job: JobFacts) -> bool:
+    return job.deployed and job.name.partition("/")[0] in _REPEATED
 
 
 def _numbers(version: str) -> tuple[int, ...]:

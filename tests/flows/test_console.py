@@ -17,7 +17,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.orchestration.config import position_of_run
-from flows.console import _without, main, main_evaluate
+from flows.console import _default_key, _without, main, main_evaluate
 from flows.evaluate import evaluate
 from flows.train import train
 from tests.flows.test_train import assert_equal, run
@@ -248,6 +248,40 @@ def test_evaluate_from_the_command_line(run_dir: Path, capfd: pytest.CaptureFixt
     for says in ("Step 2, suite full: recorded.", "Step 2, suite full: recorded before"):
         assert here("evaluate", run_dir, "--which", "2", "--suite", "full") == 0
         assert says in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_complete_run_is_not_another_programs(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another program with the same key and directory is an error that names both, not "complete"."""
+    assert here("train", run_dir, "--steps", "2") == 0
+    capfd.readouterr()
+    assert here("train", run_dir, "--steps", "2", "--program", "tests.unit.forks:Scheduled") == 1
+    said = "".join(capfd.readouterr())
+    assert "RunMismatchError: the run trains tests.flows.tiny:Tiny, not tests.unit.forks:Scheduled" in said
+    assert "complete" not in said
+
+
+@pytest.mark.parametrize("module", ["flows.train", "flows.evaluate"])
+def test_what_is_no_program_is_seen_before_the_server_starts(embedded: Runs, module: str) -> None:
+    """A class without train_step and evaluate is one line, and no server is waited for."""
+    status, said = embedded.finish("--program", "collections:Counter", module=module)
+    assert status == 1
+    assert "ProgramError: collections:Counter is no program: it has no train_step and no evaluate" in said
+    assert "Starting Prefect" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [
+        ("flows.programs.byte_lm:ByteLM", "byte-lm"),
+        ("my.module:MyModel2", "my-model2"),
+        ("m:GPT", "gpt"),
+        ("m:make_net", "make_net"),
+    ],
+)
+def test_the_default_key_is_the_programs_name(program: str, key: str) -> None:
+    """Without --run-key each program has a run of its own."""
+    assert _default_key(program) == key
 
 
 def test_suggested_commands_drop_what_they_replace() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -15,8 +21,8 @@ from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel, RawSc
 from prefect.flows import Flow, load_flow_from_entrypoint
 
 from ckpt_tasks import open_run
-from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.gang.local import build_program
+from tests.servers.process import free_port
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -46,54 +52,73 @@ def test_the_parameters_fit_the_flow(deployment: dict[str, Any], monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_readme_works(tmp_path: Path, server: dict[str, str]) -> None:
-    """Deployed with a process worker, `deployment run` trains, goes on with more steps, and evaluates once."""
-    runs = str(tmp_path / "{run_key}")
-    tiny = ["-p", "program=tests.flows.tiny:Tiny", "-p", "run_key=lm-7"]
+def test_the_page_works_as_it_stands(tmp_path: Path) -> None:
+    """Every command of deployments/README.md works, pasted into one shell of a clean environment.
 
-    # `prefect flow-run execute` is found by its name, as it is where a worker's environment is active.
-    environment = {**server, "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{server['PATH']}"}
-    environment.pop("OMP_WAIT_POLICY", None)  # the deployment brings it
-    environment["OMP_DISPLAY_ENV"] = "verbose"
-
-    def prefect(*arguments: str) -> str:
-        done = subprocess.run(
-            [PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def deployed(name: str, *parameters: str) -> None:
-        prefect("deployment", "run", name, *tiny, *parameters, "--watch")
-
-    prefect("work-pool", "create", "ckpt-tasks", "--type", "process")
-    prefect("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
-    with (tmp_path / "worker.log").open("wb") as log:
-        command = [PREFECT, "worker", "start", "--pool", "ckpt-tasks"]
-        worker = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+    A run is trained and evaluated, the doctor has nothing to say, no thread spins, and the server outlives the shell.
+    """
+    checkout = tmp_path / "checkout"
+    for name in ("flows", "deployments"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    port = str(free_port())
+    environment = {
+        "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.defpath}",
+        "HOME": str(tmp_path),
+        "NO_PROXY": "127.0.0.1",
+        "DO_NOT_TRACK": "1",
+        "COLUMNS": "200",
+        "PREFECT_SERVER_API_PORT": port,  # several tests at once: not that of the page
+        "OMP_DISPLAY_ENV": "verbose",
+    }
+    page = (checkout / "deployments" / "README.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    commands = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    assert len(commands) >= 9, page
+    script = "\n".join(["set -e", *commands]).replace("4200", port)
+    shell = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        checkpoint = f"checkpoint={json.dumps({'checkpoint_dir': runs, 'step_interval': 5})}"
-        for total in (10, 20):
-            deployed("train/byte-lm", "-p", f"total_steps={total}", "-p", checkpoint)
-            log_text = (tmp_path / "worker.log").read_text()
-            assert newest(tmp_path / "lm-7") == total, log_text
-        assert "GOMP_SPINCOUNT = '0'" in log_text
-        assert log_text.count("GOMP_SPINCOUNT = ") == log_text.count("GOMP_SPINCOUNT = '0'")
-        for _ in range(2):
-            deployed("evaluate/byte-lm", "-p", f"checkpoint_dir={runs}", "-p", "suite=full")
-        recorded = open_run(str(tmp_path / "lm-7")).evaluations()
-        committed = open_run(str(tmp_path / "lm-7")).checkpoints()
-        full = sorted(one.step for one in recorded if one.suite == "full")  # `following` evaluates by the quick one
-        assert full == sorted(one.step for one in committed)
+        said, _ = shell.communicate(timeout=1500)
+        assert shell.returncode == 0, said
+        worker_log = (checkout / "worker.log").read_text()
+        run = open_run(str(checkout / "runs" / "lm-7"))
+        newest = run.checkpoints()[0]
+        assert newest.step == 100, worker_log
+        assert ("full", newest.manifest_digest) in [(one.suite, one.manifest_digest) for one in run.evaluations()]
+        assert "Nothing is wrong, warnings: 0." in said
+        assert "GOMP_SPINCOUNT = '0'" in worker_log
+        assert worker_log.count("GOMP_SPINCOUNT = ") == worker_log.count("GOMP_SPINCOUNT = '0'")
+        with urlopen(f"http://127.0.0.1:{port}/api/health", timeout=60) as answer:
+            assert answer.status == 200
+        again = [sys.executable, "-m", "deployments.server"]
+        once_more = subprocess.run(again, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+        assert "A server answers already" in once_more.stdout, once_more.stderr
     finally:
-        worker.terminate()
-        worker.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # with the worker
+        subprocess.run([PREFECT, "server", "stop"], env=environment, capture_output=True, check=False)
 
 
-def newest(run_dir: Path) -> int | None:
-    try:
-        return open_run(str(run_dir)).checkpoints()[0].step
-    except CheckpointNotFoundError:
-        return None
+@pytest.mark.slow
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """A server that ends before it answers, and a port of another program, are errors with the reason."""
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+
+    def start(*options: str) -> str:
+        command = [sys.executable, "-m", "deployments.server", *options]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "--no-such-option" in start("--port", str(free_port()), "--no-such-option")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        assert "another program listens there" in start("--port", str(other.server_port))
+        other.shutdown()

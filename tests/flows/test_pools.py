@@ -39,7 +39,7 @@ def test_every_placeholder_has_its_variable(path: Path) -> None:
 
 @pytest.mark.parametrize("path", POOLS, ids=lambda path: path.stem)
 def test_a_preempted_run_is_rescheduled(path: Path) -> None:
-    """With our deployments' variables and without: Prefect's supervisor gets SIGTERM, and OpenMP's threads do not spin."""
+    """With our deployments' variables and without, Prefect's supervisor gets SIGTERM, and no OpenMP thread spins."""
     deployment = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"][0]
     choices: list[dict[str, Any]] = [{}, deployment["work_pool"]["job_variables"]]
     for values in choices:

@@ -96,7 +96,7 @@ def test_a_complete_run_does_nothing(run_dir: Path) -> None:
     """A flow run of a complete run trains nothing, builds no program, and commits nothing."""
     run(run_dir, 5)
     before = open_run(str(run_dir)).head().next_n
-    result = run(run_dir, 5, params={"no such": "parameter"})
+    result = run(run_dir, 5, params={"width": -1})
     assert (result.step, result.trained) == (5, 0)
     assert open_run(str(run_dir)).head().next_n == before
 
@@ -184,18 +184,22 @@ def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "params", "error"),
-    [("nowhere:Tiny", {}, ProgramError), (TINY, {"wdith": 4}, ProgramError), (TINY, {"width": 16}, StateMismatchError)],
+    ("program", "params", "error", "attempts"),
+    [
+        ("nowhere:Tiny", {}, ProgramError, []),
+        (TINY, {"wdith": 4}, ProgramError, []),
+        (TINY, {"width": 16}, StateMismatchError, [1]),
+    ],
 )
 def test_bad_input_is_refused_and_not_retried(
-    run_dir: Path, program: str, params: dict[str, Any], error: type[Exception]
+    run_dir: Path, program: str, params: dict[str, Any], error: type[Exception], attempts: list[int]
 ) -> None:
-    """A wrong program, parameter or shape fails at the first attempt with an error of our tree, and changes nothing."""
+    """A wrong program or parameter fails before any task, another shape at the first attempt; nothing changes."""
     run(run_dir, 5)
     with pytest.raises(error):
         run(run_dir, 9, program=program, params=params)
     assert steps(run_dir)[0] == 5
-    assert task_runs()[-1].run_count == 1
+    assert [one.run_count for one in task_runs()] == attempts
 
 
 def test_another_runs_directory_is_refused(run_dir: Path) -> None:
@@ -247,3 +251,23 @@ def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
         other.close()
     assert steps(run_dir) == [6, 5, 0]
     assert (task_runs()[-1].name, task_runs()[-1].run_count) == ("steps 5 to 10", 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("tests.flows.absent:Tiny", ProgramError),
+        ("collections:Counter", ProgramError),
+        ("tests.unit.forks:Scheduled", RunMismatchError),
+    ],
+)
+def test_a_program_that_is_not_the_runs_own_changes_nothing(
+    run_dir: Path, program: str, error: type[Exception]
+) -> None:
+    """A program that is absent, is none, or is another than the run's fails before the directory is taken."""
+    run(run_dir, 2)
+    before = sorted(path.name for path in (run_dir / "ledger").iterdir())
+    for total_steps in (2, 4):  # a complete run says so, too
+        with pytest.raises(error):
+            run(run_dir, total_steps, program=program)
+    assert sorted(path.name for path in (run_dir / "ledger").iterdir()) == before

@@ -67,6 +67,9 @@ class Scheduled:
             self.state["schedule"].step()
         return {"loss": loss.item()}
 
+    def evaluate(self, suite: str) -> dict[str, float]:
+        raise NotImplementedError(suite)
+
 
 def config(run_dir: Path | str, **options: Any) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=str(run_dir), **{"max_num_checkpoints": None, "memory_dir": None, **options})

@@ -60,12 +60,22 @@ def test_lineage_is_shown(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_command_again_is_no_error(run_dir: Path, tmp_path: Path) -> None:
-    """After an interruption nobody knows how far it came: the command is given again, and says so."""
-    save_steps(run_dir, 1)
-    assert "has not recorded" in ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1").out
+    """After an interruption the same command is given again, and says that the fork is there already."""
+    train(run_dir, 1)
+    ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
     answer = ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
     assert answer.status == 0
     assert "There already" in answer.out
+
+
+def test_a_plain_loop_has_no_parameters_to_set(run_dir: Path, tmp_path: Path) -> None:
+    """A change that nothing would bring into the state is refused; without --set the run is forked."""
+    save_steps(run_dir, 1)
+    answer = ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
+    assert answer.status == 1
+    assert "no flow has recorded" in answer.err
+    assert not (tmp_path / "b").exists()
+    assert ckpt("fork", run_dir, tmp_path / "b").status == 0
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.fork import checked_params
-from ckpt_tasks.checkpoint.forked import effective_params, fork_run, recorded_params
+from ckpt_tasks.checkpoint.forked import check_program, effective_params, fork_run, record_program, recorded_params
 from ckpt_tasks.errors import (
     ConfigError,
     IntegrityError,
+    RunMismatchError,
     StateMismatchError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -111,16 +112,52 @@ def test_a_run_that_began_by_itself_is_not_forked_over(a: Path, b: Path) -> None
 
 
 def test_parameters_are_recorded_once(run_dir: Path) -> None:
-    """A session records what its program is built with when that is new; no parameters need no record."""
+    """A session records its program and what that is built with, each time that the parameters are new."""
     train(run_dir, 1)
-    assert recorded_params(config(run_dir)) is None
+    assert recorded_params(config(run_dir)) == {}
     train(run_dir, 2, {"seed": 5})
     train(run_dir, 3, {"seed": 5})
     train(run_dir, 4, {"seed": 25})
     assert recorded_params(config(run_dir)) == {"seed": 25}
-    notes = [note["params"] for note in run_of(run_dir).notes() if note["note"] == "params"]
-    assert notes == [{"seed": 25}, {"seed": 5}]
+    notes = [(note["program"], note["params"]) for note in run_of(run_dir).notes() if note["note"] == "program"]
+    assert notes == [(PROGRAM, {"seed": 25}), (PROGRAM, {"seed": 5}), (PROGRAM, {})]
     assert recorded_params(config(run_dir / "absent")) is None
+
+
+def test_another_program_is_refused(a: Path, b: Path) -> None:
+    """A run is one program's, before anything is built and in the owner's restore; a new fork takes any program."""
+    other = "tests.flows.tiny:Tiny"
+    fork(a, 3, b)
+    for run_dir, trained in ((a, True), (b, False)):
+        if trained:
+            with pytest.raises(RunMismatchError, match=rf"trains {PROGRAM}, not {other}"):
+                check_program(config(run_dir), other)
+            entries = len(states(run_dir))
+            with (
+                Checkpointer(config(run_dir)) as ckpt,
+                pytest.raises(RunMismatchError, match="fork the run"),
+            ):
+                record_program(ckpt, other, {})
+            assert len(states(run_dir)) == entries
+        else:
+            check_program(config(run_dir), other)
+    train(b, 4, {"lr": 0.02})
+    with pytest.raises(RunMismatchError):
+        check_program(config(b), other)
+    check_program(config(b), PROGRAM)
+    check_program(config(b / "absent"), other)
+
+
+def test_entries_of_before_programs_were_recorded(a: Path) -> None:
+    """A run whose entries say nothing of a program takes the first that trains it, and records that."""
+    newest = min((a / "ledger").glob("[0-9]*.json"))
+    body = json.loads(newest.read_bytes())
+    del body["digest"], body["state"]["program"]
+    newest.write_bytes(canonical_json({**body, "digest": digest_hex(canonical_json(body))}))
+    check_program(config(a), "tests.flows.tiny:Tiny")
+    train(a, 7, {"lr": 0.02})
+    with pytest.raises(RunMismatchError):
+        check_program(config(a), "tests.flows.tiny:Tiny")
 
 
 @pytest.mark.parametrize("params", [{"a.b": 1}, {1: 2}, {"": 1}, {"x": float("nan")}, {"x": object()}])

@@ -177,6 +177,15 @@ def test_preemption(job: JobFacts, expected: str) -> None:
     assert verdict(health.judge_stopping(replace(POOL, type="kubernetes"), (job,))) == "not checked"
 
 
+def test_flows_that_run_again_anyway() -> None:
+    """The next run of an evaluation, an upkeep or a watch does what one left: it needs no tag and no rescheduling."""
+    loose = tuple(replace(JOB, name=f"{flow}/x", command=None, tags=()) for flow in ("evaluate", "upkeep", "watch"))
+    assert verdict(health.judge_stopping(POOL, (JOB, *loose))) == "ok"
+    assert verdict(health.judge_tags(GOOD, (JOB, *loose))) == "ok"
+    assert health.judge_tags(GOOD, loose) is None
+    assert verdict(health.judge_stopping(POOL, loose)) == "not checked"
+
+
 def test_tags() -> None:
     """Automations hold for deployments with their tag; without either there is nothing to say."""
     assert verdict(health.judge_tags(GOOD, (JOB, replace(JOB, name="x/y", tags=())))) == "warning"

@@ -38,7 +38,7 @@ def weights(session: LocalSession) -> torch.Tensor:
         ("tests.flows.tiny:Absent", {}, "no factory 'Absent'"),
         ("tests.flows.tiny:__name__", {}, "no factory '__name__'"),
         ("tests.flows.tiny:Tiny", {"widht": 3}, "widht"),
-        ("collections:Counter", {}, "which is no program"),
+        ("collections:Counter", {}, "is no program: it has no train_step and no evaluate"),
         ("builtins:dict", {}, "cannot be called"),
     ],
 )
