@@ -6,6 +6,7 @@
     ├── ConfigError                  fix the call: nothing was read or written
     │   └── ProgramError             … the program of a flow cannot be built
     ├── StateError                   fix the state: nothing was written, the target is untouched
+    │   ├── NonFiniteError           … a metric is NaN or infinite: restore an older step, and change what made it so
     │   ├── UnsupportedStateError    … a value that cannot be stored
     │   └── StateMismatchError       … the checkpoint and the target differ
     ├── RunMismatchError             use another directory: this one belongs to another run
@@ -35,6 +36,7 @@ __all__ = [
     "IntegrityError",
     "NoGoodCheckpointError",
     "NoProgressError",
+    "NonFiniteError",
     "ObjectExistsError",
     "ObjectNotFoundError",
     "OwnedError",
@@ -79,6 +81,10 @@ class ProgramError(ConfigError):
 
 class StateError(CkptError):
     """The state given does not fit; nothing was written and the target is untouched."""
+
+
+class NonFiniteError(StateError):
+    """A metric is NaN or infinite, and `on_non_finite` says to stop; `key` is its name."""
 
 
 class UnsupportedStateError(StateError, TypeError):

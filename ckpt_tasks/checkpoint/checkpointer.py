@@ -14,6 +14,7 @@ from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.listening import Listener
+from ckpt_tasks.checkpoint.metrics import FiniteMetrics
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run
@@ -68,6 +69,7 @@ class Checkpointer:
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has seen that nobody else has committed anything
         self._pace = Pace()
+        self._finite = FiniteMetrics(config.on_non_finite)
         self._position = 0
         self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
 
@@ -163,16 +165,17 @@ class Checkpointer:
 
         `step` counts completed optimizer steps, `epoch` completed epochs. Returns whether a snapshot was taken;
         training waits for it alone: a thread commits it. Before a signal is handed on, it is committed. Raises
-        FencedError as soon as this process knows that it lost the run directory, and what went wrong with an earlier
-        snapshot.
+        FencedError if this process has lost the run, NonFiniteError, and what went wrong with an earlier snapshot.
         """
-        check_step(step, self._position)
+        step = check_step(step, self._position)
         self._raise_failure()
-        self._position = step
         now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
-        self._pace.stepped(now)
         ending = self._interrupt.pending is not None
-        if taken := self._saver.due(self._last, now) or ending:
+        taken = self._saver.due(self._last, now) or ending
+        self._finite.check(step, metrics or {}, saving=taken)
+        self._position = step
+        self._pace.stepped(now)
+        if taken:
             keep = ending or self.config.retention_policy.preserves(step)
             self._snapshot(step, state, metrics or {}, epoch, keep=keep)
         elif self._knows_line and self._saver.unprepared:
@@ -192,11 +195,12 @@ class Checkpointer:
     ) -> Checkpoint:
         """Save now; the checkpoint is committed when this returns.
 
-        Raises UnsupportedStateError (nothing was written), StoreError, FencedError or CommitUncertainError; the newest
-        checkpoint is still the old one then.
+        Raises UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or
+        CommitUncertainError; the newest checkpoint is still the old one then.
         """
-        check_step(step, self._position)
+        step = check_step(step, self._position)
         self._raise_failure()
+        self._finite.check(step, metrics or {}, saving=True)
         self._snapshot(step, state, metrics or {}, epoch, keep=True)
         self._saver.wait()
         self._hand_on()

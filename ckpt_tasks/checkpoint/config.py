@@ -43,6 +43,7 @@ class CheckpointConfig:
     loss of the run, an uncertain commit, a damaged object, whatever is no StoreError, and what those meet who wait for
     a save. A flush that takes longer than `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
     So long `save()`, `wait()`, the end of the block, after an error too, and SIGTERM wait for it.
+    `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError.
 
     `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there
     before they are sent, and are read from there where they are good; what the store has not got when the process ends
@@ -74,6 +75,7 @@ class CheckpointConfig:
     owner_timeout_s: float = 120.0
     memory_dir: str | None = "auto"
     on_flush_failure: str = "raise"
+    on_non_finite: str = "warn"
     flush_timeout_s: float = 600.0
     local_dir: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
@@ -114,6 +116,7 @@ class CheckpointConfig:
             raise ConfigError(f"local_dir must be a directory or None, not {self.local_dir!r}")
         choices = {
             "on_flush_failure": ("raise", "warn"),
+            "on_non_finite": ("warn", "stop"),
             "best_mode": ("min", "max"),
         }
         for name, known in choices.items():

@@ -11,12 +11,13 @@ Invariants (MUST: breaking one loses data)
 
 from __future__ import annotations
 
+import operator
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 
@@ -40,7 +41,6 @@ __all__ = [
     "Stored",
     "SupersededError",
     "check_step",
-    "checked_metrics",
     "commit",
     "describe",
     "digest_image",
@@ -146,26 +146,20 @@ def new_attempt(step: int, owner: Owner) -> Attempt:
     return Attempt(step, owner.epoch, secrets.token_hex(8))
 
 
-def check_step(step: int, position: int) -> None:
-    """Raise StateError for what is no step, or comes before the one that was restored or reported last."""
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
+def check_step(step: SupportsIndex, position: int) -> int:
+    """Return a step as an int; raise StateError for what is no step, or comes before the one reported last."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
         raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
-    if step < position:
+    if number < position:
         raise StateError(
-            f"step {step} comes after step {position}",
+            f"step {number} comes after step {position}",
             hint="Steps count on over all epochs; to go back, restore an older checkpoint.",
         )
-
-
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; raise StateError naming the one that is none."""
-    found = {}
-    for name, value in metrics.items():
-        try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise StateError(f"a metric is one number, not {value!r:.80}", key=str(name)) from error
-    return found
+    return number
 
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:

@@ -14,6 +14,7 @@ from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.listening import Listeners
+from ckpt_tasks.checkpoint.metrics import checked_metrics
 from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summarize
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
@@ -122,7 +123,7 @@ class Saver:
             run_key=self._run_key,
             owner=self._owner,
             groups=groups,
-            metrics=steps.checked_metrics(metrics),
+            metrics=checked_metrics(metrics),
             epochs=epochs,
         )
         slot = self._pipeline.take_slot()

@@ -95,7 +95,10 @@ def plan_retention(
 def rank_best(
     newest_first: Sequence[Candidate], policy: RetentionPolicy, metrics: Mapping[str, Mapping[str, float]]
 ) -> list[Candidate]:
-    """Return the best `keep_best` checkpoints, best first; NaN and no value are never best, ties go to the newer."""
+    """Return the best `keep_best` checkpoints, best first; ties go to the newer.
+
+    One without a value, or with any metric that is NaN or infinite, is never among them.
+    """
     if not policy.keep_best or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0
@@ -103,7 +106,7 @@ def rank_best(
     for place, candidate in enumerate(newest_first):
         own = {**candidate.metrics, **metrics.get(candidate.manifest_digest, {})}
         value = own.get(policy.best_metric)
-        if value is not None and not math.isnan(value):
+        if value is not None and all(map(math.isfinite, own.values())):
             scored.append((sign * value, place, candidate))
     scored.sort(key=lambda item: item[:2])
     return [candidate for _, _, candidate in scored[: policy.keep_best]]

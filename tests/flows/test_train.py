@@ -15,7 +15,14 @@ from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import FencedError, NoProgressError, ProgramError, RunMismatchError, StateMismatchError
+from ckpt_tasks.errors import (
+    FencedError,
+    NonFiniteError,
+    NoProgressError,
+    ProgramError,
+    RunMismatchError,
+    StateMismatchError,
+)
 from ckpt_tasks.gang.local import LocalSession, build_program
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.step_batch import step_batch
@@ -24,6 +31,7 @@ from tests.flows.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
 TINY = "tests.flows.tiny:Tiny"
+DIVERGING = "tests.flows.tiny:Diverging"
 
 
 def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
@@ -172,6 +180,31 @@ def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
     result = run(run_dir, 40, batch_steps=None, batch_seconds=0.05, params={"step_s": 0.002})
     assert result.step == 40
     assert len(task_runs()) >= 2
+
+
+def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Path) -> None:
+    """P20: nothing of the bad step is committed, and no retry repeats it; the failure is in the ledger, once."""
+    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "stop"}
+    how = {"program": DIVERGING, "params": {"bad_from": 8}, "checkpoint": checkpoint, "retry_delay_s": 0.0}
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        run(run_dir, 20, **how)
+    assert [one.run_count for one in task_runs()] == [1, 1]
+    at = open_run(str(run_dir))
+    assert [one.step for one in at.checkpoints()] == [5, 0]
+    events = [at.history.read_entry(n)[0].event for n in range(at.head().next_n)]
+    notes = [event for event in events if event.get("note") == "failure"]
+    assert [(note["step"], "loss is nan" in str(note["why"])) for note in notes] == [(7, True)]
+    with pytest.raises(NonFiniteError):
+        run(run_dir, 20, **how)
+    assert [one.step for one in at.checkpoints()] == [5, 0]
+
+
+def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P20, P67: by default the run goes on, says so once, and its best checkpoint is one with numbers."""
+    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "best_metric": "loss"}
+    assert run(run_dir, 20, program=DIVERGING, params={"bad_from": 8}, checkpoint=checkpoint).step == 20
+    assert sum("loss is nan" in record.getMessage() for record in caplog.records if record.name == "ckpt_tasks") == 1
+    assert open_run(str(run_dir)).find("best").step == 5
 
 
 def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:

@@ -77,3 +77,15 @@ class Tiny:
             if failed < self._times:
                 path.write_text("failed\n" * (failed + 1))
                 raise RuntimeError(f"injected in step {step}")
+
+
+class Diverging(Tiny):
+    """The same, whose loss is NaN from a step on."""
+
+    def __init__(self, *, bad_from: int, **rest: Any):
+        super().__init__(**rest)
+        self._bad_from = bad_from
+
+    def train_step(self) -> dict[str, float]:
+        metrics = super().train_step()
+        return {**metrics, "loss": float("nan")} if int(self.state["steps"]) >= self._bad_from else metrics

@@ -1,0 +1,92 @@
+"""Metrics that are NaN or infinite: warned of, or the end of training; and what else a metric or a step may be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, NonFiniteError, StateError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def opened(directory: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), max_num_checkpoints=None, **options))
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.zeros(2)}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_stretch_of_bad_steps_is_one_warning(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P20: a NaN is named with its step and metric, once until every metric is a number again; training goes on."""
+    losses = [1.0, NAN, NAN, INF, 0.5, 0.4, -INF]
+    with opened(run_dir, step_interval=1) as ckpt:
+        for step, loss in enumerate(losses, start=1):
+            assert ckpt.step(step, state(), metrics={"loss": loss, "lr": 0.1})
+            ckpt.step(step, state(), metrics={})
+    said = warnings_of(caplog)
+    assert [text.partition(";")[0] for text in said] == ["Step 2: loss is nan", "Step 7: loss is -inf"]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, torch.tensor(NAN), np.float32("nan"), torch.tensor(INF, requires_grad=True)])
+@pytest.mark.parametrize("verb", ["step", "save"])
+def test_stop_raises_before_the_commit(run_dir: Path, bad: Any, verb: str) -> None:
+    """P20: with "stop" the step is not saved, in a due step, in one that is not, in a save; those before it stand."""
+    for interval in (1, 100):
+        with opened(run_dir / str(interval), step_interval=interval, on_non_finite="stop") as ckpt:
+            ckpt.save(1, state(), metrics={"loss": 1.0})
+            with pytest.raises(NonFiniteError, match="loss is ") as caught:
+                getattr(ckpt, verb)(2, state(), metrics={"loss": bad, "lr": 0.1})
+            assert (caught.value.step, caught.value.key) == (2, "loss")
+            assert ckpt.position == 1
+        assert [one.step for one in open_run(str(run_dir / str(interval))).checkpoints()] == [1]
+
+
+def test_a_checkpoint_with_a_bad_metric_is_never_the_best(run_dir: Path) -> None:
+    """P67: neither retention nor the name "best" takes one whose loss was NaN when its other metric was good."""
+    with opened(run_dir, best_metric="accuracy", best_mode="max") as ckpt:
+        ckpt.save(1, state(), metrics={"accuracy": 0.5, "loss": 1.0})
+        ckpt.save(2, state(), metrics={"accuracy": 0.9, "loss": NAN})
+        ckpt.save(3, state(), metrics={"accuracy": INF, "loss": 1.0})
+    run = open_run(str(run_dir))
+    assert run.find("best").step == 1
+    with opened(run_dir.with_name("bad"), best_metric="loss") as ckpt:
+        ckpt.save(1, state(), metrics={"loss": NAN})
+    with pytest.raises(CheckpointNotFoundError):
+        open_run(str(run_dir.with_name("bad"))).find("best")
+
+
+def test_the_choices_are_these() -> None:
+    """Another word for `on_non_finite` is refused."""
+    with pytest.raises(ConfigError, match="on_non_finite must be 'warn' or 'stop'"):
+        CheckpointConfig(checkpoint_dir="x", on_non_finite="ignore")
+
+
+def test_a_metric_with_a_gradient_is_a_number(run_dir: Path) -> None:
+    """A loss as it comes from the model is read without torch's warning about it, which is an error in these tests."""
+    loss = torch.ones(1, requires_grad=True).sum() * 2
+    with opened(run_dir, step_interval=1) as ckpt:
+        ckpt.step(1, state(), metrics={"loss": loss})  # type: ignore[dict-item]
+    assert open_run(str(run_dir)).checkpoints()[0].metrics == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, lambda n: torch.tensor(n).numpy()[()]])
+def test_a_numpy_integer_is_a_step(run_dir: Path, kind: Any) -> None:
+    """A step from a NumPy range is the int that it stands for; a bool, a float and a text are no steps."""
+    with opened(run_dir) as ckpt:
+        assert type(ckpt.save(kind(3), state()).step) is int
+        assert ckpt.position == 3
+        for odd in (True, np.True_, 4.0, "4", None, torch.tensor(4.5), -1):
+            with pytest.raises(StateError, match="a step is a whole number"):
+                ckpt.step(odd, state())  # type: ignore[arg-type]
