@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_tasks.orchestration.doctor import read_automations
+from ckpt_tasks.orchestration.stopping import RESUMED
 
 __all__ = ["PREFIX", "TAG", "Outcome", "apply", "main", "remove", "wanted"]
 
@@ -32,7 +33,10 @@ PREFIX = "ckpt-tasks: "
 _BEATS = 3  # so many heartbeats may be missed
 _RESUME_AFTER_S = 20  # what sees a crash first may act on it: a worker that retries, a person
 _GIVEN_UP_AFTER_S = 60  # the one above has acted by then
-_ALIVE = {f"prefect.flow-run.{name}" for name in ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running")}
+# After a crash each of these says that the flow run goes on, or that a person has decided otherwise.
+_ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
+_DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
+_ENDED = ("Failed", "TimedOut")
 _SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 _BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} and is not resumed any more.
 
@@ -85,8 +89,8 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
         trigger=EventTrigger(
             # A run that never began has the count 0, and would be started for ever.
             match={**runs, "prefect.run-count": [str(count) for count in range(1, max_runs)]},
-            after={"prefect.flow-run.Crashed"},
-            expect=_ALIVE,
+            after=_named("Crashed"),
+            expect=_named(*_ALIVE, *_DECIDED, *_ENDED),
             posture=Posture.Proactive,
             within=timedelta(seconds=_RESUME_AFTER_S),
             **shared,
@@ -95,7 +99,7 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
             ChangeFlowRunState(
                 name="AwaitingRetry",
                 state=StateType.SCHEDULED,
-                message="Crashed: it goes on from its newest good checkpoint.",
+                message=RESUMED,
                 force=False,
             )
         ],
@@ -107,8 +111,8 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
         description="A run has failed for good, or has crashed and was not resumed.",
         trigger=EventTrigger(
             match=runs,
-            after={"prefect.flow-run.Crashed", "prefect.flow-run.Failed"},
-            expect=_ALIVE,
+            after=_named("Crashed", "Failed"),
+            expect=_named(*_ALIVE, *_DECIDED),
             posture=Posture.Proactive,
             within=timedelta(seconds=_GIVEN_UP_AFTER_S),
             **shared,
@@ -120,6 +124,10 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
         ],
     )
     return [zombies, crashed, told]
+
+
+def _named(*states: str) -> set[str]:
+    return {f"prefect.flow-run.{state}" for state in states}
 
 
 def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:

@@ -17,9 +17,9 @@ from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
 from ckpt_tasks.orchestration.handover import ends_quietly_for_a_sibling
-from ckpt_tasks.orchestration.outage import crashes_while_the_store_is_away
+from ckpt_tasks.orchestration.outage import crashes_while_the_api_is_away, crashes_while_the_store_is_away
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
-from ckpt_tasks.orchestration.stopping import EarlyStopping, stay_suspended
+from ckpt_tasks.orchestration.stopping import EarlyStopping, stay_as_decided
 from ckpt_tasks.policy.stopping import EarlyStop
 
 
@@ -57,11 +57,12 @@ def train(
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
     has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_s`
     seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
-    goes on from the newest good checkpoint; a store that is away crashes a deployment's, so that it is resumed. A run
-    that is new begins with the checkpoint `fork_from` ("DIR@STEP") of another one, if that is given. Where `early_stop`
-    says so, the flow run is suspended at the end of a batch.
+    goes on from the newest good checkpoint; a store or an API that is away crashes a deployment's, so that it is
+    resumed. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of another one, if that is given.
+    Where `early_stop` says so, the flow run is suspended at the end of a batch.
     """
-    stay_suspended()
+    with crashes_while_the_api_is_away():
+        stay_as_decided()
     with crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         find_program(program)
@@ -88,7 +89,8 @@ def train(
             pages.show(batch.end, batch.metrics)
             if stopping.check():
                 break
-    stopping.suspend()
+    with crashes_while_the_api_is_away():
+        stopping.suspend()
     step = ckpt.position if stopping.why else total_steps
     metrics, why = session.metrics, stopping.why
     return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)

@@ -22,7 +22,9 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.states import AwaitingRetry, Crashed
+from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+from ckpt_tasks.orchestration.stopping import RESUMED
 
 __all__ = ["Watched", "watch"]
 
@@ -32,10 +34,11 @@ _PAGE = 200  # flow runs, the most that a server gives at once
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The names of the flow runs that were resumed, and of those that were found dead and marked as crashed."""
+    """The names of the flow runs that were resumed, and of the dead ones: marked as crashed, or as cancelled."""
 
     resumed: tuple[str, ...]
     dead: tuple[str, ...]
+    cancelled: tuple[str, ...] = ()
 
 
 @flow(name="watch", flow_run_name="{tag}", persist_result=False)
@@ -51,7 +54,8 @@ def watch(
 
     One that never began, as where the server was too busy to let it, has no starts to count: ten times at most. One
     that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time; so is
-    one that has been pending for `pending_s` seconds, as where its worker died: a cluster may need long to begin.
+    one that has been pending for `pending_s` seconds, as where its worker died: a cluster may need long to begin. One
+    that was to be cancelled and is silent, as its host died meanwhile, is marked as cancelled.
     """
     now = datetime.now(UTC)
     today = FlowRunFilterEndTime.model_validate({"after_": now - timedelta(days=1)})
@@ -61,17 +65,23 @@ def watch(
         for run in _runs(client, tag, StateType.CRASHED, ended=today):
             age = now - _since(run)
             if timedelta(seconds=crashed_s) <= age and _may_start(client, run, max_runs):
-                wanted: State[None] = AwaitingRetry(message="Crashed, and nobody had resumed it.")
+                wanted: State[None] = AwaitingRetry(message=RESUMED)
                 if client.set_flow_run_state(run.id, wanted).status is SetStateStatus.ACCEPT:
                     resumed.append(run.name)
                     log.warning("%s crashed %.0f s ago and is resumed", run.name, age.total_seconds())
                 else:
                     log.warning("%s crashed, and the server does not let it go on: has it no deployment?", run.name)
         silent, pending = now - timedelta(seconds=silent_s), now - timedelta(seconds=pending_s)
+        why = f"No heartbeat for {silent_s:.0f} s."
         dead = [
-            (run, f"No heartbeat for {silent_s:.0f} s.")
+            (run, why)
             for run in _runs(client, tag, StateType.RUNNING)
             if str(run.id) != flow_run.id and _since(run) < silent and not _beats(client, run, silent)
+        ]
+        cancelled = [
+            run
+            for run in _runs(client, tag, StateType.CANCELLING)
+            if _since(run) < silent and not _beats(client, run, silent)
         ]
         dead += [
             (run, f"Pending for {pending_s:.0f} s.")
@@ -81,7 +91,14 @@ def watch(
         for run, why in dead:
             client.set_flow_run_state(run.id, Crashed(message=why))
             log.warning("%s is marked as crashed: %s", run.name, why)
-    return Watched(resumed=tuple(resumed), dead=tuple(run.name for run, _ in dead))
+        for run in cancelled:
+            client.set_flow_run_state(run.id, Cancelled(message="It was to be cancelled, and its process is gone."))
+            log.warning("%s is marked as cancelled: its process is gone", run.name)
+    return Watched(
+        resumed=tuple(resumed),
+        dead=tuple(run.name for run, _ in dead),
+        cancelled=tuple(run.name for run in cancelled),
+    )
 
 
 def _runs(

@@ -82,6 +82,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
+        self._interrupt.install()  # it may have been given back for a delay: a second signal waits for the release
         try:
             # After an error, or a signal, whoever tries again on this host goes on from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
@@ -105,7 +106,7 @@ class Checkpointer:
 
     @property
     def stalled_attempts(self) -> int:
-        """How often the present flow run took the directory or failed an attempt since a new step was committed."""
+        """How often the flow run failed, or took the directory and did not release it, since a step was committed."""
         return self._history.head().state.stalled_attempts
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
@@ -127,6 +128,7 @@ class Checkpointer:
             self._knows_line = True
             self._saver.restored(None)
             self._stand_at(0, None)  # also after steps of which nothing was committed: they are taken again
+            self._hand_on()
             return 0
         damaged, self._damaged = self._damaged, ()
         found, report, generation = restore_newest(
@@ -151,6 +153,7 @@ class Checkpointer:
             if generation is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
                 self._pruner.verified.add(found.manifest_digest)
         self._saver.listeners.restored(report)
+        self._hand_on()
         return found.step
 
     def step(
@@ -297,6 +300,7 @@ class Checkpointer:
         if not self._entered:
             return
         if hold:
+            self._hand_on()  # nothing has been trained since the last commit
             self._interrupt.install()
         else:
             self._interrupt.uninstall()

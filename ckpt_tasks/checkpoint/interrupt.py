@@ -1,44 +1,67 @@
-"""Hold SIGTERM and Ctrl-C back until the step is done and its checkpoint is committed."""
+"""Hold SIGTERM, Ctrl-C and a flow's timeout back until the step is done and its checkpoint is committed.
+
+In a flow run Prefect's engine has a SIGTERM handler of its own. `prefect flow-run execute` and a worker announce a
+reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
+handler is the function that its module names. Without the acknowledgement the process is killed at once. So our handler
+takes that name over while it is installed, and Prefect's function gets the signal at the step boundary.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 __all__ = ["Interrupt"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PREFECT = "prefect.utilities.engine"  # looked up, never imported: without Prefect there is nothing to do
+_TIMEOUTS = "prefect._internal.concurrency.cancellation"
+_TIMEOUT_GRACE_S = 30.0
 
 
 class Interrupt:
-    """Remember a signal until the step boundary, then hand it to whoever had it before.
+    """Remember a signal until the step boundary, then raise it again for the handler that was there before.
 
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. A
-    second Ctrl-C is handed on at once; a second SIGTERM is not, since schedulers send several.
+    second Ctrl-C acts at once; a second SIGTERM does not, since schedulers send several. The alarm of a flow's timeout
+    is held back for 30 s at most: it may be there to end a step that hangs.
     """
 
     def __init__(self) -> None:
         self.pending: int | None = None
         self._previous: dict[int, Any] = {}
+        self._handler = self._note  # one object: Prefect compares by identity
+        self._seen: set[int] = set()
 
     def install(self) -> None:
         """Take the signals over, in the main thread."""
-        if threading.current_thread() is threading.main_thread() and not self._previous:
-            self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        if threading.current_thread() is not threading.main_thread() or self._previous:
+            return
+        signals = (*_SIGNALS, signal.SIGALRM) if _is_timeout(signal.getsignal(signal.SIGALRM)) else _SIGNALS
+        with _prefects_lock():
+            self._previous = {number: signal.signal(number, self._handler) for number in signals}
+            _rename(self._previous[signal.SIGTERM], self._handler)
 
     def uninstall(self) -> None:
         """Give the signals back, except where another library has set its own handler since."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:
-                # None: the handler was not set from Python and cannot be put back
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous = {}
+        if not self._previous:
+            return
+        with _prefects_lock():
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) is self._handler:
+                    # None: the handler was not set from Python and cannot be put back
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            _rename(self._handler, self._previous[signal.SIGTERM])
+            self._previous = {}
 
     def deliver(self) -> None:
-        """Hand the pending signal to its previous handler; where that returns, training goes on."""
+        """Raise the pending signal for its previous handler; where that returns, training goes on."""
         number, self.pending = self.pending, None
+        self._seen.clear()
         if number is None:
             return
         held = bool(self._previous)
@@ -48,7 +71,31 @@ class Interrupt:
             self.install()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.pending == number == signal.SIGINT
-        self.pending = number
+        again = number in self._seen and number != signal.SIGTERM
+        self._seen.add(number)
+        if again or self.pending in (None, signal.SIGALRM):
+            self.pending = number
         if again:
             self.deliver()
+        elif number == signal.SIGALRM:
+            signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_GRACE_S)
+
+
+def _prefects_lock() -> AbstractContextManager[object]:
+    """Return the lock under which Prefect looks at the handler and acknowledges."""
+    lock: AbstractContextManager[object] = getattr(
+        sys.modules.get(_PREFECT), "_prefect_sigterm_bridge_lock", nullcontext()
+    )
+    return lock
+
+
+def _rename(own: Any, new: Any) -> None:
+    """Let Prefect take `new` for its own SIGTERM handler where `own` is that handler now."""
+    engine: Any = sys.modules.get(_PREFECT)
+    if own is not None and getattr(engine, "_prefect_sigterm_handler", None) is own:
+        engine._prefect_sigterm_handler = new
+
+
+def _is_timeout(handler: Any) -> bool:
+    """Say whether a handler is the one with which Prefect ends a flow run that takes too long."""
+    return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS

@@ -73,10 +73,10 @@ class State:
 
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names
     objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run `stalled_flow_run`
-    has taken the directory or failed an attempt since the last commit of a new step; `best_metric` and
-    `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an entry could not
-    be read; what attempts up to it have left may be what that entry named, and is never swept. `origin` is the
-    checkpoint of another run that this one was forked from, `program` ("module:Factory") what a flow trains, and
+    has taken the directory without releasing it, or failed an attempt, since the last commit of a new step;
+    `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an
+    entry could not be read; what attempts up to it have left may be what that entry named, and is never swept. `origin`
+    is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a flow trains, and
     `params` with what it is built; None where no flow has trained the run.
     """
 
@@ -117,8 +117,13 @@ class State:
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
-        """Return the state after its owner released the directory; `deleted` are retired objects that are gone."""
-        return replace(self.without_deleted(deleted), owner=replace(self.owner, released=True) if self.owner else None)
+        """Return the state after its owner released the directory; `deleted` are retired objects that are gone.
+
+        A start that ends with a release, as a preempted one does, is no stalled attempt.
+        """
+        owner = replace(self.owner, released=True) if self.owner else None
+        stalled = max(0, self.stalled_attempts - 1)
+        return replace(self.without_deleted(deleted), owner=owner, stalled_attempts=stalled)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
         """Return the state after a commit; `deleted` are retired objects that are gone by now."""

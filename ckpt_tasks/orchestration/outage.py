@@ -1,4 +1,4 @@
-"""A store that is away is nobody's failure: the flow run has crashed, and is resumed.
+"""A store, or an API of Prefect, that is away is no failure: the flow run crashes, and is resumed.
 
 On Prefect a failed flow run is done with. It is told to a person, who mends the program or the credentials and starts
 again; a store that comes back by itself would leave a night's work to that person too. A crashed flow run is resumed by
@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 from prefect.context import FlowRunContext
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, StoreError
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
-__all__ = ["crashes_while_the_store_is_away"]
+__all__ = ["crashes_while_the_api_is_away", "crashes_while_the_store_is_away"]
 
 _FULL = 507
+_OVERLOADED = (408, 429)
 
 
-class _StoreAwayError(BaseException):
+class _AwayError(BaseException):
     """End a flow run by what Prefect takes for a crash: everything that is no Exception."""
 
 
@@ -37,7 +39,22 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
     except CkptError as error:
         if not (_is_away(error) and _is_resumed(reached)):
             raise
-        raise _StoreAwayError(f"the store is away: {error}") from error
+        raise _AwayError(f"the store is away: {error}") from error
+
+
+@contextmanager
+def crashes_while_the_api_is_away() -> Iterator[None]:
+    """End a deployment's flow run as crashed if the block ends because Prefect's API is overloaded or does not answer.
+
+    No start is an exception: a process that was begun by a worker has the right address.
+    """
+    try:
+        yield
+    except httpx.HTTPError as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+        if not (0 < status < 500 and status not in _OVERLOADED) and _is_resumed(reached=True):
+            raise _AwayError(f"Prefect's API is away: {error!r}") from error
+        raise
 
 
 def _is_away(error: CkptError) -> bool:

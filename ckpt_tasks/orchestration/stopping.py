@@ -1,7 +1,8 @@
 """Early stop: where the evaluations of a run no longer get better, its flow run is suspended until a person resumes it.
 
-Whoever suspends means it: a flow run that was suspended and taken for crashed, because the end of its process came
-after its last heartbeat, is suspended again when it is started without a person.
+What a person decided stands. A flow run that was suspended and taken for crashed, because the end of its process came
+after its last heartbeat, is suspended again when it is started without a person; one that was cancelled after a crash,
+a moment before an automation resumed it, is cancelled again.
 
 What was ever measured is in the ledger: the evaluations of checkpoints that are pruned by now are in older entries.
 A note sums up what the entries before it say, so that no process reads more than some hundreds of them.
@@ -19,10 +20,10 @@ from prefect import get_client
 from prefect.client.schemas import OrchestrationResult
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.exceptions import Pause, PrefectException
+from prefect.exceptions import Abort, Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
-from prefect.states import Suspended
+from prefect.states import Cancelled, Suspended
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.history import History
@@ -31,26 +32,32 @@ from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 
-__all__ = ["EarlyStopping", "stay_suspended"]
+__all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
+
+RESUMED = "Crashed: it goes on from its newest good checkpoint."  # the message of what was resumed without a person
 
 _NOTE = "early_stop"
 _NOTE_EVERY = 256  # ledger entries
 
 
-def stay_suspended() -> None:
-    """Suspend the flow run that this is called in again, where it was suspended, and taken for crashed since then.
+def stay_as_decided() -> None:
+    """End the flow run that this is called in again, where a person had suspended or cancelled it.
 
-    A person who resumes it makes it "Resuming" first, and then nothing is done; nor where it has no deployment.
+    Suspended: it was taken for crashed since then. Cancelled: it had crashed, and was resumed all the same. A person
+    who resumes or retries it leaves other states, and then nothing is done; nor where it has no deployment.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return
     states = sorted(_states(), key=lambda one: one.timestamp)
+    starts = [(before, one) for before, one in pairwise(states) if one.is_scheduled() and one.name != "Late"]
+    if starts and starts[-1][0].is_cancelled() and starts[-1][1].message == RESUMED:
+        _end(Cancelled(message=starts[-1][0].message))
     ends = [(one, after) for one, after in pairwise(states) if one.is_paused() or one.name == "Resuming"]
     if ends and ends[-1][0].is_paused() and ends[-1][1].is_crashed():
         suspended = ends[-1][0]
         key = f"suspended still at start {flow_run.run_count}"  # a key is good for once
         until = suspended.state_details.pause_timeout
-        _suspend(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
+        _end(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
 
 
 def _states() -> list[State[Any]]:
@@ -58,11 +65,12 @@ def _states() -> list[State[Any]]:
         return client.read_flow_run_states(UUID(flow_run.id))
 
 
-def _suspend(state: State[Any]) -> None:
+def _end(state: State[Any]) -> None:
+    """Set the flow run's state, and raise what ends this process without another one; a resumed run is a new one."""
     with get_client(sync_client=True) as client:
         answer: OrchestrationResult[Any] = client.set_flow_run_state(UUID(flow_run.id), state)
     if answer.status == SetStateStatus.ACCEPT:
-        raise Pause(state=answer.state)  # the engine ends this process; a resumed run is a new one
+        raise Pause(state=answer.state) if state.is_paused() else Abort(str(state.message))
 
 
 class EarlyStopping:
@@ -122,7 +130,7 @@ class EarlyStopping:
         get_run_logger().warning("The run is %s", self.why)
         if deployment.id is None:
             return
-        _suspend(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
+        _end(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
 
     @property
     def _pause_key(self) -> str:

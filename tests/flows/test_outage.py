@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect import Flow, flow
 from prefect.client.orchestration import get_client
@@ -12,7 +13,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Scheduled
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, FencedError, ObjectNotFoundError, StoreError
-from ckpt_tasks.orchestration.outage import crashes_while_the_store_is_away
+from ckpt_tasks.orchestration.outage import crashes_while_the_api_is_away, crashes_while_the_store_is_away
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -98,3 +99,33 @@ def test_without_a_deployment_the_error_is_what_it_was() -> None:
         training(away())()
 
     assert deployed(above).is_failed()
+
+
+def answer(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1/api/flow_run_states/filter")
+    return httpx.HTTPStatusError(str(status), request=request, response=httpx.Response(status))
+
+
+@pytest.mark.parametrize(
+    ("error", "resumed"),
+    [
+        (httpx.ConnectError("refused"), True),
+        (httpx.ReadTimeout("silent"), True),
+        (answer(503), True),
+        (answer(429), True),
+        (answer(403), False),
+        (OSError("of something else"), False),
+    ],
+)
+def test_an_api_that_is_away_is_a_crash(error: Exception, resumed: bool) -> None:
+    """Where Prefect's API does not answer at a start, the flow run crashes and is resumed; a refusal fails."""
+
+    @flow(name="train", persist_result=False)
+    def train() -> None:
+        with crashes_while_the_api_is_away():
+            raise error
+
+    ended = deployed(train)
+    assert (ended.is_crashed(), ended.is_failed()) == (resumed, not resumed), ended
+    with pytest.raises(type(error)):
+        train()

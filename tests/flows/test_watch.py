@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from uuid import UUID
+import time
+from datetime import UTC, datetime
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.states import AwaitingRetry, Completed, Crashed, Pending, Running
+from prefect.states import AwaitingRetry, Cancelling, Completed, Crashed, Pending, Running
 
 from flows.watch import watch
 
@@ -36,6 +38,15 @@ def state_of(client: SyncPrefectClient, run: UUID) -> str:
     found = client.read_flow_run(run).state
     assert found is not None
     return str(found.name)
+
+
+def beat(client: SyncPrefectClient, run: UUID) -> None:
+    """Let the server have a heartbeat of a flow run; return when it knows of it."""
+    resource, now = {"prefect.resource.id": f"prefect.flow-run.{run}"}, datetime.now(UTC)
+    event = {"id": str(uuid4()), "event": "prefect.flow-run.heartbeat", "resource": resource, "occurred": str(now)}
+    client.request("POST", "/events", json=[event])
+    while not client.request("POST", "/events/filter", json={"filter": {"id": {"id": [event["id"]]}}}).json()["events"]:
+        time.sleep(0.1)
 
 
 def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
@@ -87,6 +98,21 @@ def test_who_waits_for_ever_is_dead(client: SyncPrefectClient) -> None:
     assert watch(tag="six", pending_s=0, crashed_s=3600).dead == (name_of(client, run),)
     assert state_of(client, run) == "Crashed"
     assert watch(tag="six", crashed_s=0).resumed == (name_of(client, run),)
+
+
+def test_who_was_to_be_cancelled_and_is_gone_is_cancelled(client: SyncPrefectClient) -> None:
+    """A run whose host died while it was being cancelled is marked as cancelled, and is not resumed."""
+    run = made(client, "seven", Running(), Cancelling())
+    beating = made(client, "seven", Running(), Cancelling())
+    assert watch(tag="seven").cancelled == ()
+    gone = watch(tag="seven", silent_s=300)
+    while not gone.cancelled:  # once they have been so for six seconds
+        beat(client, beating)
+        gone = watch(tag="seven", silent_s=6, crashed_s=0)
+    assert gone.cancelled == (name_of(client, run),)
+    assert (gone.resumed, gone.dead) == ((), ())
+    assert (state_of(client, run), state_of(client, beating)) == ("Cancelled", "Cancelling")
+    assert watch(tag="seven", crashed_s=0).resumed == ()
 
 
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:

@@ -159,6 +159,8 @@ def test_stalled_attempts_count_per_flow_run_until_a_new_step() -> None:
     assert state.with_stall("flow").stalled_attempts == 3
     assert state.with_stall("other").stalled_attempts == 1
     assert state.with_stall(None).with_stall(None).stalled_attempts == 1
+    assert state.released().with_owner(OWNER, None, "min").stalled_attempts == 2  # a preemption is no failure
+    assert state.released().released().released().stalled_attempts == 0
     assert state.with_checkpoint(made(10, 2, "10@1"), NONE).stalled_attempts == 2
     assert state.with_checkpoint(made(11, 2, "10@1"), NONE).stalled_attempts == 0
 

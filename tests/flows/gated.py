@@ -1,0 +1,75 @@
+"""A program that stops at a chosen place and waits there, so that a test can act on its process at that moment."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from flows.train import train
+from tests.flows.tiny import Tiny
+
+__all__ = ["TIMEOUT_S", "Gated", "timed"]
+
+TIMEOUT_S = 30.0
+timed = train.with_options(timeout_seconds=TIMEOUT_S)
+
+
+class Gated(Tiny):
+    """Wait for the file "go" in the `place` "build", or at step `at` in the `place` "step" or "save".
+
+    `folder` holds the files: "at" is made when the process is there, "alarm" when the flow's timeout comes meanwhile,
+    and every completed step is a line of "steps". In the place "retry" the step raises instead, once: the process waits
+    in the delay before the retry.
+    """
+
+    def __init__(self, *, folder: str, place: str, at: int = 3):
+        super().__init__()
+        self._folder, self._place, self._at = Path(folder), place, at
+        self.state["gate"] = _Gate(self)
+        if place == "build":
+            self.stop()
+
+    def train_step(self) -> dict[str, float]:
+        metrics = super().train_step()
+        with (self._folder / "steps").open("a") as steps:
+            steps.write(f"{int(self.state['steps'])}\n")
+        return metrics
+
+    @property
+    def saves(self) -> bool:
+        """Whether this is the save to stop in."""
+        return self._place == "save" and int(self.state["steps"]) == self._at
+
+    def stop(self) -> None:
+        """Say that the process is here, and wait until it may go on."""
+        (self._folder / "at").touch()
+        left_s = signal.getitimer(signal.ITIMER_REAL)[0]
+        while not (self._folder / "go").exists():
+            time.sleep(0.02)
+            before_s, left_s = left_s, signal.getitimer(signal.ITIMER_REAL)[0]
+            if left_s > before_s:
+                (self._folder / "alarm").touch()
+
+    def _interfere(self, step: int) -> None:
+        if step == self._at and self._place == "step":
+            self.stop()
+        if step == self._at and self._place == "retry" and not (self._folder / "failed").exists():
+            (self._folder / "failed").touch()
+            raise RuntimeError(f"injected in step {step}")
+
+
+class _Gate:
+    """Take part in every save, and stop in that of the chosen step."""
+
+    def __init__(self, program: Gated):
+        self._program = program
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._program.saves:
+            self._program.stop()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing was saved."""

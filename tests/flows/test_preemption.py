@@ -1,0 +1,295 @@
+"""Preemption through the real entry points: a real server and real processes; what was committed and released."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelling, Suspended
+from prefect.utilities import engine
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from flows.train import train
+from tests.flows.gated import timed
+
+ROOT = Path(__file__).parents[2]
+PREFECT = str(Path(sys.prefix, "bin", "prefect"))
+AT, STEPS, TOTAL = 3, 6, 12  # where a process is acted upon; the end of its batch; the end of the run
+PLACES = [  # where it is then, and the step that is committed when it ends in order
+    pytest.param("step", AT, id="in a step"),
+    pytest.param("save", AT, id="in a save", marks=pytest.mark.slow),
+    pytest.param("retry", 0, id="before a retry", marks=pytest.mark.slow),
+    pytest.param("build", 0, id="before the first step", marks=pytest.mark.slow),
+]
+
+
+class Attempt:
+    """A flow run with the program Gated, and the process that executes it."""
+
+    def __init__(
+        self,
+        client: SyncPrefectClient,
+        server: dict[str, str],
+        folder: Path,
+        place: str,
+        *,
+        flow: Any = train,
+        pool: str | None = None,
+        retry_delay_s: float = 600.0,
+    ):
+        self.client, self.folder, self.place = client, folder, place
+        preempted = {"PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule", "OMP_NUM_THREADS": "1"}
+        self.environment = {
+            **server,
+            **preempted,
+            "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+        }
+        here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
+        entrypoint = "flows/train.py:train" if flow is train else "tests/flows/gated.py:timed"
+        jobs = {"command": "prefect flow-run execute", "env": preempted} if pool else {}
+        deployment = client.create_deployment(
+            client.create_flow(flow),
+            folder.name,
+            entrypoint=entrypoint,
+            pull_steps=[here],
+            work_pool_name=pool,
+            job_variables=jobs,
+        )
+        parameters = {
+            "run_key": "gated",
+            "total_steps": TOTAL,
+            "program": "tests.flows.gated:Gated",
+            "params": {"folder": str(folder), "place": place, "at": AT},
+            "batch_steps": STEPS,
+            "retry_delay_s": retry_delay_s,
+            "checkpoint": {"checkpoint_dir": str(folder / "run"), "step_interval": AT if place == "save" else 100},
+        }
+        self.run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started = 0
+
+    def start(self, *command: str) -> None:
+        """Start the process; it and what it starts are a session of its own."""
+        self._started += 1
+        with (self.folder / f"{self._started}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [PREFECT, *(command or ("flow-run", "execute", str(self.run)))],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def until_there(self) -> None:
+        """Wait until the process is where it is to be acted upon."""
+        if self.place == "retry":  # the engine's own word: before it the failed attempt is still tidied up
+            self.until(lambda: "will start" in self.output(), "the retry is waited for")
+        else:
+            self.until((self.folder / "at").exists, "the program is there")
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, as a preempted host does."""
+        assert self.process is not None
+        self.process.terminate()
+
+    def go(self) -> None:
+        """Let the program go on, now and in every later process."""
+        (self.folder / "go").touch()
+
+    def ended(self) -> int:
+        """Wait until the process and all that it started have ended; return its exit code."""
+        process = self.process
+        assert process is not None
+        self.until(lambda: process.poll() is not None, "the process ends")
+        self.until(lambda: not self.engines(), "the engine ends")
+        return int(process.returncode)
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        """Wait until something is true."""
+        for _ in range(3000):
+            if true():
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"{what}\n{self.output()}")
+
+    def states(self) -> list[str]:
+        """List the names of the flow run's states, in order."""
+        states = sorted(self.client.read_flow_run_states(self.run), key=lambda one: one.timestamp)
+        return [str(one.name) for one in states]
+
+    def output(self) -> str:
+        """Return what the processes have printed."""
+        return "".join(log.read_text() for log in sorted(self.folder.glob("*.log")))
+
+    def engines(self) -> list[int]:
+        """List the processes of this flow run."""
+        wanted = f"PREFECT__FLOW_RUN_ID={self.run}".encode()
+        pids = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(entry.name))
+        return sorted(pids)
+
+    @property
+    def trained(self) -> list[int]:
+        """List the steps that were trained, in order, those that were lost too."""
+        return [int(line) for line in (self.folder / "steps").read_text().split()]
+
+    def check_saved(self, step: int) -> None:
+        """The step is committed, the directory is released, and no failure is counted but the injected one."""
+        run = open_run(str(self.folder / "run"))
+        state = run.head().state
+        assert max((one.step for one in run.checkpoints()), default=0) == step, self.output()
+        assert state.owner is not None
+        assert state.owner.released, self.output()
+        events = [run.history.read_entry(n)[0].event for n in range(1, run.head().next_n)]
+        assert [event.get("note") for event in events].count("failure") == int(self.place == "retry")
+        assert state.stalled_attempts == 0
+
+    def kill(self) -> None:
+        """End what is left."""
+        pids = self.engines()
+        if self.process is not None and self.process.poll() is None:
+            pids.append(self.process.pid)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Start(Protocol):
+    def __call__(self, place: str, **options: Any) -> Attempt: ...
+
+
+@pytest.fixture
+def start(client: SyncPrefectClient, server: dict[str, str], tmp_path: Path) -> Iterator[Start]:
+    """Start a flow run, and wait until its process is at the given place."""
+    made: list[Attempt] = []
+
+    def one(place: str, **options: Any) -> Attempt:
+        made.append(Attempt(client, server, tmp_path, place, **options))
+        made[-1].start()
+        made[-1].until_there()
+        return made[-1]
+
+    yield one
+    for attempt in made:
+        attempt.kill()
+
+
+def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
+    """P69: the engine acknowledges what it is to do while we hold SIGTERM; then Prefect's handler is back.
+
+    Also where a flow within the flow looks for Prefect's handler.
+    """
+    prefects = engine._prefect_sigterm_handler
+    said: list[str] = []
+
+    def hold() -> None:
+        config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)
+        with engine.capture_sigterm(), Checkpointer(config) as ckpt:
+            ckpt.save(1, {"weights": torch.zeros(2)})
+            assert signal.getsignal(signal.SIGTERM) is not prefects
+            assert engine.commit_control_intent_and_ack(
+                lambda: said.append("intent"), said.clear, lambda: said.append("acknowledged")
+            )
+            with engine.capture_sigterm():
+                signal.raise_signal(signal.SIGTERM)
+            said.append("held back")
+            ckpt.hold_signals(False)
+            said.append("lost")
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(TerminationSignal):
+            hold()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == ["intent", "acknowledged", "held back"]
+    assert engine._prefect_sigterm_handler is prefects
+
+
+@pytest.mark.parametrize(("place", "step"), PLACES)
+def test_sigterm_to_flow_run_execute(start: Start, place: str, step: int) -> None:
+    """P69: the step ends and is committed, the directory is released, and the flow run is scheduled again."""
+    run = start(place)
+    run.terminate()
+    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
+    run.go()
+    assert run.ended() == 0
+    run.check_saved(step)
+    assert run.states()[-2:] == ["Running", "AwaitingRetry"]
+
+
+@pytest.mark.parametrize(("place", "step"), PLACES)
+def test_cancel(start: Start, place: str, step: int) -> None:
+    """P69: the step ends and is committed, the directory is released, and nothing comes back."""
+    run = start(place)
+    run.client.set_flow_run_state(run.run, Cancelling())
+    run.go()
+    assert run.ended() == 0
+    assert run.states()[-1] == "Cancelled"
+    assert not {"Crashed", "Failed", "AwaitingRetry"} & set(run.states())
+    saved = max((one.step for one in open_run(str(run.folder / "run")).checkpoints()), default=0)
+    run.check_saved(saved)  # the order comes by a websocket, at any step from this one on
+    assert saved == max(run.trained, default=0) if place in {"step", "save"} else saved == step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "step"), PLACES)
+def test_a_second_sigterm(start: Start, place: str, step: int) -> None:
+    """Schedulers send several, to a process and all that it started: the first one's work is done all the same."""
+    run = start(place)
+    run.terminate()
+    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
+    for pid in run.engines():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    run.go()
+    assert run.ended() == 0
+    run.check_saved(step)
+    assert run.states()[-1] == "AwaitingRetry"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["step", "save", "retry", "build"])
+def test_suspend(start: Start, place: str) -> None:
+    """The batch ends and is committed, the directory is released, and a person resumes the run."""
+    run = start(place, retry_delay_s=3.0)
+    run.client.set_flow_run_state(run.run, Suspended(timeout_seconds=6000))
+    run.go()
+    assert run.ended() == 0
+    assert run.states()[-1] == "Suspended"
+    run.check_saved(STEPS if place != "build" else 0)
+    run.client.resume_flow_run(run.run)
+    run.start()
+    assert run.ended() == 0
+    assert run.states()[-1] == "Completed"
+    run.check_saved(TOTAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "step"), PLACES)
+def test_a_flows_timeout(start: Start, place: str, step: int) -> None:
+    """The step ends and is committed, the directory is released, and the flow run ends as timed out."""
+    run = start(place, flow=timed)
+    if place != "retry":
+        run.until((run.folder / "alarm").exists, "the time is over")
+        run.go()
+    assert run.ended() == 0
+    run.check_saved(step)
+    assert run.states()[-1] == "TimedOut"
