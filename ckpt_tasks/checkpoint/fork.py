@@ -8,6 +8,8 @@ Invariants
 3. The two runs share no name, and neither needs the other one: while bytes are on their way the checkpoint is leased at
    the source, and afterwards nothing is done to one that the other would see.
 4. The first owner of a fork is later than the owner epochs in all names that came, so that they are swept once retired.
+5. A fork deletes nothing, also when it fails: the same fork by another process may be about to commit these objects.
+   The same call finds them and goes on; in a run that another fork made they are orphans, which its owners sweep.
 """
 
 from __future__ import annotations
@@ -25,18 +27,14 @@ from ckpt_tasks.checkpoint.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.checkpoint.ownership import identify
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.syncing import check_apart, leased
-from ckpt_tasks.checkpoint.transfer import Transfer
+from ckpt_tasks.checkpoint.transfer import Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
-    CkptError,
     ConfigError,
-    IntegrityError,
     ObjectExistsError,
-    ObjectNotFoundError,
     StateError,
 )
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Origin, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
@@ -148,26 +146,22 @@ def run_fork(
     """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
 
     `told` hears of every read, in bytes, where bytes have to be sent. Raises IntegrityError where the source is damaged
-    (the target is no run then) and StateError where another fork was faster.
+    (the target is no run then) and StateError where another fork was faster. What was brought by then stays there.
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
     history = History(target)
     with leased(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, told) as bringing:
-        try:
-            for record in plan.opened.manifest.objects:  # before anything is written
-                check_header(source.history.store, record)
-            for record in plan.records:  # the index first: from then on nobody begins a run here
-                renew()
-                bringing.bring(record)
-            history.create(plan.run_key, single_writer=single_writer)
-            history.check(plan.run_key)
-            _put_manifest(target, plan)
-            open_checkpoint(target, plan.checkpoint)
-            _commit(history, plan, source.head().state)
-        except (CheckpointNotFoundError, IntegrityError, ObjectNotFoundError, StateError):
-            _discard(history, [*(record.name for record in plan.records), plan.checkpoint.manifest])
-            raise
+        for record in plan.opened.manifest.objects:  # before anything is written
+            check_header(source.history.store, record)
+        for record in plan.records:  # the index first: from then on nobody begins a run here
+            renew()
+            bringing.bring(record)
+        history.create(plan.run_key, single_writer=single_writer)
+        history.check(plan.run_key)
+        _put_manifest(target, plan)
+        open_checkpoint(target, plan.checkpoint)
+        _commit(history, plan, source.head().state)
     return bringing.moved
 
 
@@ -197,9 +191,7 @@ class _Bringing:
     def __init__(self, source: Run, target: Store, plan: ForkPlan, told: Told):
         self.moved = Moved()
         self._source, self._target, self._told = source.history.store, target, told
-        self._rows: dict[str, list[IndexRow]] = {}
-        for row in plan.opened.rows:
-            self._rows.setdefault(row.object, []).append(row)
+        self._rows = by_object(plan.opened.rows)
         self._stack = ExitStack()
         self._transfer: Transfer | None = None
 
@@ -282,13 +274,3 @@ def _first_owner(records: Sequence[ObjectRecord]) -> Owner:
     if epoch >= MAX_EPOCH:
         raise ConfigError(f"the source has had {epoch} owners, the most there can be")
     return replace(identify(None, epoch), released=True)
-
-
-def _discard(history: History, names: Sequence[str]) -> None:
-    """Delete what this try brought, unless the fork that was faster keeps it; what cannot be deleted stays."""
-    with suppress(CkptError):
-        head = history.head()
-        if head.next_n == 0 or head.state.origin is not None:  # else somebody else may be at work with the same names
-            for name in reversed(names):
-                if not head.state.keeps(name):
-                    history.store.delete(name)

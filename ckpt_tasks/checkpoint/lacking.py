@@ -8,21 +8,20 @@ again after older ones have come.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ckpt_tasks.checkpoint.entries import newest_first
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
-from ckpt_tasks.format.ledger import Checkpoint, Entry, Evaluation, State
+from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
 
 __all__ = ["SYNCED", "Lacking", "find_lacking", "in_order", "rank"]
 
 SYNCED = "synced"  # the note that a finished copy leaves in the target's ledger
-_FEWEST, _MOST = 4, 64  # ledger entries that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def _order(
     # Whatever the source committed since the last copy comes after everything that is there.
     late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
     if strangers or (late and unknown):
-        order |= _numbers(source, head.next_n, unknown if late else strangers)
+        order |= _numbers(source, unknown if late else strangers)
     own = sorted(have[digest].step for digest in strangers - order.keys())
     if own:
         steps = ", ".join(str(step) for step in own[:6]) + (" …" if len(own) > 6 else "")
@@ -127,24 +126,29 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
     deleters: dict[str, set[int]] = {}
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
-    for entry, _ in _entries(target, there.next_n):
+    for entry, _ in newest_first(target):
         live = _by_identity(entry.state).keys()
         had |= live
         for name in entry.state.retired:
             deleters.setdefault(name, set()).add(entry.state.owner.epoch if entry.state.owner else 0)
         if _is_past(source, entry.event):
-            had |= {str(digest) for digest in entry.event.get("pruned", ())}
-            given_up = {str(name) for name in entry.event.get("given_up", ())}
+            had |= _texts(entry.event.get("pruned"))
+            given_up = _texts(entry.event.get("given_up"))
             mark, at_mark = int(entry.event["entry"]), frozenset(live)
             break
     given_up |= {name for name, epochs in deleters.items() if len(epochs) > 1}
     return _Mark(mark, at_mark, frozenset(had - have), frozenset(given_up))
 
 
+def _texts(value: Any) -> set[str]:
+    """Return what a list in an event names; what else may stand there names nothing."""
+    return {str(item) for item in value} if isinstance(value, list) else set()
+
+
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:
     """Say whether an event is the note of a copy from a ledger that this source still has."""
     n = event.get("entry")
-    if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or n < 0:
+    if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False
     try:
         return source.read_entry(n)[1] == event.get("entry_digest")
@@ -152,33 +156,16 @@ def _is_past(source: History, event: Mapping[str, Any]) -> bool:
         return False
 
 
-def _numbers(history: History, next_n: int, wanted: Collection[str]) -> dict[str, int]:
+def _numbers(history: History, wanted: Collection[str]) -> dict[str, int]:
     """Search a ledger, newest entry first, for when these were committed."""
     found: dict[str, int] = {}
-    for entry, _ in _entries(history, next_n):
+    for entry, _ in newest_first(history):
         for checkpoint in entry.state.live:
             if checkpoint.manifest_digest in wanted:
                 found.setdefault(checkpoint.manifest_digest, checkpoint.n)
         if len(found) == len(wanted):
             break
     return found
-
-
-def _entries(history: History, next_n: int) -> Iterator[tuple[Entry, str]]:
-    """Read a ledger newest first, ever more entries at a time; those that cannot be read are passed over."""
-    many = _FEWEST
-    with ThreadPoolExecutor(8, thread_name_prefix="ckpt-ledger") as threads:
-        while next_n > 0:
-            numbers = range(next_n - 1, max(-1, next_n - 1 - many), -1)
-            yield from (found for found in threads.map(partial(_entry, history), numbers) if found is not None)
-            next_n, many = numbers[-1], min(2 * many, _MOST)
-
-
-def _entry(history: History, n: int) -> tuple[Entry, str] | None:
-    try:
-        return history.read_entry(n)
-    except (IntegrityError, ObjectNotFoundError):
-        return None  # a damaged entry is `verify`'s to report
 
 
 def _evaluations(state: State, there: State, wanted: Collection[str]) -> tuple[Evaluation, ...]:

@@ -18,6 +18,7 @@ from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
+from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.format.kinds import check_group, check_ref
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
@@ -99,6 +100,11 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
         raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
+    own = checkpoint.manifest.removesuffix(MANIFEST_NAME)
+    for record in manifest.objects:
+        if not record.name.startswith(own) and record.name not in checkpoint.reuses:
+            why = "the manifest names an object of another attempt, and the ledger does not say that it is reused"
+            raise IntegrityError(f"{why}: {record.name}", key=checkpoint.manifest, step=checkpoint.step)
     of = manifest.index
     index = read_good(store, lambda: read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name))
     objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}

@@ -27,7 +27,7 @@ from ckpt_tasks.checkpoint.leasing import renewable
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.transfer import Transfer
+from ckpt_tasks.checkpoint.transfer import Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -39,7 +39,7 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import parse_attempt
+from ckpt_tasks.format.keys import MAX_EPOCH, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.storage.port import ReadableStore, Store
@@ -50,6 +50,7 @@ _IN_FLIGHT = 8
 _LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
 _OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
+_MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
 
 Told = Callable[[int], None]
 
@@ -77,7 +78,7 @@ class Row(NamedTuple):
     """What became of one checkpoint: `copied_bytes` went over, `found_bytes` were there from an earlier try.
 
     `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": it names an
-    object that the target has given up.
+    object that the target has given up, or has with other bytes.
     """
 
     checkpoint: Checkpoint
@@ -223,7 +224,7 @@ class _Copy:
         try:
             size_bytes = store.size(evaluation.table)
             self._objects.bring(ObjectRecord(evaluation.table, size_bytes, evaluation.table_digest, size_bytes), ())
-        except (IntegrityError, ObjectNotFoundError) as error:
+        except (IntegrityError, ObjectNotFoundError, StateError) as error:
             self._faults.append(f"evaluation {evaluation.suite} of step {evaluation.step}: {error}")
             return False
         event = {"kind": "evaluation", "suite": evaluation.suite, "step": evaluation.step}
@@ -261,9 +262,7 @@ def _contents(
     manifest = opened.manifest
     if manifest.run_key != run_key:
         raise IntegrityError(f"the manifest is of the run {manifest.run_key!r:.80}", key=checkpoint.manifest)
-    rows: dict[str, list[IndexRow]] = {}
-    for row in opened.rows:
-        rows.setdefault(row.object, []).append(row)
+    rows = by_object(opened.rows)
     yield from ((record, rows.get(record.name, ())) for record in manifest.objects)
     yield manifest.index, ()
     size_bytes = store.size(checkpoint.manifest)
@@ -313,6 +312,8 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
     epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
     if owner.epoch > epoch:
         return owner
+    if epoch > _MAX_EPOCH:
+        raise ConfigError(f"{epoch} owners, as the names of objects say, are more than a run has had")
     risen = replace(owner, epoch=epoch + 1)
     because = f"what it copies was written by owners up to epoch {epoch}"
     event = {"kind": "owner", "because": because, "pid": owner.pid, "host": owner.host, "damaged": []}

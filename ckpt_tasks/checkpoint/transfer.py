@@ -1,24 +1,31 @@
-"""Objects on their way from one store to another: nothing is put that was not compared with its digests."""
+"""Objects on their way from one store to another.
+
+Invariants
+
+1. Nothing is put that was not compared with its digests.
+2. Nothing at the target is replaced or deleted. An object that is there already must have the same bytes, and is put as
+   a whole or not at all: a copy that is killed leaves no half of one.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Self
+from typing import Self, cast
 
-from ckpt_tasks.checkpoint.opening import READ_BYTES, verify_run
+from ckpt_tasks.checkpoint.opening import READ_BYTES, open_checkpoint, verify_run
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Transfer", "changes"]
+__all__ = ["Transfer", "by_object", "changes"]
 
 _IN_FLIGHT = 8
 
@@ -44,6 +51,7 @@ class Transfer:
         self._memory = memoryview(b"")
         self._given_up = given_up.union(state.retired)
         self._good: set[str] = set()
+        self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
 
     def __enter__(self) -> Self:
         return self
@@ -55,24 +63,22 @@ class Transfer:
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
         """See to it that the target has an object, verified; return how many bytes were copied, and found there.
 
-        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError for an object that the
-        target has given up: its deletion may still be under way.
+        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError where the target has other
+        bytes under this name, or has given the name up: its deletion may still be under way.
         """
-        if record.name in self._good or self._state.keeps(record.name):
-            return 0, 0  # verified when what names it was committed
+        if record.name in self._good:
+            return 0, 0
+        if self._is_committed(record, rows):
+            self._good.add(record.name)
+            return 0, 0  # verified when the checkpoint that names it was committed
         if record.name in self._given_up:
             hint = "Copy to another directory."
             raise StateError(
                 "the target has given up this object, and no name is used twice", key=record.name, hint=hint
             )
-        there = self._size(record.name)
-        found = there == record.size_bytes and self._is_good(record, rows)
+        found = self._is_there(record, rows)
         if not found:
-            data = self._verified(self._source, record, rows)
-            if there is None:
-                self._target.put(record.name, [data])
-            else:  # an earlier try was killed in the middle of it. A delete could come after another copy's commit.
-                self._target.replace(record.name, data)
+            self._put(record.name, self._verified(self._source, record, rows))
         self._good.add(record.name)
         return (0, record.size_bytes) if found else (record.size_bytes, 0)
 
@@ -86,11 +92,50 @@ class Transfer:
                     hint="Look at it with `ckpt verify`.",
                 )
 
-    def _is_good(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
-        with suppress(IntegrityError, ObjectNotFoundError):
-            self._verified(self._target, record, rows)
-            return True
+    def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
+        """Say whether a live checkpoint of the target names this object, with these very digests."""
+        if not self._state.keeps(record.name):
+            return False
+        prefix = record.name.rpartition("/")[0] + "/"
+        for checkpoint in reversed(self._state.live):
+            if record.name in checkpoint.reuses or checkpoint.manifest.startswith(prefix):
+                known = self._committed_by(checkpoint).get(record.name)
+                if known is not None:
+                    return known == _digests(record, rows)
         return False
+
+    def _committed_by(self, checkpoint: Checkpoint) -> Mapping[str, object]:
+        """Return the digests of every object of a live checkpoint of the target; none where they cannot be read."""
+        if checkpoint.manifest_digest not in self._committed:
+            known: dict[str, object] = {}
+            with suppress(IntegrityError, ObjectNotFoundError):
+                opened = open_checkpoint(self._target, checkpoint)
+                rows = by_object(opened.rows)
+                records = (opened.manifest.index, *opened.manifest.objects)
+                known = {record.name: _digests(record, rows.get(record.name, ())) for record in records}
+            self._committed[checkpoint.manifest_digest] = known
+        return self._committed[checkpoint.manifest_digest]
+
+    def _is_there(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
+        size_bytes = self._size(record.name)
+        if size_bytes is None:
+            return False
+        if size_bytes == record.size_bytes:
+            with suppress(IntegrityError, ObjectNotFoundError):
+                self._verified(self._target, record, rows)
+                return True
+        raise StateError(
+            "the target has another object of this name, and nothing is replaced",
+            key=record.name,
+            hint="Copy to another directory, or let `ckpt prune` delete there what no checkpoint names.",
+        )
+
+    def _put(self, name: str, data: memoryview) -> None:
+        if self._target.near:
+            # `put` on a disk can leave half of an object. A buffer is written as bytes are.
+            self._target.put_if_absent(name, cast(bytes, data))
+        else:
+            self._target.put(name, [data])
 
     def _size(self, name: str) -> int | None:
         try:
@@ -101,7 +146,10 @@ class Transfer:
             return -1  # no object, whatever it is
 
     def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
-        data = self._room(record.size_bytes)
+        size_bytes = store.size(record.name)
+        if size_bytes != record.size_bytes:  # before there is room for as many bytes as somebody says
+            raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+        data = self._room(size_bytes)
         self._read(store, record.name, data)
         faults = changes(record, rows, data)
         if faults:  # what came may have been changed on the way
@@ -137,6 +185,18 @@ class Transfer:
                 ) from error
             self._memory = memoryview(mmap.mmap(self._file.fileno(), size_bytes))
         return self._memory[:size_bytes]
+
+
+def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
+    """Return the rows of every object, by its name."""
+    found: dict[str, list[IndexRow]] = {}
+    for row in rows:
+        found.setdefault(row.object, []).append(row)
+    return found
+
+
+def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:
+    return record, sorted((row.begin, row.end, row.digest) for row in rows)
 
 
 def changes(record: ObjectRecord, rows: Iterable[IndexRow], data: memoryview) -> list[str]:

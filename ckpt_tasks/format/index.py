@@ -25,7 +25,7 @@ from ckpt_tasks.format.arrow import FAULTS, read_arrow
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import MAX_DIMENSIONS, REGION_BYTES, STORED_DTYPES
-from ckpt_tasks.format.keys import is_group, is_object_name, parse_attempt
+from ckpt_tasks.format.keys import is_group, is_shard
 from ckpt_tasks.format.regions import Box, tiling_fault
 
 __all__ = [
@@ -171,7 +171,7 @@ class Index:
 
     def check(self, name: str) -> None:
         """Raise IntegrityError where a row makes no sense; `name` is that of the index."""
-        bad = [n for n in self._object.used if not is_object_name(n) or parse_attempt(n) is None]
+        bad = [n for n in self._object.used if not is_shard(n)]
         bad += [g for g in self._group.used if not is_group(g)]
         if bad:
             raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)

@@ -1,7 +1,8 @@
 """The names of objects in a run directory, and how to read them back.
 
 Every name is built and parsed here. Names are relative, their parts are flat and match a strict pattern, and
-parsing is by full match: a foreign name in the directory is ignored, never misread.
+parsing is by full match: a foreign name in the directory is ignored, never misread. A name that is read out of an
+object must be of the kind that its field stands for: a table with the name of a ledger entry would be copied as one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ __all__ = [
     "attempt_prefix",
     "evaluation_name",
     "heartbeat_name",
+    "is_attempt_object",
+    "is_evaluation",
     "is_group",
+    "is_live_list",
     "is_object_name",
     "is_run_key",
+    "is_shard",
     "ledger_name",
     "live_list_name",
     "parse_attempt",
@@ -43,6 +48,9 @@ MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
+_SHARD = re.compile(rf"{_GROUP.pattern}-[0-9]{{5,9}}-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors", re.ASCII)
+_EVALUATION = re.compile(rf"evals/([0-9]{{12}})-({_GROUP.pattern})-[0-9a-f]{{16}}\.arrow", re.ASCII)
+_LIVE_LIST = re.compile(r"live/[0-9a-f]{32}\.json", re.ASCII)
 _LEDGER = re.compile(r"ledger/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
 _ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
 
@@ -120,3 +128,26 @@ def is_object_name(name: str) -> bool:
     """Say whether a name can stand for an object: one to four flat parts, no dots first, no URL, no way out."""
     parts = name.split("/")
     return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
+
+
+def is_attempt_object(name: str) -> bool:
+    """Say whether a name is that of an object below an attempt's prefix."""
+    attempt = parse_attempt(name)
+    return attempt is not None and name.startswith(attempt_prefix(attempt)) and is_object_name(name)
+
+
+def is_shard(name: str) -> bool:
+    """Say whether a name is that of a shard directly below an attempt's prefix."""
+    attempt = parse_attempt(name)
+    return attempt is not None and _SHARD.fullmatch(name.removeprefix(attempt_prefix(attempt))) is not None
+
+
+def is_evaluation(name: str, step: int, suite: str) -> bool:
+    """Say whether a name is that of a table of this suite on a checkpoint of this step."""
+    match = _EVALUATION.fullmatch(name)
+    return match is not None and (int(match[1]), match[2]) == (step, suite)
+
+
+def is_live_list(name: str) -> bool:
+    """Say whether a name is that of a list of live checkpoints."""
+    return _LIVE_LIST.fullmatch(name) is not None

@@ -24,7 +24,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import (
     MAX_EPOCH,
     MAX_LEDGER_NUMBER,
-    is_object_name,
+    is_live_list,
     live_list_name,
     parse_attempt,
 )
@@ -340,7 +340,7 @@ def _pointer(live: Any) -> tuple[str, str] | None:
     if not isinstance(live, dict):
         return None
     name, digest = text(live["object"]), text(live["digest"])
-    if name != live_list_name(digest) or not is_object_name(name):
+    if name != live_list_name(digest) or not is_live_list(name):
         raise ValueError(f"{name!r:.80} is no list of checkpoints")
     return name, digest
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.keys import MAX_STEP, is_group, is_object_name, parse_attempt
+from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
 from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
 
 __all__ = ["FORMAT_VERSION", "MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
@@ -130,13 +130,18 @@ def check_version(version: Any, name: str) -> None:
 
 def _record(value: Any) -> ObjectRecord:
     name, size_bytes, digest, digested_bytes = value
-    if not isinstance(name, str) or not is_object_name(name) or parse_attempt(name) is None:
-        raise ValueError(f"{name!r:.80} is no object of an attempt")
-    return ObjectRecord(name, whole(size_bytes), text(digest), whole(digested_bytes))
+    return ObjectRecord(text(name), whole(size_bytes), text(digest), whole(digested_bytes))
 
 
 def _check_objects(manifest: Manifest) -> None:
-    names = [record.name for record in (manifest.index, *manifest.objects)]
+    """Raise ValueError unless the index is that of this step and attempt, and every object is a shard, named once."""
+    attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
+    if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
+        raise ValueError(f"{manifest.index.name!r:.80} is no index of this step and attempt")
+    names = [record.name for record in manifest.objects]
+    for name in names:
+        if not is_shard(name):
+            raise ValueError(f"{name!r:.80} is no shard of an attempt")
     if len(names) != len({*names}):
         raise ValueError("an object is named twice")
 

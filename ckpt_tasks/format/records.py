@@ -16,8 +16,9 @@ from ckpt_tasks.format.keys import (
     MAX_LEDGER_NUMBER,
     MAX_STEP,
     attempt_prefix,
-    is_group,
-    is_object_name,
+    is_attempt_object,
+    is_evaluation,
+    is_shard,
     parse_attempt,
 )
 from ckpt_tasks.format.parsing import finite, flag, optional, text, whole
@@ -153,7 +154,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
         "cost_s": finite(item["cost_s"], most=_MAX_S),
         "epochs": _epochs(item.get("epochs")),
         "abandoned": flag(item.get("abandoned", False)),
-        "reuses": tuple(attempt_object(name) for name in item.get("reuses", ())),
+        "reuses": tuple(_shard(name) for name in item.get("reuses", ())),
     }
     attempt = parse_attempt(text(item["manifest"]))
     if (
@@ -174,10 +175,10 @@ def read_lease(item: Mapping[str, Any]) -> Lease:
 def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
     """Read an evaluation."""
     texts = {name: text(item[name]) for name in ("manifest_digest", "suite", "table", "table_digest", "evaluated_at")}
-    if not is_group(texts["suite"]) or not is_object_name(texts["table"]):
-        raise ValueError(f"{texts['table']!r:.80} is no table of an evaluation by {texts['suite']!r:.80}")
-    checked = {"step": whole(item["step"], MAX_STEP), "metrics": _metrics(item["metrics"])}
-    return Evaluation(**{**item, **texts, **checked})
+    step = whole(item["step"], MAX_STEP)
+    if not is_evaluation(texts["table"], step, texts["suite"]):
+        raise ValueError(f"{texts['table']!r:.80} is no table of step {step} and the suite {texts['suite']!r:.80}")
+    return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
 
 
 def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
@@ -204,8 +205,14 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def attempt_object(name: Any) -> str:
     """Return the name of an object that an attempt wrote, and no other: such names are deleted one day."""
-    if type(name) is not str or not is_object_name(name) or parse_attempt(name) is None:
+    if type(name) is not str or not is_attempt_object(name):
         raise ValueError(f"{name!r:.80} is no object of an attempt")
+    return name
+
+
+def _shard(name: Any) -> str:
+    if type(name) is not str or not is_shard(name):
+        raise ValueError(f"{name!r:.80} is no shard of an attempt")
     return name
 
 

@@ -26,9 +26,10 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Suspended
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.entries import newest_first
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import run_of
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 
@@ -149,26 +150,19 @@ class EarlyStopping:
         next_n = self._history.head().next_n
         summed_up: dict[int, float] | None = None
         newer: dict[int, float] = {}
-        n, end = next_n - 1, self._next_n
-        while n >= end:
-            entry = _entry(self._history, n)
-            if entry is not None and entry.event["kind"] == "evaluation":
+        end = self._next_n
+        for entry, _ in newest_first(self._history, since=end):
+            if entry.n < end:
+                break
+            if entry.event["kind"] == "evaluation":
                 newer = {**_measured(entry, rule), **newer}
-            elif entry is not None and summed_up is None and _is_ours(entry, rule):
+            elif summed_up is None and _is_ours(entry, rule):
                 summed_up = {int(step): float(value) for step, value in entry.event["values"]}
-                self._let_go_on_at, self._noted_n = int(entry.event["let_go_on_at"]), n
+                self._let_go_on_at, self._noted_n = int(entry.event["let_go_on_at"]), entry.n
                 self._stop = entry.event if _stops(entry, flow_run.id) else None
                 end = max(end, int(entry.event["until"]))  # what came between the look and the note is in neither
-            n -= 1
         self._values = {**(self._values if summed_up is None else summed_up), **newer}
         self._next_n = next_n
-
-
-def _entry(history: History, n: int) -> Entry | None:
-    try:
-        return history.read_entry(n)[0]
-    except (IntegrityError, ObjectNotFoundError):
-        return None  # a damaged entry is `verify`'s to report
 
 
 def _is_ours(entry: Entry, rule: EarlyStop) -> bool:

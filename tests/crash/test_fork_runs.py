@@ -44,7 +44,7 @@ def half_is_none(target: Path) -> None:
     """Where there is no entry nobody trains: either nothing is there, or what is there is refused."""
     if head_of(target).live:
         return
-    if not any(target.glob("checkpoint_*/*/*.*")):
+    if not any(target.glob("checkpoint_*/*/[!.]*")):
         assert not (target / "format.json").exists()
         return  # as new
     with pytest.raises(NoGoodCheckpointError, match="no ledger"):

@@ -81,7 +81,7 @@ def check(target: Path, source: Run, *, leased: bool = False) -> None:
 class Full(WrappedStore):
     """Have no room for an index."""
 
-    def put(self, name: str, body: Any) -> None:
+    def put_if_absent(self, name: str, body: bytes) -> None:
         if name.endswith("index.arrow"):
             raise StoreError("the disk is full", key=name)
-        super().put(name, body)
+        super().put_if_absent(name, body)

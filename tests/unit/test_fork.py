@@ -6,6 +6,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateError,
 )
+from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.unit.cli_runs import flip, only, tree
 from tests.unit.forks import fork, objects, run_of, states, train, two_steps
 
@@ -146,8 +150,8 @@ def test_what_cannot_be_linked_is_sent_verified(a: Path, b: Path) -> None:
     assert verify_run_directory(run_of(b).history).good
 
 
-def test_what_an_earlier_try_left_is_not_believed(a: Path, b: Path) -> None:
-    """P31: half an object, or one with other bytes, lies under a name that is to come: it is made anew."""
+def test_an_object_with_other_bytes_is_not_replaced(a: Path, b: Path) -> None:
+    """P31: half an object, or one with other bytes, lies under a name that is to come: an error, and it stays."""
     for place, cut in ((b, True), (b.parent / "c", False)):
         shard = only(a, "checkpoint_000000000003/*/model-*.safetensors")
         found = place / shard.relative_to(a)
@@ -155,19 +159,78 @@ def test_what_an_earlier_try_left_is_not_believed(a: Path, b: Path) -> None:
         found.write_bytes(shard.read_bytes()[: 100 if cut else None])
         if not cut:
             flip(found, found.stat().st_size - 1)
-        assert fork(a, 3, place).sent_bytes == shard.stat().st_size
+        before = found.read_bytes()
+        with pytest.raises(StateError, match="nothing is replaced"):
+            fork(a, 3, place)
+        assert found.read_bytes() == before
+        assert not [*place.glob("ledger/*")]
+        found.unlink()
+        fork(a, 3, place)
         assert verify_run_directory(run_of(place).history).good
 
 
 def test_damage_is_met_where_bytes_are_sent(a: Path, b: Path) -> None:
-    """P49: a flipped bit in the data is found on the way, and then there is no run, and nothing is left."""
+    """P49: a flipped bit in the data is found on the way: there is no run, until the same fork brings the rest."""
     shard = only(a, "checkpoint_000000000003/*/model-*.safetensors")
     flip(shard, shard.stat().st_size - 1)
     with pytest.raises(IntegrityError):
         fork(a, 3, LocalStore(b, calls=NoLinks()))
     with pytest.raises(CheckpointNotFoundError):
         run_of(b)
-    assert tree(b) == {}
+    assert not (b / shard.relative_to(a)).exists()
+    flip(shard, shard.stat().st_size - 1)
+    assert fork(a, 3, LocalStore(b, calls=NoLinks())).found_bytes > 0
+    assert verify_run_directory(run_of(b).history).good
+
+
+@pytest.mark.parametrize("calls", [None, NoLinks()], ids=["linked", "sent"])
+def test_a_fork_that_fails_takes_nothing_from_the_one_beside_it(a: Path, b: Path, calls: NoLinks | None) -> None:
+    """P33: a fork fails at any look or write while the same fork beside it is about to commit: that one is whole."""
+    for n in count(1):
+        shutil.rmtree(b, ignore_errors=True)
+        failing = FailsAt(b, n)
+        with suppress(StateError):  # the other one got as far as its own entry
+            fork(a, 3, Beside(LocalStore(b, calls=calls) if calls else LocalStore(b), a, failing))
+        assert verify_run_directory(run_of(b).history).good, n
+        if not failing.failed:
+            break
+    assert n > 2
+
+
+class Beside(WrappedStore):
+    """Let another fork run when all but the entry is there."""
+
+    def __init__(self, inner: LocalStore, source: Path, other: WrappedStore):
+        super().__init__(inner)
+        self._source, self._other = source, other
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        if name == ledger_name(0):
+            with suppress(IntegrityError, StateError):
+                fork(self._source, 3, self._other)
+        super().put_if_absent(name, body)
+
+
+class FailsAt(WrappedStore):
+    """Refuse the n-th look at an object, or write of one, as damage does that is met only now."""
+
+    def __init__(self, root: Path, n: int):
+        super().__init__(LocalStore(root, calls=NoLinks()))
+        self.failed, self._left = False, n
+
+    def size(self, name: str) -> int:
+        self._count(name)
+        return super().size(name)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._count(name)
+        super().put_if_absent(name, body)
+
+    def _count(self, name: str) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.failed = True
+            raise IntegrityError("damaged on purpose", key=name)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +307,7 @@ def digest_of_six(a: Path) -> str:
 
 @pytest.mark.parametrize("steps", [(3, 6), (3, 3)], ids=["of two checkpoints", "of one"])
 def test_of_two_forks_to_one_place_one_wins(a: Path, b: Path, steps: tuple[int, int]) -> None:
-    """P33: both plan, both bring their objects; one entry stands, and what the other one brought besides is gone."""
+    """P33: both plan, both bring their objects; one entry stands, and what the other one brought is orphaned."""
     started, errors = threading.Barrier(2), []
 
     def race(step: int) -> None:
@@ -264,8 +327,11 @@ def test_of_two_forks_to_one_place_one_wins(a: Path, b: Path, steps: tuple[int, 
     assert len(errors) == 1
     (winner,) = run_of(b).checkpoints()
     assert verify_run_directory(run_of(b).history).good
-    assert {name.split("/")[0] for name in objects(b)} == {f"checkpoint_{winner.step:012d}"}
     train(b, 8, {"lr": 0.02})
+    train(b, 9, {"lr": 0.02})
+    head = run_of(b).head()
+    assert {name.split("/")[0] for name in objects(b)} == {f"checkpoint_{step:012d}" for step in (winner.step, 8, 9)}
+    assert all(head.state.keeps(name) for name in objects(b))
 
 
 def test_the_source_is_leased_while_a_fork_is_made(a: Path, b: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import is_object_name, live_list_name
+from ckpt_tasks.format.keys import evaluation_name, is_object_name, live_list_name
 from ckpt_tasks.format.ledger import (
     Checkpoint,
     Entry,
@@ -130,7 +130,7 @@ def evaluation(digest: str) -> Evaluation:
         step=1,
         suite="quick",
         metrics={"loss": float("nan")},
-        table="evals/x.arrow",
+        table=evaluation_name(1, "quick", "0" * 16),
         table_digest="f" * 32,
         evaluated_at="2024-01-01",
     )

@@ -20,7 +20,11 @@ MANIFEST = Manifest(
     attempt="e000001-0123456789abcdef",
     world_size=1,
     index=ObjectRecord("checkpoint_000000000000/e000001-0123456789abcdef/index.arrow", 10, "f" * 32, 10),
-    objects=(ObjectRecord("checkpoint_000000000000/e000001-0123456789abcdef/model.safetensors", 9, "e" * 32, 8),),
+    objects=(
+        ObjectRecord(
+            "checkpoint_000000000000/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors", 9, "e" * 32, 8
+        ),
+    ),
     groups={"model": {"kind": "module", "tree": {"b": 1, "a": [2]}}},
     metrics={"loss": 0.5},
     created_at="2024-01-01T00:00:00+00:00",

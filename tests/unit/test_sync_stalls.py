@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -80,38 +79,30 @@ def test_a_stalled_pruner_deletes_nothing_that_a_later_copy_commits(run_dir: Pat
     assert verify_run_directory(there.history).good
 
 
-def test_a_stalled_copy_deletes_nothing_that_a_later_copy_commits(run_dir: Path, tmp_path: Path) -> None:
-    """P67: a copy stalls where a half of an object lies, and wakes after another copy has committed the object."""
+def test_a_stalled_copy_changes_nothing_that_a_later_copy_commits(run_dir: Path, tmp_path: Path) -> None:
+    """P67: a copy stalls before it puts an object, and wakes after another copy has committed the object."""
     run, target = train(run_dir, 1, of=state_of), tmp_path / "b"
-    with pytest.raises(StoreError, match="full"):
-        copy(run, Full(LocalStore(target)))
-    shard = max(target.glob("checkpoint_*/*/model-*"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-5])
 
     class Slow(WrappedStore):
-        """Stall once, before the first change of the object that is not whole; after that nothing can be put."""
+        """Stall once, before the first shard is put. Refuse to delete or replace an object of an attempt."""
 
         stalled = False
 
-        def change(self, name: str) -> None:
-            if name.endswith(shard.name) and not self.stalled:
+        def put_if_absent(self, name: str, body: bytes) -> None:
+            if name.endswith(".safetensors") and not self.stalled:
                 self.stalled = True
                 history = History(LocalStore(target))
                 history.append({"kind": "release"}, lambda state, n: state.released(), owner=history.head().state.owner)
                 copy(run, target)
+            super().put_if_absent(name, body)
 
         def delete(self, name: str) -> None:
-            self.change(name)
+            assert parse_attempt(name) is None
             super().delete(name)
 
-        def replace(self, name: str, body: Any) -> None:
-            self.change(name)
+        def replace(self, name: str, body: bytes | memoryview) -> None:
+            assert parse_attempt(name) is None
             super().replace(name, body)
-
-        def put(self, name: str, body: Any) -> None:
-            if self.stalled:
-                raise StoreError("the disk is full", key=name)
-            super().put(name, body)
 
     slow = Slow(LocalStore(target))
     with pytest.raises((FencedError, StoreError)):
