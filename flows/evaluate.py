@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -55,7 +56,7 @@ def evaluate(
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir, storage_options=storage_options), run_key)
     evaluator = Evaluator(
         run_key=run_key,
-        checkpoint_dir=config.checkpoint_dir,
+        checkpoint_dir=os.fspath(config.checkpoint_dir),
         program=program,
         params=params or {},
         suite=suite,

@@ -16,6 +16,7 @@ from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.checkpoint.metrics import FiniteMetrics
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
+from ckpt_tasks.checkpoint.position import Position, point
 from ckpt_tasks.checkpoint.pruning import Pruner
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
@@ -24,8 +25,6 @@ from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StoreError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
-from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.policy.pace import Pace
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.storage.places import find_place
@@ -33,6 +32,7 @@ from ckpt_tasks.storage.places import find_place
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("ckpt_tasks")
+Metrics = Mapping[str, float]
 
 
 class Checkpointer:
@@ -68,10 +68,8 @@ class Checkpointer:
         self._saver = Saver(self._history, config, self._pruner, self._generations)
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has seen that nobody else has committed anything
-        self._pace = Pace()
         self._finite = FiniteMetrics(config.on_non_finite)
-        self._position = 0
-        self._last = SavePoint(step=0, epoch=None, clock_s=time.monotonic())
+        self._at = Position()
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -83,6 +81,8 @@ class Checkpointer:
     ) -> None:
         self._entered = False
         self._interrupt.install()  # it may have been given back for a delay: a second signal waits for the release
+        if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
+            _log.warning("Steps %s are not saved: no save was due. Call save(step, state) after the last step.", steps)
         try:
             # After an error, or a signal, whoever tries again on this host goes on from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
@@ -102,7 +102,7 @@ class Checkpointer:
     @property
     def position(self) -> int:
         """The steps completed: as restored, or as last reported by `step()` or `save()`; 0 before either."""
-        return self._position
+        return self._at.step
 
     @property
     def stalled_attempts(self) -> int:
@@ -127,7 +127,7 @@ class Checkpointer:
         if not candidates and not in_memory:
             self._knows_line = True
             self._saver.restored(None)
-            self._stand_at(0, None)  # also after steps of which nothing was committed: they are taken again
+            self._at.restored(0, None)  # also after steps of which nothing was committed: they are taken again
             self._hand_on()
             return 0
         damaged, self._damaged = self._damaged, ()
@@ -143,11 +143,11 @@ class Checkpointer:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]
             self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
         self.last_restore, self._knows_line = report, True
-        self._stand_at(found.step, found.epochs)
+        self._at.restored(found.step, found.epochs)
         self._saver.restored(generation.slot if generation is not None else None)
         if found.n < 0:  # storage does not have it yet
             self._saver.parent = known[0] if known else None
-            self._snapshot(found.step, state, found.metrics, found.epochs, keep=True)
+            self._snapshot(found.step, state, found.metrics, found.epochs, keep=True, interim=found.interim)
         else:
             self._saver.parent = found
             if generation is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
@@ -161,7 +161,7 @@ class Checkpointer:
         step: int,
         state: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics | None = None,
         epoch: int | None = None,
     ) -> bool:
         """Report a completed optimizer step; save when the policy says so, and at a pending SIGTERM or Ctrl-C.
@@ -170,17 +170,17 @@ class Checkpointer:
         training waits for it alone: a thread commits it. Before a signal is handed on, it is committed. Raises
         FencedError if this process has lost the run, NonFiniteError, and what went wrong with an earlier snapshot.
         """
-        step = check_step(step, self._position)
+        step = check_step(step, self._at.step)
         self._raise_failure()
-        now = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
+        now = point(step, epoch)
         ending = self._interrupt.pending is not None
-        taken = self._saver.due(self._last, now) or ending
+        due = self._saver.due(self._at.last, now)
+        taken = due or ending
         self._finite.check(step, metrics or {}, saving=taken)
-        self._position = step
-        self._pace.stepped(now)
+        self._at.stepped(now)
         if taken:
             keep = ending or self.config.retention_policy.preserves(step)
-            self._snapshot(step, state, metrics or {}, epoch, keep=keep)
+            self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state))
         if ending:
@@ -193,18 +193,21 @@ class Checkpointer:
         step: int,
         state: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics | None = None,
         epoch: int | None = None,
+        interim: bool = False,
     ) -> Checkpoint:
         """Save now; the checkpoint is committed when this returns.
 
+        `interim` says that only a batch has ended. Where the configuration has an interval, the checkpoint does not
+        count among the newest `max_num_checkpoints` then, and the interval goes on as if it were not there.
         Raises UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or
         CommitUncertainError; the newest checkpoint is still the old one then.
         """
-        step = check_step(step, self._position)
+        step = check_step(step, self._at.step)
         self._raise_failure()
         self._finite.check(step, metrics or {}, saving=True)
-        self._snapshot(step, state, metrics or {}, epoch, keep=True)
+        self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._hand_on()
         saved = self.last_commit
@@ -246,8 +249,6 @@ class Checkpointer:
             # sees that this process is gone, or that its heartbeat grows old.
             with suppress(FencedError, StoreError, CommitUncertainError):
                 self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
-
-    # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -322,8 +323,6 @@ class Checkpointer:
         """Tell a listener of commits, failed saves and restores from now on."""
         self._saver.listeners.add(listener)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
-
     def _own(self) -> Owner:
         config = self.config
         if self._owner is None:
@@ -349,8 +348,9 @@ class Checkpointer:
         return self._owner
 
     def _snapshot(
-        self, step: int, state: dict[str, Any], metrics: Mapping[str, float], epoch: int | None, *, keep: bool
+        self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
     ) -> None:
+        interim = interim and self.config.has_interval
         started_s = time.perf_counter()
         with uncollected():
             captured = capture(state)
@@ -363,14 +363,14 @@ class Checkpointer:
             step,
             captured,
             groups,
-            metrics=metrics,
+            metrics=metrics or {},
             epochs=epoch,
             started_s=started_s,
             keep=keep,
-            step_s=self._pace.step_s,
+            interim=interim,
+            step_s=self._at.step_s,
         )
-        self._stand_at(step, epoch)
-        self._pace.saved(self._last)
+        self._at.saved(step, epoch, interim=interim)
 
     def _raise_failure(self) -> None:
         """Raise what a thread found; a failed flush only where the configuration does not say to go on."""
@@ -393,10 +393,6 @@ class Checkpointer:
             raise failure
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
-
-    def _stand_at(self, step: int, epoch: int | None) -> None:
-        self._position = step
-        self._last = SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
 
     def _hand_on(self) -> None:
         if self._interrupt.pending is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,12 +28,12 @@ class AttemptHooks:
 class CheckpointConfig:
     """Say where a run's checkpoints live, when to save and what to keep.
 
-    `checkpoint_dir` is a directory, or a place in an object store (s3://bucket/run). `run_key` names the run (default:
-    the directory's name); a directory of another run is refused. Save when `step_interval` steps, `epoch_interval`
-    epochs or `save_interval_secs` seconds have passed, whichever comes first. `cadence="auto"` chooses the seconds
-    between saves from what the run measures: what a save costs and how often the run fails (Young and Daly); saves take
-    at most the share `overhead_cap` of its time.
-    With none of them only `save()` saves. Keep the newest `max_num_checkpoints` (None: all),
+    `checkpoint_dir` is a directory, or a place in an object store (s3://bucket/run); a Path is kept as a str. `run_key`
+    names the run (default: the directory's name); a directory of another run is refused. Save when
+    `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have passed, whichever comes first.
+    `cadence="auto"`, the default where no interval is given, chooses the seconds between saves from what the run
+    measures: what a save costs and how often the run fails (Young and Daly); saves take at most the share
+    `overhead_cap` of its time. Keep the newest `max_num_checkpoints` (None: all),
     every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
@@ -60,7 +61,7 @@ class CheckpointConfig:
     # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    checkpoint_dir: str
+    checkpoint_dir: str | os.PathLike[str]
     run_key: str | None = None
     step_interval: int | None = None
     epoch_interval: int | None = None
@@ -73,15 +74,16 @@ class CheckpointConfig:
     best_metric: str | None = None
     best_mode: str = "min"
     owner_timeout_s: float = 120.0
-    memory_dir: str | None = "auto"
+    memory_dir: str | os.PathLike[str] | None = "auto"
     on_flush_failure: str = "raise"
     on_non_finite: str = "warn"
     flush_timeout_s: float = 600.0
-    local_dir: str | None = None
+    local_dir: str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     single_writer: bool = False
 
     def __post_init__(self) -> None:
+        self._keep_paths_as_text()
         if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
             raise ConfigError(f"checkpoint_dir must be a directory's name, a str, not {self.checkpoint_dir!r}")
         if self.run_key is not None and not _is_name(self.run_key):
@@ -109,6 +111,11 @@ class CheckpointConfig:
             raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
         self._check_memory()
 
+    def _keep_paths_as_text(self) -> None:
+        for name in ("checkpoint_dir", "memory_dir", "local_dir"):
+            if isinstance(given := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))
+
     def _check_memory(self) -> None:
         if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
             raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
@@ -131,6 +138,16 @@ class CheckpointConfig:
             raise ConfigError(f"best_metric must be a metric's name, not {self.best_metric!r}")
         if self.keep_best and self.best_metric is None:
             raise ConfigError("keep_best needs best_metric: the best by which metric?")
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether steps, epochs or seconds between saves are given."""
+        return self.save_policy != SavePolicy()
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the run chooses the seconds between saves: where asked to, and where no interval is given."""
+        return self.cadence == "auto" or not self.has_interval
 
     @property
     def save_policy(self) -> SavePolicy:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from ckpt_tasks.checkpoint.save import Described
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
@@ -33,7 +33,7 @@ _log = logging.getLogger("ckpt_tasks")
 class LocalCopies:
     """The copies of one run in a local directory."""
 
-    def __init__(self, local_dir: str | Path):
+    def __init__(self, local_dir: str | os.PathLike[str]):
         self.store = LocalStore(local_dir)
         self._newest: str | None = None
 

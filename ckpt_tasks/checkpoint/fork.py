@@ -129,6 +129,7 @@ def plan_fork(
             parent=None,
             n=0,
             abandoned=False,
+            interim=False,
             size_bytes=sum(record.size_bytes for record in records) + len(data),
         ),
         origin=origin,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +42,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     if _is_forked(history):
         return
     directory, which = split_target(source)
-    alike = directory.partition("://")[0] == config.checkpoint_dir.partition("://")[0]
+    alike = directory.partition("://")[0] == os.fspath(config.checkpoint_dir).partition("://")[0]
     run = open_run(directory, storage_options=config.storage_options if alike else None)
     recorded = run.head().state.params or {}
     changed = {name: value for name, value in (params or {}).items() if recorded.get(name, _ABSENT) != value}

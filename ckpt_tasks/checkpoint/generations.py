@@ -78,7 +78,12 @@ class Generation:
 class Generations:
     """The memory of one run's snapshots, in this process and from the one before it on this host."""
 
-    def __init__(self, store: Store, memory_dir: str | None, local_dir: str | None = None):
+    def __init__(
+        self,
+        store: Store,
+        memory_dir: str | os.PathLike[str] | None,
+        local_dir: str | os.PathLike[str] | None = None,
+    ):
         self.memory: SnapshotMemory = PrivateMemory()
         self.copies = LocalCopies(local_dir) if local_dir is not None else None
         self._store = store

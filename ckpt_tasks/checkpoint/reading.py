@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -36,14 +37,17 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 def open_store(
-    checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
+    checkpoint_dir: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
 ) -> Store:
     """Return the store of a run directory: a local one, a place in an object store (s3://bucket/run), or a block's."""
     return find_place(checkpoint_dir, storage_options, run_key).open()
 
 
 def open_run(
-    checkpoint_dir: str, run_key: str | None = None, *, storage_options: Mapping[str, Any] | None = None
+    checkpoint_dir: str | os.PathLike[str],
+    run_key: str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Run:
     """Open a run directory for reading; raises CheckpointNotFoundError where there is no run."""
     history = History(open_store(checkpoint_dir, storage_options, run_key))
@@ -92,8 +96,12 @@ class Run:
             )
         raise ConfigError(f"{which!r} is no checkpoint", hint="Name a step, 'latest' or 'best'.")
 
-    def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = True) -> RestoreReport:
-        """Restore the groups that `state` names (all of them, and the random streams, where `partial` is False)."""
+    def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = False) -> RestoreReport:
+        """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
+
+        With `partial` only the groups that `state` names are restored, and no random stream. Raises
+        StateMismatchError, IntegrityError or StoreError; the state is untouched then.
+        """
         # Only here: whoever looks at a run without restoring from it does not wait for torch.
         from ckpt_tasks.checkpoint.restore import restore_one
 

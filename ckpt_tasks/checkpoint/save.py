@@ -79,6 +79,7 @@ class Saving:
     groups: Mapping[str, Mapping[str, object]]
     metrics: Mapping[str, float]
     epochs: int | None = None
+    interim: bool = False
     world_size: int = 1
 
 
@@ -120,6 +121,7 @@ class Described:
             cost_s=round(cost_s, 6),
             epochs=self.saving.epochs,
             reuses=self.reuses,
+            interim=self.saving.interim,
         )
 
 

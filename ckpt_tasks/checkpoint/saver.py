@@ -41,7 +41,7 @@ class Saver:
     """Take snapshots and see to it that they are committed.
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    that this process knows to have committed a checkpoint; `cadence` the automatic one, where it was asked for;
+    that this process knows to have committed a checkpoint; `cadence` the automatic one, from the first step on;
     `unnoted` the newest events for the run's history that wait for a store which has failed to take a checkpoint.
     """
 
@@ -69,15 +69,15 @@ class Saver:
         self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
 
     def begin(self, owner: Owner, run_key: str) -> None:
-        """Save as this owner from now on; an automatic cadence begins with what the run's history asks for."""
+        """Save as this owner from now on."""
         self._owner, self._run_key = owner, run_key
-        if self._config.cadence == "auto":
-            self._happened = recent(self._history)
-            observed, cadence = summarize(self._happened), AutoCadence(overhead_cap=self._config.overhead_cap)
-            self.cadence = cadence if observed is None else cadence.updated(observed)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due, by policy or by cadence."""
+        if self._config.automatic and self.cadence is None:
+            self._happened = recent(self._history)  # only here: a loop that reports no steps need not read it
+            observed, cadence = summarize(self._happened), AutoCadence(overhead_cap=self._config.overhead_cap)
+            self.cadence = cadence if observed is None else cadence.updated(observed)
         timely = self.cadence is not None and self.cadence.due(last, now)
         return timely or self._config.save_policy.due(last, now)
 
@@ -109,13 +109,14 @@ class Saver:
         epochs: int | None,
         started_s: float,
         keep: bool,
+        interim: bool = False,
         step_s: float | None = None,
     ) -> None:
         """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
 
-        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What is on the host is copied when
-        this returns; a device copies what it holds before anything that training queues from then on. Raises
-        StoreError where there is no memory for it.
+        `keep`: no newer snapshot may take its place. `interim` and `step_s` go into the ledger. What is on the
+        host is copied when this returns; a device copies what it holds before anything that training queues from then
+        on. Raises StoreError where there is no memory for it.
         """
         assert self._owner is not None
         saving = steps.Saving(
@@ -125,6 +126,7 @@ class Saver:
             groups=groups,
             metrics=checked_metrics(metrics),
             epochs=epochs,
+            interim=interim,
         )
         slot = self._pipeline.take_slot()
         images, filled = self._images(slot, captured)

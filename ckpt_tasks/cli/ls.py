@@ -61,6 +61,7 @@ def _row(checkpoint: Checkpoint, state: State, kept: list[str]) -> dict[str, Any
         "evaluations": {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest},
         "kept_because": kept,
         "abandoned": checkpoint.abandoned,
+        "interim": checkpoint.interim,
         "pinned": state.pins.get(digest),
         "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in leases],
         "attempt": checkpoint.attempt,

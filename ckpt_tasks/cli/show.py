@@ -49,6 +49,7 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
         "cost_s": checkpoint.cost_s,
         "size_bytes": checkpoint.size_bytes,
         "abandoned": checkpoint.abandoned,
+        "interim": checkpoint.interim,
         "pinned": state.pins.get(checkpoint.manifest_digest),
         "attempt": checkpoint.attempt,
         "manifest": checkpoint.manifest,

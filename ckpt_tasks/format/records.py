@@ -68,7 +68,8 @@ class Checkpoint:
     committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
     completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
     there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
-    of: what had not changed was not written again.
+    of: what had not changed was not written again. `interim`: it was saved because a batch or the process ended, not
+    because an interval had passed; it does not count among the newest that retention keeps.
     """
 
     step: int
@@ -85,6 +86,7 @@ class Checkpoint:
     epochs: int | None = None
     abandoned: bool = False
     reuses: tuple[str, ...] = ()
+    interim: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
         "epochs": _epochs(item.get("epochs")),
         "abandoned": flag(item.get("abandoned", False)),
         "reuses": tuple(_shard(name) for name in item.get("reuses", ())),
+        "interim": flag(item.get("interim", False)),
     }
     attempt = parse_attempt(text(item["manifest"]))
     if (

@@ -114,7 +114,8 @@ class StateSession:
         self.ckpt.wait()
         last = self.ckpt.last_commit
         if last is None or last.step != step:
-            self.ckpt.save(step, self.state, metrics=self._metrics)
+            # What step() has reported was saved where it was due.
+            self.ckpt.save(step, self.state, metrics=self._metrics, interim=step == self.ckpt.position)
 
     def discard(self) -> None:
         """Give up the live values, and the gradients with them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
@@ -25,7 +26,7 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
             f"run_key is {run_key!r} and checkpoint.run_key {config.run_key!r}", hint="Set only one of them."
         )
     keyed = replace(config, run_key=run_key)  # checks the key, before it becomes part of a path
-    return replace(keyed, checkpoint_dir=config.checkpoint_dir.replace("{run_key}", run_key))
+    return replace(keyed, checkpoint_dir=os.fspath(config.checkpoint_dir).replace("{run_key}", run_key))
 
 
 def position_of_run(config: CheckpointConfig, total_steps: int) -> int:

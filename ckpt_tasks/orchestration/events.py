@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextvars import copy_context
@@ -81,9 +82,10 @@ def announce_evaluation(
     _send("ckpt.evaluated", _resource(run_key), {**about, **told})
 
 
-def absolute(checkpoint_dir: str) -> str:
+def absolute(checkpoint_dir: str | os.PathLike[str]) -> str:
     """Return a directory as other processes of this host find it; URLs stay what they are."""
-    return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
+    name = os.fspath(checkpoint_dir)
+    return name if "://" in name else str(Path(name).absolute())
 
 
 def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:

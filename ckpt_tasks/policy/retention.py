@@ -26,11 +26,16 @@ class Candidate(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
     @property
     def abandoned(self) -> bool: ...
+    @property
+    def interim(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max")."""
+    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
+
+    Interim checkpoints fill up the newest where there are too few others; they never push one of those out.
+    """
 
     max_num_checkpoints: int | None = None
     keep_every_n_steps: int | None = None
@@ -70,15 +75,16 @@ def plan_retention(
     the order is the order of commits.
     """
     best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
+    limit = policy.max_num_checkpoints
+    counted = {c.manifest_digest for c in sorted(newest_first, key=lambda c: c.interim)[:limit]}
     newest_verified = next((c.manifest_digest for c in newest_first if c.manifest_digest in verified), None)
     verdicts = []
     for place, candidate in enumerate(newest_first):
         digest, step = candidate.manifest_digest, candidate.step
-        limit = policy.max_num_checkpoints
         rules = [
             (place == 0, "newest"),
             (limit is None, "all are kept"),
-            (limit is not None and place < limit, f"one of the newest {limit}"),
+            (limit is not None and digest in counted, f"one of the newest {limit}"),
             (policy.preserves(step) and not candidate.abandoned, f"every {policy.keep_every_n_steps} steps"),
             (digest in best, f"number {best.get(digest)} by {policy.best_metric}"),
             (digest in pins, f"pinned: {pins.get(digest)}"),
@@ -87,7 +93,8 @@ def plan_retention(
             (digest == restored_from, "training was restored from it"),
         ]
         why = tuple(reason for holds, reason in rules if holds)
-        gone = "on a line that was left" if candidate.abandoned else f"older than the newest {limit}"
+        old = "interim, and no longer the newest" if candidate.interim else f"older than the newest {limit}"
+        gone = "on a line that was left" if candidate.abandoned else old
         verdicts.append(Verdict(step, digest, bool(why), why or (gone,)))
     return verdicts
 

@@ -77,7 +77,7 @@ class LocalStore:
     gap_bytes = 0
     endpoint: str | None = None
 
-    def __init__(self, root: str | Path, *, group_access: bool = False, calls: Calls = os):
+    def __init__(self, root: str | os.PathLike[str], *, group_access: bool = False, calls: Calls = os):
         text = os.fspath(root)
         if "://" in text or "\0" in text or not text:
             raise ConfigError(f"{text!r} is no local directory")

@@ -46,15 +46,16 @@ class Place:
 
 
 def find_place(
-    checkpoint_dir: str, storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
+    checkpoint_dir: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
 ) -> Place:
     """Return the place that a name stands for: most stand for themselves.
 
     Raises ConfigError where a name that brings its own options is given others, and what its entry point raises.
     """
-    scheme, separator, rest = checkpoint_dir.partition("://")
+    name = os.fspath(checkpoint_dir)
+    scheme, separator, rest = name.partition("://")
     if not separator or scheme == "file" or scheme in _SCHEMES:
-        return Place(checkpoint_dir, storage_options)
+        return Place(name, storage_options)
     for known in entry_points(group=GROUP, name=scheme):
         if storage_options:
             raise ConfigError(
@@ -62,4 +63,4 @@ def find_place(
             )
         place: Place = known.load()(rest, run_key)
         return place
-    return Place(checkpoint_dir, storage_options)  # opening it says what is wrong with the scheme
+    return Place(name, storage_options)  # opening it says what is wrong with the scheme

@@ -71,7 +71,7 @@ def options(root: Root, **more: Any) -> CheckpointConfig:
 def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
     """Return a Checkpointer on a run directory; a local store makes its calls through `calls`."""
     ckpt = Checkpointer(options(root, **more), take_over=take_over)
-    ckpt._history.store = place_of(root).store if calls is os else LocalStore(ckpt.config.checkpoint_dir, calls=calls)
+    ckpt._history.store = place_of(root).store if calls is os else LocalStore(place_of(root).url, calls=calls)
     return ckpt
 
 

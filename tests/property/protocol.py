@@ -274,7 +274,7 @@ class Evaluator:
             for _ in range(2):
                 state = fresh()
                 try:
-                    run.restore(checkpoint, {"model": state["model"]})
+                    run.restore(checkpoint, {"model": state["model"]}, partial=True)
                 except (IntegrityError, StoreError) as error:
                     if place.schedule.now_s < lease.expires_at:
                         place.witness.check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,22 @@ def test_options_reach_their_policies() -> None:
     assert config.retention_policy == RetentionPolicy(
         max_num_checkpoints=None, keep_every_n_steps=4, keep_best=5, best_metric="loss", best_mode="max"
     )
+
+
+def test_without_an_interval_the_run_chooses() -> None:
+    """The cadence is automatic where it is asked for and where no interval is given, and nowhere else."""
+    assert CheckpointConfig(checkpoint_dir="runs/x").automatic
+    assert CheckpointConfig(checkpoint_dir="runs/x", step_interval=5, cadence="auto").automatic
+    for interval in ({"step_interval": 5}, {"epoch_interval": 1}, {"save_interval_secs": 60.0}):
+        assert not CheckpointConfig(checkpoint_dir="runs/x", **interval).automatic
+
+
+def test_a_path_is_a_directory(tmp_path: Path) -> None:
+    """Every option that names a directory takes a Path, and keeps it as the text that a flow's parameter would be."""
+    config = CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=tmp_path / "memory", local_dir=tmp_path)
+    names = (f"{tmp_path}/run", f"{tmp_path}/memory", str(tmp_path))
+    assert (config.checkpoint_dir, config.memory_dir, config.local_dir) == names
+    assert config == CheckpointConfig(checkpoint_dir=names[0], memory_dir=names[1], local_dir=names[2])
 
 
 def test_two_ways_to_choose_the_seconds_are_refused() -> None:

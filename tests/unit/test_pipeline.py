@@ -258,6 +258,7 @@ def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> 
     """With cadence="auto" the interval follows from what saves cost, and the next process begins with it."""
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
+        assert not ckpt.step(0, state_at(0))
         assert ckpt._saver.cadence is not None
         first_s = ckpt._saver.cadence.interval_s
         for step in (1, 2, 3):
@@ -266,10 +267,10 @@ def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> 
     assert learned_s != first_s
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
+        assert not ckpt.step(4, state_at(4))
         assert ckpt._saver.cadence is not None
         assert ckpt._saver.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
-        assert not ckpt.step(4, state_at(4))
-        ckpt._last = replace(ckpt._last, clock_s=ckpt._last.clock_s - learned_s * 1.4)
+        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - learned_s * 1.4)
         assert ckpt.step(5, state_at(5))
 
 

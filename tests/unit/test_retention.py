@@ -20,6 +20,7 @@ class Fact:
     manifest_digest: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     abandoned: bool = False
+    interim: bool = False
 
 
 def plan(
