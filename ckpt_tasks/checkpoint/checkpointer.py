@@ -27,6 +27,7 @@ from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.loaders import warn_of_lost_order
 from ckpt_tasks.storage.places import find_place
 
 __all__ = ["Checkpointer"]
@@ -355,6 +356,8 @@ class Checkpointer:
         with uncollected():
             captured = capture(state)
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
+            if self.last_commit is None:
+                warn_of_lost_order()
         owner = self._own()
         if not self._knows_line:
             self._saver.check_line(owner)
@@ -373,17 +376,10 @@ class Checkpointer:
         self._at.saved(step, epoch, interim=interim)
 
     def _raise_failure(self) -> None:
-        """Raise what a thread found; a failed flush only where the configuration does not say to go on."""
+        """Raise what a thread found."""
         if self._heartbeat is not None and self._heartbeat.fenced is not None:
             raise self._heartbeat.fenced
-        failure = self._saver.take_failure()
-        if failure is None:
-            return
-        if self.config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
-            raise failure
-        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
-        event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._saver.unnoted.append(event)  # the history has it once the store takes a checkpoint again
+        self._saver.raise_failure()
 
     def _settle(self) -> None:
         """Let what is on its way end, however it ends: a restore goes on from what is there then."""

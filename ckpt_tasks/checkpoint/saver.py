@@ -182,6 +182,17 @@ class Saver:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
         return self._pipeline.take_failure()
 
+    def raise_failure(self) -> None:
+        """Raise what went wrong with an earlier snapshot; a failed flush only if the configuration says so."""
+        failure = self.take_failure()
+        if failure is None:
+            return
+        if self._config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
+            raise failure
+        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
+        event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
+        self.unnoted.append(event)  # the history has it once the store takes a checkpoint again
+
     def restored(self, slot: str | None) -> None:
         """Leave the slot that was restored from for as long as possible."""
         self._pipeline.hold(slot)

@@ -24,7 +24,8 @@ from ckpt_tasks.state.values import pack
 __all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
 
 # Memory that two groups share belongs to the first of these, so that a module can be restored from its own files.
-_ORDER = ("module", "optimizer", "generator", "stateful", "plain")
+# A data loader may draw from a generator where its state is asked for, so generators come after it.
+_ORDER = ("module", "optimizer", "stateful", "generator", "plain")
 
 
 def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.collecting import uncollected
@@ -186,5 +187,7 @@ class StatefulPart:
         self._value = unpack(self._tree, Maker(source), self._live)
 
     def write(self) -> None:
-        """Hand it over."""
+        """Hand it over; a data loader also makes its next iterator, which draws from the streams that are set last."""
         self._target.load_state_dict(self._value)
+        if issubclass(type(self._target), DataLoader):
+            self._target.state_dict()  # makes the iterator that the program's next iter() returns
