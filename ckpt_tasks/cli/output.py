@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JsonOption", "Output", "console", "output", "printable", "table"]
 
+_FIRST_ANSWER_S = 15.0  # of a store that is asked for the first time; what is under way waits out longer outages
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -62,14 +64,33 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
     """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit `trouble`."""
+    from ckpt_tasks.storage.places import first_answer_s
+
     out = Output(as_json)
+    limit = first_answer_s.set(_FIRST_ANSWER_S)
     try:
-        yield out
+        with _only_our_log():
+            yield out
     except CkptError as error:
         _print_error(error, out)
         raise typer.Exit(trouble) from error
+    finally:
+        first_answer_s.reset(limit)
     if out.failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _only_our_log() -> Iterator[None]:
+    """Keep the log of other packages off the screen: their errors come as exceptions, and are one line of ours."""
+    ours, silence, shown = logging.getLogger("ckpt_tasks"), logging.NullHandler(), logging.StreamHandler()
+    logging.getLogger().addHandler(silence)
+    ours.addHandler(shown)
+    try:
+        yield
+    finally:
+        ours.removeHandler(shown)
+        logging.getLogger().removeHandler(silence)
 
 
 def table(*headings: str, right: tuple[str, ...] = ()) -> Table:
