@@ -164,10 +164,12 @@ class StoreError(CkptError, OSError):
 
     `transient`: the same request may succeed a moment later (no answer, overload), so it is worth another try.
     `refused`: so it is, and the store said that it did nothing.
+    `denied`: permissions, or a disk that is full or read-only, do not allow it.
     """
 
     transient: bool = False
     refused: bool = False
+    denied: bool = False
 
 
 class ObjectNotFoundError(StoreError):

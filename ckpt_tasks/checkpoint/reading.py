@@ -61,10 +61,14 @@ def run_of(config: CheckpointConfig) -> Run:
 
 
 class Run:
-    """One run, read-only but for leases and evaluations; `run_key` is None where format.json is damaged."""
+    """One run, read-only but for leases and evaluations; `run_key` is None where format.json is damaged.
+
+    `read_only` is True once a lease was denied, and the run was read without one.
+    """
 
     def __init__(self, history: History, run_key: str | None):
         self.history = history
+        self.read_only = False
         self.run_key = run_key
 
     def head(self) -> Head:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -271,8 +271,19 @@ def _contents(
 
 @contextmanager
 def leased(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due."""
-    with renewable(source, checkpoint, holder, _LEASE_S) as again:
+    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
+
+    A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
+    meanwhile is an error of the read.
+    """
+    with ExitStack() as held:
+        again: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            again = held.enter_context(renewable(source, checkpoint, holder, _LEASE_S))
+        except StoreError as error:
+            if not error.denied:
+                raise
+            source.read_only = True
         due_s = time.monotonic() + _LEASE_S / 2
 
         def renew() -> None:

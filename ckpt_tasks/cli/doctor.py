@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ __all__ = ["doctor"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
 _DEADLINE_S = 5.0
 _SMALL_BYTES = 1 << 16  # whether it works is asked, not how fast: that is `ckpt doctor-store`
+_WRITTEN = ("ledger", "heartbeat")  # where every owner writes, beside new directories of its own
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red", "not checked": "dim"}
 
 DirectoryArgument = Annotated[
@@ -78,7 +80,7 @@ def _of_place(directory: str | None) -> list[Check]:
         seen, size_bytes = _store(inner, patient)
     except CkptError as error:
         return [Check("store", "wrong", error.message, error.hint or ""), judge_memory(_memory(None, None))]
-    return [seen, *_clock(inner.endpoint), judge_memory(_memory(inner.url, size_bytes))]
+    return [seen, *_disk(inner, size_bytes), *_clock(inner.endpoint), judge_memory(_memory(inner.url, size_bytes))]
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
@@ -128,6 +130,26 @@ def _tried(store: Store) -> Check:
     return Check("store", "ok" if verdict.fit else "wrong", seen, "" if verdict.fit else "ckpt doctor-store says more.")
 
 
+def _disk(store: Store, size_bytes: int | None) -> list[Check]:
+    """Look whether a local run can be written; nothing is written for it. What is no run yet has just been tried."""
+    from ckpt_tasks.policy.health import DiskFacts, judge_disk
+
+    directories = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
+    if store.endpoint is not None or not (Path(store.url) / "ledger").is_dir():
+        return []
+    unwritable = [str(path) for path in directories if not os.access(path, os.W_OK | os.X_OK, effective_ids=True)]
+    status = os.statvfs(store.url)
+    return [
+        judge_disk(
+            DiskFacts(
+                unwritable=next(iter(unwritable), None),
+                free_bytes=status.f_bavail * status.f_frsize,
+                needed_bytes=size_bytes,
+            )
+        )
+    ]
+
+
 def _clock(endpoint: str | None) -> list[Check]:
     if endpoint is None or "://" not in endpoint:
         return []
@@ -162,9 +184,27 @@ def _held_bytes(url: str) -> int:
     """Return how much the run's own snapshots take on this host: new ones take their place."""
     held_bytes = 0
     for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
-        if not lock.is_symlink() and lock.is_file() and lock.read_bytes() == url.encode():
+        if _holds(lock, url.encode()):
             held_bytes += sum(path.stat().st_size for path in lock.parent.glob("*/*") if path.is_file())
     return held_bytes
+
+
+def _holds(path: Path, expected: bytes) -> bool:
+    """Say whether a small file of this user holds these bytes: /dev/shm is everybody's, and a size is only a claim."""
+    try:
+        with open(path, "rb", opener=_open_regular) as file:
+            return file.read(len(expected) + 1) == expected
+    except OSError:
+        return False
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        os.close(descriptor)
+        raise OSError(f"{path} is no file of this user")
+    return descriptor
 
 
 def _print(out: Output, checks: list[Check], wrong: int) -> None:

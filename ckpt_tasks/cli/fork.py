@@ -12,7 +12,7 @@ import typer
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable
 from ckpt_tasks.cli.params import written
 from ckpt_tasks.cli.progress import reading
-from ckpt_tasks.cli.sync import SingleOption
+from ckpt_tasks.cli.sync import SingleOption, print_unleased
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.pages.words import size, span
@@ -66,9 +66,10 @@ def fork(
         with reading(out, "copying", found.size_bytes) as told:
             moved = run_fork(run, target, planned, single_writer=single_writer or place.single_writer, told=told)
         took_s = time.monotonic() - began
-        out.data(_facts(planned, target, moved, took_s))
+        out.data({**_facts(planned, target, moved, took_s), "leased": not run.read_only})
         if not as_json:
             _print(out, planned, target, moved, took_s)
+            print_unleased(out, run)
 
 
 def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:

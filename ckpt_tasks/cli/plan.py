@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.curve import draw_curve, fine_span, percent
+from ckpt_tasks.cli.files import write_file
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.pages.words import count
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
@@ -115,10 +116,7 @@ def _draw(place: Path, run: Run, planned: _Planned) -> None:
         heading=f"{printable(run.run_key or 'run of unknown key')}: what saving every so often costs",
         about=f"{costs}, failures come every {_mtbf(planned)}",
     )
-    try:
-        place.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the picture cannot be written: {error}", hint="Name another file.") from error
+    write_file(place, drawn, what="picture", option="--svg", is_ours=lambda head: not head or b"<svg" in head)
 
 
 def _print(out: Output, run: Run, planned: _Planned) -> None:

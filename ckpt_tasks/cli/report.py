@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.files import write_file
 from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.reading import Run
@@ -45,21 +45,16 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
         kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(state).items()}
         made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), state, kept)
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
-        _write(place, to_html(made))
+        write_file(place, to_html(made), what="report", option="--out", is_ours=_is_report)
         shown.data({**made.data(), "html": str(place)})
         if not as_json:
             _print(shown, run, made, place)
 
 
-def _write(place: Path, page: str) -> None:
+def _is_report(head: bytes) -> bool:
     from ckpt_tasks.pages.report import GENERATOR
 
-    try:
-        if place.exists() and GENERATOR not in place.read_bytes()[:4096].decode("utf-8", "replace"):
-            raise ConfigError(f"{place} is no report and is not replaced", hint="Name another file with --out.")
-        place.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the report cannot be written: {error}", hint="Name another file with --out.") from error
+    return not head or GENERATOR.encode() in head
 
 
 def _print(shown: Output, run: Run, made: Report, place: Path) -> None:

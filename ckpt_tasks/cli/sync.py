@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import Checkpoint
     from ckpt_tasks.storage.port import Store
 
-__all__ = ["SingleOption", "sync"]
+__all__ = ["SingleOption", "print_unleased", "sync"]
 
 ToArgument = Annotated[
     str, typer.Argument(metavar="TO", help="the run directory that gets it, new or of this run", show_default=False)
@@ -62,6 +62,7 @@ def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_wri
     out.data(_facts(run, target, report, took_s, good=good))
     if not out.as_json:
         _print(out, run, target, report, took_s)
+        print_unleased(out, run)
     if not good:
         out.fail()
 
@@ -99,6 +100,7 @@ def _facts(run: Run, target: Store, report: SyncReport, took_s: float, *, good: 
         "pins": report.pins,
         "faults": list(report.faults),
         "took_s": round(took_s, 3),
+        "leased": not run.read_only,
     }
 
 
@@ -122,6 +124,15 @@ def _print(out: Output, run: Run, target: Store, report: SyncReport, took_s: flo
         out.print("There is nothing to copy.")
     if report.faults:
         out.print(Text.assemble(("Not everything", "bold red"), " could be copied. See what is damaged: ckpt verify"))
+
+
+def print_unleased(out: Output, source: Run) -> None:
+    """Say so if the source was read without a lease."""
+    from rich.text import Text
+
+    if source.read_only:
+        words = "The source cannot be written: it was read without a lease, so its owner could prune what was read."
+        out.print(Text(words, style="yellow"))
 
 
 def _listing(report: SyncReport) -> Any:

@@ -13,12 +13,14 @@ from typing import Any, Literal
 __all__ = [
     "AutomationFacts",
     "Check",
+    "DiskFacts",
     "JobFacts",
     "MemoryFacts",
     "PoolFacts",
     "ServerFacts",
     "judge_automations",
     "judge_clock",
+    "judge_disk",
     "judge_fastapi",
     "judge_heartbeat",
     "judge_leases",
@@ -111,6 +113,15 @@ class ServerFacts:
     automations: tuple[AutomationFacts, ...] | None = None
     ahead_s: float | None = None
     within_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFacts:
+    """A local run's disk: a directory that this user cannot write, bytes free, and the newest checkpoint's size."""
+
+    unwritable: str | None
+    free_bytes: int
+    needed_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +327,23 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
     do = "Set the clocks by NTP: a process that lives could be taken for dead, and a dead one for alive."
     seen = f"this host is {abs(ahead_s):.0f} s {which} {whose}"
     return Check(name, "wrong" if certain_s >= _MOST_SKEW_S else "warning", seen, do)
+
+
+def judge_disk(facts: DiskFacts) -> Check:
+    """Say whether the next save has the right and the room to write."""
+    seen = f"{_gib(facts.free_bytes)} free"
+    if facts.unwritable is not None:
+        do = "Mount it for writing, or give its directories and files to the user who trains."
+        return Check("disk", "wrong", f"{facts.unwritable} cannot be written by this user", do)
+    if facts.needed_bytes is None:
+        return Check("disk", "ok", seen)
+    seen += f", the newest checkpoint has {_gib(facts.needed_bytes)}"
+    do = "Free space: ckpt prune, or a smaller max_num_checkpoints. A save is written before an older one goes."
+    if facts.free_bytes < facts.needed_bytes:
+        return Check("disk", "wrong", f"{seen}: the next save fails", do)
+    if facts.free_bytes < 2 * facts.needed_bytes:
+        return Check("disk", "warning", seen, do)
+    return Check("disk", "ok", seen)
 
 
 def judge_memory(facts: MemoryFacts) -> Check:

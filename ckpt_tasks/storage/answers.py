@@ -82,6 +82,7 @@ def as_ours(error: BaseException, name: str) -> CkptError:
     failure.refused = code in _OVERLOADED | _EXPIRED or status in (409, 429, 503)
     again = expired or code in _AGAIN or status == 408
     failure.transient = failure.refused or again or (status >= 500 and status != 501)
+    failure.denied = status == 403 and not failure.transient
     return failure
 
 

@@ -26,6 +26,9 @@ DAMAGED = (
 # Two places cannot share a file: other file systems, ones that know no second name, too many names, another's file.
 NO_LINKS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
+# What is there can be read, but nothing can be written.
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
 HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",
     errno.EDQUOT: "The quota is used up: free space, or keep fewer checkpoints (max_num_checkpoints).",
@@ -50,4 +53,5 @@ def our_errors(name: str, path: Path) -> Iterator[None]:
     except OSError as error:
         failure = StoreError(f"{error.strerror or error} ({path})", key=name, hint=HINTS.get(error.errno or 0))
         failure.errno = error.errno
+        failure.denied = error.errno in _DENIED
         raise failure from error

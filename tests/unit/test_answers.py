@@ -219,6 +219,17 @@ def test_our_own_errors_stay_and_get_the_objects_name() -> None:
     assert error.key == NAME
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "denied"),
+    [(403, "AccessDenied", True), (403, "", True), (403, "ExpiredToken", False), (404, "", False), (503, "", False)],
+)
+def test_what_is_denied_is_known(status: int, code: str, denied: bool) -> None:
+    """A refusal for want of rights is told from expired credentials and from trouble that passes."""
+    ours = as_ours(through_s3fs(answered(status, code)), NAME)
+    assert isinstance(ours, StoreError)
+    assert ours.denied == denied
+
+
 def test_expired_credentials_are_known() -> None:
     """By the code, whatever the status and whatever s3fs has made of it."""
     for code in ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import app
+from ckpt_tasks.cli.doctor import _holds
 from ckpt_tasks.orchestration.doctor import ask_server, check_prefect, clock_of
 from tests.servers.s3 import S3Server
 
@@ -212,3 +216,24 @@ def test_people_read_a_table() -> None:
     assert done.exit_code == 1
     assert "what to do" in done.stdout
     assert "Wrong: 1, warnings: 1." in done.stdout
+
+
+def test_a_lock_is_not_read_as_a_whole(run_dir: Path) -> None:
+    """A lock file of any size, a pipe and another user's file in its place cost the doctor nothing."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-tasks-locks-", dir="/dev/shm") as made:
+        lock, url = Path(made, "lock"), str(run_dir).encode()
+        lock.write_bytes(url)
+        assert _holds(lock, url)
+        os.truncate(lock, 4 << 30)
+        tracemalloc.start()
+        assert not _holds(lock, url)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+        lock.unlink()
+        os.mkfifo(lock)
+        assert not _holds(lock, url)
+        lock.unlink()
+        lock.write_bytes(url)
+        if os.geteuid() == 0:
+            os.chown(lock, 65534, 65534)
+            assert not _holds(lock, url)

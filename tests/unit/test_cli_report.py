@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,40 @@ def test_what_is_no_report_is_not_replaced(run: Path, tmp_path: Path) -> None:
     assert "is no report and is not replaced" in done.err
     assert place.read_text() == "mine"
     assert ckpt("report", run, "--out", tmp_path / "no such" / "x.html").status == 1
+
+
+@pytest.mark.parametrize("verb", ["report", "plan"])
+@pytest.mark.parametrize("kind", ["dangling link", "link", "pipe", "directory"])
+def test_only_a_regular_file_is_replaced(run: Path, tmp_path: Path, verb: str, kind: str) -> None:
+    """A link is not followed, a pipe is not waited for, and no part of a file is left behind."""
+    place, elsewhere = tmp_path / "out" / "page", tmp_path / "elsewhere"
+    place.parent.mkdir()
+    option = "--out" if verb == "report" else "--svg"
+    if kind == "link":
+        assert ckpt(verb, run, option, elsewhere).status == 0
+    before = elsewhere.read_bytes() if elsewhere.exists() else None
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        place.symlink_to(elsewhere)
+    done = ckpt(verb, run, option, place)
+    assert done.status == 1
+    assert "is not replaced" in done.err
+    assert (elsewhere.read_bytes() if elsewhere.exists() else None) == before
+    assert [path.name for path in place.parent.iterdir()] == ["page"]
+
+
+@pytest.mark.parametrize(("verb", "option"), [("report", "--out"), ("plan", "--svg")])
+def test_its_own_file_is_replaced(run: Path, tmp_path: Path, verb: str, option: str) -> None:
+    """What the same verb wrote is written anew, and nothing else lies beside it."""
+    for _ in range(2):
+        assert ckpt(verb, run, option, tmp_path / "made").status == 0
+        (tmp_path / "made").write_text((tmp_path / "made").read_text() + "<!-- older -->")
+    assert ckpt(verb, run, option, tmp_path / "made").status == 0
+    assert "older" not in (tmp_path / "made").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"made", run.name}
 
 
 def test_damage_is_said(run_dir: Path, tmp_path: Path) -> None:

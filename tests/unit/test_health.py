@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_tasks.policy import health
-from ckpt_tasks.policy.health import AutomationFacts, Check, JobFacts, MemoryFacts, PoolFacts, ServerFacts
+from ckpt_tasks.policy.health import AutomationFacts, Check, DiskFacts, JobFacts, MemoryFacts, PoolFacts, ServerFacts
 
 ZOMBIES = AutomationFacts(name="ckpt-tasks: zombie flow runs are crashed", within_s=90)
 RESUMES = AutomationFacts(name="ckpt-tasks: crashed flow runs are resumed", within_s=20)
@@ -191,6 +191,22 @@ def test_tags() -> None:
     assert verdict(health.judge_tags(GOOD, (JOB, replace(JOB, name="x/y", tags=())))) == "warning"
     assert health.judge_tags(replace(GOOD, automations=()), (JOB,)) is None
     assert health.judge_tags(GOOD, (replace(JOB, deployed=False),)) is None
+
+
+@pytest.mark.parametrize(
+    ("unwritable", "free", "needed", "expected"),
+    [
+        (None, 4 * GIB, 2 * GIB, "ok"),
+        (None, 3 * GIB, 2 * GIB, "warning"),
+        (None, 1 * GIB, 2 * GIB, "wrong"),
+        (None, 0, None, "ok"),
+        ("/run/ledger", 4 * GIB, 2 * GIB, "wrong"),
+    ],
+)
+def test_the_disk(unwritable: str | None, free: int, needed: int | None, expected: str) -> None:
+    """A run that cannot be written, and a disk without room for one more checkpoint, are wrong."""
+    facts = DiskFacts(unwritable=unwritable, free_bytes=free, needed_bytes=needed)
+    assert verdict(health.judge_disk(facts)) == expected
 
 
 def test_threads_that_spin() -> None:
