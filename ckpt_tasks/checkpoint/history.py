@@ -3,11 +3,15 @@
 Whoever appends never believes the store's answer: it reads the number back and compares the nonce. My nonce means
 done; another valid entry means look at it and try the next number, unless the directory changed hands; nothing there
 means send the same bytes again; unreadable means that nobody can know yet.
+
+A damaged newest entry is passed over, and what it may have named is spared: `append` alone does that, for every event.
+An entry that this process has read before it was damaged is not passed over.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +32,16 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, ledger_name, live_list_name, parse_ledger_name
+from ckpt_tasks.format.keys import (
+    FORMAT_NAME,
+    LEDGER_PREFIX,
+    MANIFEST_NAME,
+    MAX_EPOCH,
+    ledger_name,
+    live_list_name,
+    parse_attempt,
+    parse_ledger_name,
+)
 from ckpt_tasks.format.ledger import (
     MAX_ENTRY_BYTES,
     MAX_INLINE_CHECKPOINTS,
@@ -49,6 +62,8 @@ _NEWEST = 16  # names that are looked at before all of them are
 _NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
 _FOLLOWED = 8  # entries read one by one before all names are looked at
 
+_log = logging.getLogger("ckpt_tasks")
+
 
 @dataclass(frozen=True)
 class Head:
@@ -64,13 +79,21 @@ class Head:
         """The state after the newest good entry."""
         return self.entry.state if self.entry else State()
 
+    @property
+    def spared_epochs(self) -> int:
+        """Up to which owner epoch attempts may be named by a damaged entry: each may have been a new owner's."""
+        epoch = self.state.owner.epoch if self.state.owner else 0
+        damaged_epoch = min(epoch + len(self.damaged), MAX_EPOCH) if self.damaged else 0
+        return max(self.state.spared_epochs, damaged_epoch)
+
 
 class History:
     """Read and extend the ledger of one run directory."""
 
     def __init__(self, store: Store):
         self.store = store
-        self._known: Head | None = None  # the newest state that was read here, of an undamaged ledger
+        self._known: Head | None = None  # the newest entry that was read here, with none damaged above it
+        self._warned: tuple[str, ...] = ()
 
     def create(self, run_key: str, *, single_writer: bool = False) -> None:
         """Make the run directory's format.json unless it is there.
@@ -82,6 +105,8 @@ class History:
         if body is None:
             new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
             self._put_format(self._proved(new, single_writer))
+        elif not body and self.store.endpoint is not None:
+            self._proved({}, single_writer)  # what is damaged may have said that the store cannot put if absent
         elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
@@ -111,15 +136,21 @@ class History:
     def _format(self) -> dict[str, Any] | None:
         """Read format.json: None where there is none, empty where it is damaged."""
         try:
-            body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
-            if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
-                return {}
-            check_version(body["version"], FORMAT_NAME)
-            return {**body, "run_key": str(body["run_key"])}
+            return read_good(self.store, self._read_format)
         except ObjectNotFoundError:
             return None
-        except (IntegrityError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except IntegrityError:
             return {}
+
+    def _read_format(self) -> dict[str, Any]:
+        try:
+            body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
+            if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
+                raise IntegrityError("its bytes are not what was written", key=FORMAT_NAME)
+            check_version(body["version"], FORMAT_NAME)
+            return {**body, "run_key": str(body["run_key"])}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"it is malformed: {error!r:.200}", key=FORMAT_NAME) from error
 
     def _put_format(self, data: bytes) -> None:
         for left in reversed(range(_SAME_NUMBER_TRIES)):
@@ -145,15 +176,40 @@ class History:
         return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
 
     def head(self) -> Head:
-        """Read the newest good entry; torn and foreign ones count as "nothing happened" and are reported.
+        """Read the newest good entry; torn and foreign ones count as "nothing happened", and a warning names them.
 
         Numbers are dense: on a local disk, who has read entry n looks for n + 1 and needs no list, which takes 5 ms of
         6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
         """
-        known = self._known if self.store.near else None
-        head = (known and self._followed(known)) or self._listed()
-        self._known = head if head.entry and not head.damaged else None
+        known = self._known
+        head = (self.store.near and known and self._followed(known)) or self._listed()
+        if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
+            # What this process has read is the truth, also where its bytes have been damaged since.
+            above = tuple(name for name in head.damaged if (parse_ledger_name(name) or 0) > known.entry.n)
+            head = replace(known, next_n=head.next_n, damaged=above)
+        if not head.damaged:
+            self._known = head if head.entry else None
+        elif head.damaged != self._warned:
+            self._warned = head.damaged
+            self._warn(head)
         return head
+
+    def _warn(self, head: Head) -> None:
+        steps = {
+            attempt.step
+            for name in self.store.names("")
+            if name.endswith(f"/{MANIFEST_NAME}") and not head.state.keeps(name) and name not in head.state.retired
+            if (attempt := parse_attempt(name)) is not None
+        }
+        _log.warning(
+            "%s: the newest ledger entries cannot be read: %s. The run goes on from %s. %s. Their objects stay.",
+            self.store.url,
+            ", ".join(head.damaged),
+            f"entry {head.entry.n}" if head.entry else "nothing",
+            f"Checkpoints that only they may have listed: steps {', '.join(map(str, sorted(steps)))}"
+            if steps
+            else "No checkpoint is lost with them",
+        )
 
     def _followed(self, head: Head) -> Head | None:
         """Go on from a state that was read before; None where the list must be asked."""
@@ -223,18 +279,12 @@ class History:
         for _ in range(_NUMBERS_TRIED):
             if owner is not None:
                 check_owner(head.state.owner, owner)
-            entry = Entry(
-                n=head.next_n,
-                epoch=owner.epoch if owner else (head.state.owner.epoch if head.state.owner else 0),
-                nonce=nonce,
-                previous=head.digest,
-                at=now_iso(),
-                event=event,
-                state=change(head.state, head.next_n),
-            )
+            entry = _next(head, nonce, event, change(head.state, head.next_n))
             if self._settle(entry):
                 return entry
             head = self._past(head, entry.n)
+            if head.entry is not None and head.entry.nonce == nonce:
+                return head.entry  # it stands: a moment ago it was read with wrong bytes
         raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
 
     def _past(self, head: Head, n: int) -> Head:
@@ -258,7 +308,7 @@ class History:
     def _settle(self, entry: Entry) -> bool:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
         entry = self._spill(entry)
-        name, (data, _) = ledger_name(entry.n), entry.to_bytes()
+        name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         if len(data) > MAX_ENTRY_BYTES:
             raise StateError(f"the ledger entry would have {len(data)} bytes, more than a reader takes", key=name)
         failure: StoreError | None = None
@@ -268,7 +318,7 @@ class History:
             except StoreError as error:
                 failure = error
             try:
-                return read_good(self.store, lambda: self._is_mine(name, data))
+                stands = read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
                 if failure is not None and failure.refused:
                     raise failure from None  # it was asked for as long as makes sense, and said no each time
@@ -283,6 +333,9 @@ class History:
                     key=name,
                     hint="All data is durable; start again, and the run goes on from what the ledger then says.",
                 ) from error
+            else:
+                self._known = Head(entry, digest, entry.n + 1, ()) if stands else self._known
+                return stands
         assert failure is not None
         raise failure
 
@@ -306,6 +359,19 @@ class History:
                 continue
             return entry, digest, tuple(damaged)
         return None
+
+
+def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Entry:
+    """Make the entry that follows a head; what damaged entries above it may have named is spared from now on."""
+    return Entry(
+        n=head.next_n,
+        epoch=head.state.owner.epoch if head.state.owner else 0,
+        nonce=nonce,
+        previous=head.digest,
+        at=now_iso(),
+        event={**event, "damaged": [*head.damaged]} if head.damaged else event,
+        state=state.sparing(head.spared_epochs),
+    )
 
 
 def _numbered(names: list[str]) -> list[tuple[int, str]]:

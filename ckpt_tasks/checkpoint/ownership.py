@@ -8,6 +8,7 @@ heartbeat is older than the timeout.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -19,7 +20,15 @@ from datetime import datetime
 from pathlib import Path
 
 from ckpt_tasks.checkpoint.history import Head, History, check_owner, now_iso
-from ckpt_tasks.errors import CkptError, FencedError, NoGoodCheckpointError, OwnedError, StoreError
+from ckpt_tasks.errors import (
+    CkptError,
+    FencedError,
+    IntegrityError,
+    NoGoodCheckpointError,
+    ObjectNotFoundError,
+    OwnedError,
+    StoreError,
+)
 from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
@@ -41,26 +50,48 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
         boot_id=_read("/proc/sys/kernel/random/boot_id"),
         pid_namespace=_link("/proc/self/ns/pid"),
         pid=os.getpid(),
-        process_start=_process_start(os.getpid()),
+        process_start=_process_start(os.getpid()) or "",
         taken_at=now_iso(),
     )
 
 
-def why_free(owner: Owner | None, me: Owner, heartbeat_age_s: float | None, timeout_s: float) -> str | None:
-    """Say why the directory may be taken without asking; None when its owner may be alive."""
+def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
+    """Say why the directory may be taken without asking; None when its owner may be alive.
+
+    `silent_s` is how long it has shown no life, None where that is not known.
+    """
     if owner is None:
         return "it has had no owner"
     if owner.released:
         return "its owner released it"
-    same_host = owner.host == me.host and owner.machine_id == me.machine_id
-    if same_host and owner.boot_id == me.boot_id and owner.pid_namespace == me.pid_namespace:
-        start = _process_start(owner.pid)
-        if start != owner.process_start:
+    if (owner.host, owner.machine_id) == (me.host, me.machine_id) and _same_system(owner, me):
+        if (owner.pid, owner.process_start) == (me.pid, me.process_start):
+            return "this process holds it already"
+        if _is_gone(owner):
             return f"its owner, process {owner.pid} on this host, is gone"
-        return "this process holds it already" if owner.pid == me.pid else _silent(heartbeat_age_s, timeout_s)
-    if same_host and me.machine_id and owner.boot_id and owner.boot_id != me.boot_id:
-        return "the host of its owner has been started anew"
-    return _silent(heartbeat_age_s, timeout_s)
+    if silent_s is not None and silent_s > timeout_s:
+        return f"its owner has shown no life for {silent_s:.0f} s"
+    return None
+
+
+def _same_system(owner: Owner, me: Owner) -> bool:
+    """Say whether the number of the owner's process means the same here.
+
+    Names of hosts and machine ids do not say that: images are copied with them.
+    """
+    systems = {(one.boot_id, one.pid_namespace) for one in (owner, me)}
+    return len(systems) == 1 and all(*systems)
+
+
+def _is_gone(owner: Owner) -> bool:
+    """Say whether an owner of this system has ended, for certain: /proc may not show other users' processes."""
+    with suppress(PermissionError, OverflowError):  # it is another user's, or no number of a process
+        try:
+            os.kill(owner.pid, 0)
+        except ProcessLookupError:
+            return True
+    start = _process_start(owner.pid)
+    return start is not None and start != owner.process_start
 
 
 def damage(history: History) -> tuple[str, ...]:
@@ -97,21 +128,21 @@ def acquire(
 
     Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
     commits and releases within its grace. A flow run waits for an owner that is none (upkeep, a person who prunes) as
-    long as it takes to tell whether that is alive: `timeout_s`. Raises OwnedError where the owner may be alive and
-    `take_over` is False.
+    long as it takes to tell whether that is alive: `timeout_s`. So does everyone where the owner's clock cannot tell.
+    Raises OwnedError where the owner may be alive and `take_over` is False.
     """
-    began_s = time.monotonic()
+    began_s, signs = time.monotonic(), _Signs(history, timeout_s)
     while True:
         head = history.head()
         owner = head.state.owner
-        free = why_free(owner, me, _heartbeat_age_s(history, head), timeout_s)
+        free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else "it has had no owner"
         if free or take_over:
             break
         assert owner is not None
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
         passing = owner.flow_run_id is None and me.flow_run_id is not None
         patience_s = RELEASE_GRACE_S if same_run else timeout_s if passing else 0.0
-        if time.monotonic() - began_s < patience_s:
+        if (signs.watching and not same_run) or time.monotonic() - began_s < patience_s:
             time.sleep(_POLL_S)
             continue
         if not same_run:
@@ -132,7 +163,7 @@ def _take(
     head: Head,
     best: tuple[str | None, str],
 ) -> Owner:
-    seen, damaged = head.state.owner, head.damaged
+    seen = head.state.owner
     taken: list[Owner] = []
 
     def change(state: State, n: int) -> State:
@@ -143,10 +174,9 @@ def _take(
                 hint="Start again when it has ended.",
             )
         taken[:] = [replace(me, epoch=(now.epoch if now else 0) + 1, taken_at=now_iso())]
-        owned = state.with_owner(taken[0], *best)
-        return owned.sparing(taken[0].epoch) if damaged else owned
+        return state.with_owner(taken[0], *best)
 
-    event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host, "damaged": list(damaged)}
+    event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
     history.append(event, change, owner=None)
     if seen is not None:
         with suppress(StoreError):  # an old sign of life is ignored: only the owner's own epoch is looked at
@@ -178,46 +208,79 @@ class Heartbeat:
         self._thread.join(timeout=self._every_s)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            try:
-                check_owner(self._history.head().state.owner, self._owner)
-                self._beat()
-            except FencedError as error:
-                self.fenced = error
-                return
-            except CkptError:
-                continue  # the store is away: commits will say so; an old heartbeat only invites a take-over
+        while self.fenced is None and not self._stop.wait(self._every_s):
+            self.look()
+
+    def look(self) -> None:
+        """Look whether this process still owns the directory, and show life; the thread does so again and again."""
+        try:
+            check_owner(self._history.head().state.owner, self._owner)
+            self._beat()
+        except FencedError as error:
+            self.fenced = error
+        except CkptError:
+            pass  # the store is away: commits will say so; an old heartbeat only invites a take-over
 
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": time.time()})
         self._history.store.replace(heartbeat_name(self._owner.epoch), body)
 
 
-def _heartbeat_age_s(history: History, head: Head) -> float | None:
-    """Return the seconds since the owner last showed life: by its heartbeat, else by when it took the directory."""
-    owner = head.state.owner
-    if owner is None or head.entry is None:
-        return None
-    try:
-        beat = json.loads(history.store.get(heartbeat_name(owner.epoch), 4096))
-        at_s = float(beat["at_s"])
-    except (CkptError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+class _Signs:
+    """An owner's signs of life: how old the newest is by its clock, or since when it has not changed by ours.
+
+    `watching`: its clock says nothing (it is ahead by more than the timeout, or the sign is damaged), and the sign has
+    not changed since it was looked at first.
+    """
+
+    def __init__(self, history: History, timeout_s: float):
+        self.watching = False
+        self._history = history
+        self._timeout_s = timeout_s
+        self._sign: tuple[str, bytes] | None = None
+        self._seen_s = 0.0
+
+    def silent_s(self, owner: Owner) -> float | None:
+        """Return for how long the owner has shown no life; None where it has just shown some.
+
+        Raises StoreError where the store does not answer: that is no silence.
+        """
+        sign, changed = (owner.id, self._read(owner)), False
+        if sign != self._sign:
+            changed = self._sign is not None
+            self._sign, self._seen_s = sign, time.monotonic()
+        age_s = time.time() - _time_of(sign[1])
+        self.watching = not changed and not age_s >= -self._timeout_s
+        if changed:
+            return None
+        return time.monotonic() - self._seen_s if self.watching else age_s
+
+    def _read(self, owner: Owner) -> bytes:
         try:
-            at_s = datetime.fromisoformat(owner.taken_at).timestamp()
-        except (ValueError, OverflowError):
-            return None  # as if it had just shown life: only who asks to take over may
-    return time.time() - at_s
+            return self._history.store.get(heartbeat_name(owner.epoch), 4096)
+        except ObjectNotFoundError:  # the time of the taking counts
+            return canonical_json({"taken_at": owner.taken_at})
+        except IntegrityError:
+            return b""
 
 
-def _silent(age_s: float | None, timeout_s: float) -> str | None:
-    return f"its owner has shown no life for {age_s:.0f} s" if age_s is not None and age_s > timeout_s else None
+def _time_of(sign: bytes) -> float:
+    """Return when a sign of life was given, in seconds since 1970 by its writer's clock; NaN where it does not say."""
+    try:
+        body = json.loads(sign)
+        if "taken_at" in body:
+            return datetime.fromisoformat(body["taken_at"]).timestamp()
+        return float(body["at_s"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return math.nan
 
 
-def _process_start(pid: int) -> str:
-    """Return when a process of this host started, in clock ticks since boot; "" where it is gone or a zombie."""
-    text = _read(f"/proc/{pid}/stat")
-    fields = text.rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+def _process_start(pid: int) -> str | None:
+    """Return when a process of this host started, in clock ticks since boot: "" of a zombie, None if it is hidden."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 20:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _read(path: str) -> str:

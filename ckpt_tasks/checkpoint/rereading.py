@@ -18,14 +18,15 @@ _T = TypeVar("_T")
 
 
 def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:
-    """Return what `read` reads and verifies, from a store that is far away at the third try at the latest.
+    """Return what `read` reads and verifies, at the third try at the latest.
 
     `listed`: the object is known to be there, so that a store which does not find it is asked again as well.
     """
     again = (IntegrityError, ObjectNotFoundError) if listed else (IntegrityError,)
-    for _ in range(0 if store.near else _READS - 1):
+    for _ in range(_READS - 1):
         try:
             return read()
         except again:
-            time.sleep(_PAUSE_S)
+            if not store.near:
+                time.sleep(_PAUSE_S)
     return read()

@@ -327,7 +327,7 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
         raise ConfigError(f"{epoch} owners, as the names of objects say, are more than a run has had")
     risen = replace(owner, epoch=epoch + 1)
     because = f"what it copies was written by owners up to epoch {epoch}"
-    event = {"kind": "owner", "because": because, "pid": owner.pid, "host": owner.host, "damaged": []}
+    event = {"kind": "owner", "because": because, "pid": owner.pid, "host": owner.host}
     history.append(event, lambda state, n: replace(state, owner=risen), owner=owner)
     return risen
 

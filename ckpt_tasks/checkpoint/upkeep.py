@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
-from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
@@ -32,7 +33,7 @@ from ckpt_tasks.format.keys import (
     parse_ledger_name,
 )
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
-from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
 from ckpt_tasks.storage.port import Store
 
@@ -65,11 +66,14 @@ class RunFaults:
 
 
 def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
-    """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index."""
+    """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
+
+    Raises StoreError where the store does not answer: that says nothing about the checkpoint.
+    """
     try:
         opened = open_checkpoint(store, checkpoint)
         opened.check_trees()
-    except (IntegrityError, StoreError) as error:
+    except (IntegrityError, ObjectNotFoundError) as error:
         return [str(error)]
     faults: list[str] = []
     by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
@@ -79,7 +83,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
         try:
             check_header(store, record)
             faults += _header_faults(store, record, by_object[record.name])
-        except (IntegrityError, StoreError) as error:
+        except (IntegrityError, ObjectNotFoundError) as error:
             faults.append(str(error))
             by_object[record.name].clear()
     runs = [run for rows in by_object.values() for run in merge_runs(rows)]
@@ -98,7 +102,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]]) -> list[str]:
             buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
         try:
             store.read(name, begin, buffers.one[: end - begin])
-        except (IntegrityError, StoreError) as error:
+        except (IntegrityError, ObjectNotFoundError) as error:
             given_up.add(name)
             return [str(error)]
         return verify_run(run, buffers.one[: end - begin])
@@ -115,11 +119,18 @@ def verify_run_directory(history: History) -> RunFaults:
     The run may be training: what could not be read because it was pruned meanwhile is left out.
     """
     head = history.head()
-    found = {c.manifest_digest: (c, tuple(verify_checkpoint(history.store, c))) for c in lineage(head.state.live)}
+    found = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
     if any(faults for _, faults in found.values()):
         live = {c.manifest_digest for c in history.head().state.live}
         found = {digest: one for digest, one in found.items() if digest in live or not one[1]}
     return RunFaults(found, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
+
+
+def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
+    try:
+        return tuple(verify_checkpoint(store, checkpoint))
+    except StoreError as error:  # the others are looked at all the same
+        return (f"it cannot be read now: {error}",)
 
 
 def record_faults(history: History) -> list[str]:
@@ -159,6 +170,20 @@ def orphans(store: Store, state: State) -> list[str]:
         if attempt.epoch < epoch or (attempt.epoch == epoch and state.owner is not None and state.owner.released):
             found.append(name)
     return found
+
+
+def _reused_by_spared(store: Store, head: Head) -> frozenset[str]:
+    """Name the objects that checkpoints reuse which only a damaged ledger entry may have listed."""
+    found: set[str] = set()
+    for name in store.names("") if head.spared_epochs else ():
+        attempt = parse_attempt(name)
+        if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or head.state.keeps(name):
+            continue
+        if attempt.epoch <= head.spared_epochs:
+            with suppress(IntegrityError, ObjectNotFoundError):  # a checkpoint without its manifest is no loss more
+                data = store.get(name, MAX_MANIFEST_BYTES)
+                found |= {one.name for one in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects}
+    return frozenset(found)
 
 
 def plan_prune(
@@ -202,7 +227,8 @@ def retire(
     """
     going = {v.manifest_digest for v in verdicts if not v.keep}
     names: list[str] = []
-    for checkpoint in history.head().state.live:
+    head = history.head()
+    for checkpoint in head.state.live:
         if checkpoint.manifest_digest in going:
             attempt = parse_attempt(checkpoint.manifest)
             assert attempt is not None
@@ -211,6 +237,7 @@ def retire(
             names += sorted(inside, key=lambda name: name != prefix + MANIFEST_NAME)
             names += checkpoint.reuses
     retired: list[str] = []
+    spared = _reused_by_spared(history.store, head)
 
     def change(state: State, n: int) -> State:
         # What was leased or pinned since the plan was made stays.
@@ -218,7 +245,8 @@ def retire(
         held = {*state.pins, *(lease.manifest_digest for lease in state.leases if lease.expires_at > now)}
         gone = frozenset(going - held)
         after = state.retire(gone, (), deleted)
-        retired[:] = dict.fromkeys(name for name in (*names, *unnamed) if not after.keeps(name))
+        given_up = (name for name in (*names, *unnamed) if not after.keeps(name) and name not in spared)
+        retired[:] = dict.fromkeys(given_up)
         return state.retire(gone, tuple(retired), deleted)
 
     history.append({"kind": "retire", "checkpoints": sorted(going)}, change, owner=owner)

@@ -7,6 +7,8 @@ Invariants
 2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees
    nothing or all of it, and of racing writers one wins (exists-then-write let several win in 88 of 200 rounds).
 3. A failed fsync is final: the file is given up, never fsynced again (the kernel has dropped the pages).
+4. A read that fails with an I/O error is made again, and then raises StoreError. It is never taken for damage: an older
+   ledger entry or checkpoint must not be used because a disk did not answer.
 
 Large bodies are written with O_DIRECT from aligned buffers, with an ordinary tail: it is the steady way, and it leaves
 the page cache to training. A file system that refuses it gets ordinary writes.
@@ -31,7 +33,7 @@ from typing import Any, Protocol
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.links import link_above, unlinked
-from ckpt_tasks.storage.local_errors import DAMAGED, HINTS, NO_LINKS, our_errors
+from ckpt_tasks.storage.local_errors import DAMAGED, HINTS, NO_LINKS, our_errors, read_again
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Calls", "LocalStore"]
@@ -46,7 +48,7 @@ _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class Calls(Protocol):
-    """The system calls that change the disk: the module `os`, or what a test puts between it and the store."""
+    """The system calls that change or read the disk: the module `os`, or what a test puts between it and the store."""
 
     @property
     def open(self) -> Any: ...
@@ -64,6 +66,10 @@ class Calls(Protocol):
     def unlink(self) -> Any: ...
     @property
     def mkdir(self) -> Any: ...
+    @property
+    def preadv(self) -> Any: ...
+    @property
+    def scandir(self) -> Any: ...
 
 
 class LocalStore:
@@ -144,22 +150,26 @@ class LocalStore:
             self._fsync_directory(path.parent)
         return True
 
+    @read_again
     def get(self, name: str, max_bytes: int) -> bytes:
         with self._opened(name) as (fd, size_bytes):
             if size_bytes > max_bytes:
                 raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=name)
             buffer = bytearray(size_bytes)
-            _fill(fd, 0, memoryview(buffer), name)
+            self._fill(fd, 0, memoryview(buffer), name)
             return bytes(buffer)
 
+    @read_again
     def read(self, name: str, begin: int, into: memoryview) -> None:
         with self._opened(name) as (fd, _):
-            _fill(fd, begin, into, name)
+            self._fill(fd, begin, into, name)
 
+    @read_again
     def size(self, name: str) -> int:
         with self._opened(name) as (_, size_bytes):
             return size_bytes
 
+    @read_again
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         base = prefix.rstrip("/")
         if base and not is_object_name(base):
@@ -192,7 +202,9 @@ class LocalStore:
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
         """Give the names below a directory in order; who takes only the first ones pays for no more than a listing."""
         try:
-            entries = [(f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in os.scandir(directory)]
+            entries = [
+                (f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in self._calls.scandir(directory)
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return
         for part, entry in sorted(entries, key=itemgetter(0)):
@@ -344,14 +356,14 @@ class LocalStore:
         with our_errors(name, path):
             try:
                 # O_NONBLOCK: a FIFO in the directory must not hang its reader.
-                fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
+                fd = self._calls.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     status = os.fstat(fd)
                     if not stat.S_ISREG(status.st_mode):
                         raise IntegrityError("not a regular file", key=name)
                     yield fd, status.st_size
                 finally:
-                    os.close(fd)
+                    self._calls.close(fd)
             except OSError as error:
                 if error.errno in DAMAGED:
                     raise IntegrityError(
@@ -359,14 +371,14 @@ class LocalStore:
                     ) from error
                 raise
 
-
-def _fill(fd: int, begin: int, into: memoryview, name: str) -> None:
-    done = 0
-    while done < into.nbytes:
-        count = os.preadv(fd, [into[done : done + _PIECE_BYTES]], begin + done)
-        if count == 0:
-            raise IntegrityError(f"the object ends at byte {begin + done}, {into.nbytes - done} too early", key=name)
-        done += count
+    def _fill(self, fd: int, begin: int, into: memoryview, name: str) -> None:
+        done = 0
+        while done < into.nbytes:
+            count = self._calls.preadv(fd, [into[done : done + _PIECE_BYTES]], begin + done)
+            if count == 0:
+                why = f"the object ends at byte {begin + done}, {into.nbytes - done} too early"
+                raise IntegrityError(why, key=name)
+            done += count
 
 
 def _address(piece: memoryview) -> int:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ckpt_tasks.errors import CkptError, ObjectExistsError, ObjectNotFoundError, StoreError
 
-__all__ = ["DAMAGED", "HINTS", "NO_LINKS", "our_errors"]
+__all__ = ["DAMAGED", "HINTS", "NO_LINKS", "our_errors", "read_again"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Errors of one object, which an older checkpoint does not share; the others are the store's.
-# ext4 and xfs say EUCLEAN or EBADMSG where they find an inode damaged.
+# ext4 and xfs say EUCLEAN or EBADMSG where a checksum of theirs shows that an inode is damaged.
 DAMAGED = (
-    errno.EIO,
     errno.ELOOP,
     errno.ENOTDIR,
     errno.EISDIR,
     errno.ENXIO,
     errno.EBADMSG,
     getattr(errno, "EUCLEAN", 0),
+)
+
+# A disk or a file server did not answer. That says nothing about the bytes that were written.
+_NO_ANSWER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_PAUSES_S = (0.05, 0.5)
+_READ_HINT = (
+    "Look at the disk and try again. If it has lost this file for good, empty the file (truncate -s 0): it then counts "
+    "as damaged, and the one before it is used."
 )
 
 # Two places cannot share a file: other file systems, ones that know no second name, too many names, another's file.
@@ -55,3 +68,25 @@ def our_errors(name: str, path: Path) -> Iterator[None]:
         failure.errno = error.errno
         failure.denied = error.errno in _DENIED
         raise failure from error
+
+
+def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a read two more times where the disk does not answer; then its StoreError is transient."""
+
+    @wraps(read)
+    def reading(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for pause_s in _PAUSES_S:
+            try:
+                return read(*args, **kwargs)
+            except StoreError as error:
+                if error.errno not in _NO_ANSWER:
+                    raise
+            time.sleep(pause_s)
+        try:
+            return read(*args, **kwargs)
+        except StoreError as error:
+            if error.errno in _NO_ANSWER:
+                error.transient, error.hint = True, _READ_HINT
+            raise
+
+    return reading

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
-from tests.crash.runs import UNTOUCHED, fingerprint, on_disk, opened, restored, state_of, train
+from ckpt_tasks.storage.local import LocalStore
+from tests.crash.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
+from tests.unit import syncs
 
 
 @pytest.fixture
@@ -94,6 +99,89 @@ def test_a_checkpoint_whose_commit_was_lost_is_not_swept(root: Path) -> None:
         ckpt.prune()
         ckpt.close()
     assert data <= on_disk(root)
+
+
+def lease(root: Path) -> None:
+    run = open_run(str(root))
+    with run.lease(run.find("latest"), "somebody"):
+        pass
+
+
+def evaluate(root: Path) -> None:
+    run = open_run(str(root))
+    assert run.record_evaluation(run.find("latest"), "quick", {"loss": 1.0})
+
+
+def own(root: Path) -> None:
+    _, ckpt = restored(root)
+    ckpt.close()
+
+
+def note(root: Path) -> None:
+    """Append as the owner does, without having read the damaged entry."""
+    history = History(LocalStore(root))
+    history.append({"kind": "note", "note": "x"}, lambda state, n: state, owner=history.head().state.owner)
+
+
+@pytest.mark.parametrize("event", [lease, evaluate, own, note])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_whatever_is_appended_above_a_damaged_entry_spares_what_that_named(
+    root: Path, event: Callable[[Path], None], lost: int
+) -> None:
+    """P35, P65: no later owner deletes the checkpoint that only a damaged entry listed, whoever came between them."""
+    third = next(c for c in head_of(root).live if c.step == 3)
+    entries(root)[-1].unlink()  # the release: the process was killed
+    for path in entries(root)[-lost:]:
+        zero(path)
+    event(root)
+    for step in (5, 6, 7):
+        _, ckpt = restored(root)
+        ckpt.save(step, state_of(step))
+        ckpt.prune()
+        ckpt.close()
+    assert 3 not in [c.step for c in head_of(root).live]
+    assert verify_checkpoint(LocalStore(root), third) == []
+
+
+def test_what_a_lost_checkpoint_reuses_is_not_deleted_with_the_checkpoint_that_wrote_it(run_dir: Path) -> None:
+    """P65: a base that is stored once stays while a checkpoint uses it that only a damaged entry listed."""
+    syncs.train(run_dir, 1, 2, of=syncs.state_of)
+    second = next(c for c in head_of(run_dir).live if c.step == 2)
+    assert second.reuses
+    for path in entries(run_dir)[-2:]:
+        zero(path)
+    for step in (5, 6, 7):
+        syncs.train(run_dir, step, of=lambda step: syncs.state_of(step, frozen=float(step)), max_num_checkpoints=1)
+    assert [c.step for c in head_of(run_dir).live] == [7]
+    assert verify_checkpoint(LocalStore(run_dir), second) == []
+    assert len(list(run_dir.glob("checkpoint_*/*/*.safetensors"))) == 6  # three of step 7, two of step 2, its base
+
+
+def test_the_owner_that_wrote_an_entry_goes_on_from_it_when_it_is_damaged(root: Path) -> None:
+    """P35, P49: what this process has read stays the truth; its next entry holds what the damaged one said."""
+    _, ckpt = restored(root)
+    ckpt.save(4, state_of(4))
+    zero(entries(root)[-1])
+    assert [c.step for c in ckpt.checkpoints()] == [4, 3]
+    ckpt.close()
+    assert [c.step for c in head_of(root).live] == [3, 4]
+    assert head_of(root).spared_epochs == 0
+
+
+def test_a_lost_entry_is_said_where_people_look(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P49: a restore that goes back because of a damaged entry warns once, and names the entry and the lost step."""
+    lost = entries(root)[-2:]
+    for path in lost:
+        zero(path)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        step, ckpt = restored(root)
+        ckpt.checkpoints()
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert step == 2
+    assert all(f"ledger/{path.name}" in said for path in lost)
+    assert "entry 2" in said
+    assert "steps 3." in said
+    ckpt.close()
 
 
 @pytest.mark.parametrize("which", range(5))

@@ -13,14 +13,16 @@ Mode = Literal["refused", "landed", "killed before", "killed after"]
 
 
 class WatchedCalls:
-    """Pass every call on to `os` and write down what was done to which path."""
+    """Pass every call on to `os` and write down what was done to which path; reads are not written down."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
         self._paths: dict[int, str] = {}
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        fd: int = self.do("open", str(path), lambda: os.open(path, flags, mode))
+        reads = not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY)
+        do = self.read if reads else self.do
+        fd: int = do("open", str(path), lambda: os.open(path, flags, mode))
         self._paths[fd] = str(path)
         return fd
 
@@ -45,6 +47,16 @@ class WatchedCalls:
 
     def mkdir(self, path: Any, mode: int) -> None:
         self.do("mkdir", str(path), lambda: os.mkdir(path, mode))
+
+    def preadv(self, fd: int, buffers: Any, at: int) -> int:
+        count: int = self.read("preadv", self._paths[fd], lambda: os.preadv(fd, buffers, at))
+        return count
+
+    def scandir(self, path: Any) -> Any:
+        return self.read("scandir", str(path), lambda: os.scandir(path))
+
+    def read(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        return call()
 
     def cut(self, fd: int, piece: Any) -> Any:
         """Say how much of a piece one write takes: all of it."""
@@ -99,3 +111,27 @@ class FailingCalls(WatchedCalls):
             if name == "open":
                 os.close(result)  # the caller never learned of it
         raise OSError(self._error, f"{os.strerror(self._error)} (call {name}, on purpose)")
+
+
+class FailingReads(WatchedCalls):
+    """Let the n-th read below a path fail with EIO, or with `forever` every read from the n-th on.
+
+    `reached` says whether it came to the n-th, `where` which call that was.
+    """
+
+    def __init__(self, n: int, *, forever: bool = False, below: str = "/"):
+        super().__init__()
+        self.reached = False
+        self.where = ""
+        self._left, self._forever, self._below = n, forever, below
+        self._lock = threading.Lock()
+
+    def read(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        with self._lock:
+            self._left -= self._below in path
+            now = self._below in path and (self._left == 0 or (self._forever and self._left < 0))
+            if now and not self.reached:
+                self.reached, self.where = True, f"{name} {path}"
+        if now:
+            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (call {name}, on purpose)")
+        return call()
