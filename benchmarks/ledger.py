@@ -1,4 +1,4 @@
-"""A long history: to find the newest of 10,000 commits, and to add one, on the local disk."""
+"""A long history, and many live checkpoints: to find the newest, and to add one, on the local disk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.apart import summary
 from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
+from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.storage.local import LocalStore
 
 __all__ = ["measure"]
@@ -42,13 +44,65 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
             work()
             found[row].setdefault(name, []).append(time.perf_counter() - began)
     shutil.rmtree(directory)
+    for live in (10, 100) if tiny else (10, 1_000, 10_000, 50_000):
+        seconds, size_bytes = _commits(directory / str(live), live, rounds)
+        row = f"commit with {live:,} live: CPU; {size_bytes:,} bytes"
+        found[row] = {"ckpt-tasks": seconds}
     labels = {"newest": f"newest of {count:,} commits", "append": f"commit number {count + 1:,}, the entry alone"}
     return {
         "size_bytes": 0,
         "rounds": rounds,
         "device": device,
-        "rows": {labels[row]: {name: summary(times) for name, times in cells.items()} for row, cells in found.items()},
+        "rows": {
+            labels.get(row, row): {name: summary(times) for name, times in cells.items()}
+            for row, cells in found.items()
+        },
     }
+
+
+def _commits(directory: Path, live: int, rounds: int) -> tuple[list[float], int]:
+    """Return the seconds of CPU of each commit to a run with so many live checkpoints, and the median of its bytes."""
+    store = LocalStore(directory)
+    History(store).create("many")
+    first = History(store).append({"kind": "note", "note": "first"}, lambda state, n: state, owner=None)
+    (directory / ledger_name(live + 1)).write_bytes(replace(first, n=live + 1).to_bytes()[0])
+    history = History(store)
+    steps = tuple(_checkpoint(n) for n in range(1, live + 1))
+    history.append({"kind": "note", "note": "many"}, lambda state, n: replace(state, live=steps), owner=None)
+    found: list[float] = []
+    sizes = [_size_bytes(directory)]
+    for _ in range(max(rounds, 9)):
+        began = time.process_time()
+        history.append(
+            {"kind": "commit"},
+            lambda state, n: state.with_checkpoint(_checkpoint(n), frozenset()),
+            owner=None,
+        )
+        found.append(time.process_time() - began)
+        sizes.append(_size_bytes(directory))
+    shutil.rmtree(directory)
+    return found, sorted(after - before for before, after in pairwise(sizes))[len(found) // 2]
+
+
+def _size_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*.json"))
+
+
+def _checkpoint(n: int) -> Checkpoint:
+    attempt = Attempt(n, 1, f"{n:016x}")
+    return Checkpoint(
+        step=n,
+        attempt=attempt.name,
+        manifest=attempt_prefix(attempt) + MANIFEST_NAME,
+        manifest_digest=f"{n:032x}",
+        parent=f"{n - 1:032x}",
+        n=n,
+        metrics={"loss": 1 / n},
+        size_bytes=1 << 30,
+        objects=5,
+        saved_at="2026-11-20T14:45:55.981+00:00",
+        cost_s=0.022459,
+    )
 
 
 def _durable(directory: Path) -> None:

@@ -14,12 +14,12 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ckpt_tasks.checkpoint.rereading import read_good
+from ckpt_tasks.checkpoint.segments import Segments
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -28,7 +28,6 @@ from ckpt_tasks.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     RunMismatchError,
-    StateError,
     StoreError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -38,19 +37,11 @@ from ckpt_tasks.format.keys import (
     MANIFEST_NAME,
     MAX_EPOCH,
     ledger_name,
-    live_list_name,
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import (
-    MAX_ENTRY_BYTES,
-    MAX_INLINE_CHECKPOINTS,
-    Entry,
-    Owner,
-    State,
-    read_live_list,
-    write_live_list,
-)
+from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Entry, Owner, State
+from ckpt_tasks.format.live import cut
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
@@ -92,6 +83,7 @@ class History:
 
     def __init__(self, store: Store):
         self.store = store
+        self._segments = Segments(store)
         self._known: Head | None = None  # the newest entry that was read here, with none damaged above it
         self._warned: tuple[str, ...] = ()
 
@@ -253,14 +245,10 @@ class History:
         entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
         if entry.n != n:
             raise IntegrityError(f"the entry says that it is number {entry.n}", key=name)
-        if entry.live_list is not None:
-            place, expected = entry.live_list
-            try:
-                body = self.store.get(place, MAX_ENTRY_BYTES)
-            except ObjectNotFoundError as error:  # the entry is there, and says nothing without it
-                raise IntegrityError("the list of checkpoints is gone", key=place) from error
-            live = read_live_list(body, digest=expected, name=place)
-            entry = entry.with_live(live, place)
+        if entry.segments:
+            entry = entry.with_segments(self._segments.read(entry.segments))
+            if any(checkpoint.n > n for checkpoint in entry.state.live):
+                raise IntegrityError(f"a checkpoint of a later entry than number {n}", key=name)
         return entry, digest
 
     def append(
@@ -307,10 +295,8 @@ class History:
 
     def _settle(self, entry: Entry) -> bool:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
-        entry = self._spill(entry)
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
-        if len(data) > MAX_ENTRY_BYTES:
-            raise StateError(f"the ledger entry would have {len(data)} bytes, more than a reader takes", key=name)
+        self._segments.put(entry.segments)
         failure: StoreError | None = None
         for _ in range(_SAME_NUMBER_TRIES):
             try:
@@ -339,16 +325,6 @@ class History:
         assert failure is not None
         raise failure
 
-    def _spill(self, entry: Entry) -> Entry:
-        live = entry.state.live
-        if len(live) <= MAX_INLINE_CHECKPOINTS:
-            return entry
-        data = write_live_list(live)
-        name = live_list_name(digest_hex(data))
-        with suppress(ObjectExistsError):  # named by its digest: whoever wrote it wrote the same bytes
-            self.store.put_if_absent(name, data)
-        return replace(entry, live_list=(name, digest_hex(data)))
-
     def _newest(self, numbered: list[tuple[int, str]]) -> tuple[Entry, str, tuple[str, ...]] | None:
         damaged: list[str] = []
         for n, name in sorted(numbered, reverse=True):
@@ -371,6 +347,7 @@ def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Ent
         at=now_iso(),
         event={**event, "damaged": [*head.damaged]} if head.damaged else event,
         state=state.sparing(head.spared_epochs),
+        segments=cut(state.live, head.entry.segments if head.entry else ()),
     )
 
 

@@ -13,7 +13,6 @@ The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -21,15 +20,10 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import (
-    MAX_EPOCH,
-    MAX_LEDGER_NUMBER,
-    is_live_list,
-    live_list_name,
-    parse_attempt,
-)
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name, parse_attempt
+from ckpt_tasks.format.live import Segment, joined, read_live, write_live
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
-from ckpt_tasks.format.parsing import MALFORMED, check_json, optional, parse_json, text, whole
+from ckpt_tasks.format.parsing import MALFORMED, finite_json, optional, parse_json, text, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
     Evaluation,
@@ -48,7 +42,6 @@ from ckpt_tasks.format.records import (
 __all__ = [
     "EVENTS",
     "MAX_ENTRY_BYTES",
-    "MAX_INLINE_CHECKPOINTS",
     "Checkpoint",
     "Entry",
     "Evaluation",
@@ -57,13 +50,10 @@ __all__ = [
     "Owner",
     "State",
     "lineage",
-    "read_live_list",
-    "write_live_list",
 ]
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-MAX_INLINE_CHECKPOINTS = 256
 _MAX_DEPTH = 100  # of the JSON; what people note in events is the only thing that nests at will
 
 
@@ -203,13 +193,13 @@ class Entry:
     at: str
     event: Mapping[str, Any]
     state: State
-    live_list: tuple[str, str] | None = None  # (name, digest) of the object that holds a long list of checkpoints
+    segments: tuple[Segment, ...] = ()  # objects that hold all live checkpoints but the last ones
 
     def to_bytes(self) -> tuple[bytes, str]:
-        """Write the entry: (its bytes, its digest); raise StateError where its event nests too deep to be read."""
-        state = asdict(self.state)
-        if self.live_list is not None:
-            state["live"] = {"object": self.live_list[0], "digest": self.live_list[1]}
+        """Write the entry: (its bytes, its digest); raise StateError where a reader would refuse it."""
+        tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
+        state = asdict(replace(self.state, live=tail))
+        state["live"] = write_live(state["live"], self.segments)
         try:
             body = {
                 "version": FORMAT_VERSION,
@@ -218,24 +208,22 @@ class Entry:
                 "nonce": self.nonce,
                 "previous": self.previous,
                 "at": self.at,
-                "event": _out(self.event),
-                "state": _out(state),
+                "event": finite_json(self.event),
+                "state": finite_json(state),
             }
             digest = digest_hex(canonical_json(body))
             data = canonical_json({**body, "digest": digest})
-            check_json(data, max_depth=_MAX_DEPTH)
-        except (ValueError, RecursionError) as error:
+            if len(data) > MAX_ENTRY_BYTES:
+                raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
+            Entry.from_bytes(data, ledger_name(self.n))  # every bound that a reader has, by the reader itself
+        except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
 
-    def with_live(self, live: tuple[Checkpoint, ...], name: str) -> Entry:
-        """Return the entry with its checkpoints, which the object `name` lists; raise IntegrityError for later ones.
-
-        What is committed next must be newer than all of them.
-        """
-        if any(checkpoint.n > self.n for checkpoint in live):
-            raise IntegrityError(f"a checkpoint of a later entry than number {self.n}", key=name)
-        return replace(self, state=replace(self.state, live=live))
+    def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
+        """Return an entry that was parsed with the checkpoints of its segments before its own, the tail."""
+        live = joined(segments, self.state.live)
+        return replace(self, segments=segments, state=replace(self.state, live=live))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> tuple[Entry, str]:
@@ -256,8 +244,7 @@ class Entry:
                     key=name,
                     hint="Upgrade ckpt-tasks.",
                 )
-            live = body["state"]["live"]
-            pointer = _pointer(live)
+            segments, tail = read_live(body["state"]["live"])
             entry = cls(
                 n=whole(body["n"], MAX_LEDGER_NUMBER),
                 epoch=whole(body["epoch"], MAX_EPOCH),
@@ -265,29 +252,15 @@ class Entry:
                 previous=optional(body["previous"]),
                 at=text(body["at"]),
                 event=body["event"],
-                state=_state({**body["state"], "live": [] if pointer else live}),
-                live_list=pointer,
+                state=_state({**body["state"], "live": tail}),
+                segments=segments,
             )
         except MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
-        return entry.with_live(entry.state.live, name), str(digest)
-
-
-def write_live_list(live: tuple[Checkpoint, ...]) -> bytes:
-    """Write a list of checkpoints as an object of its own."""
-    return canonical_json({"version": FORMAT_VERSION, "live": [_out(asdict(c)) for c in live]})
-
-
-def read_live_list(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
-    """Read a list of checkpoints whose digest is known; raise IntegrityError where the bytes are not those."""
-    if digest_hex(data) != digest:
-        raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
-    try:
-        body = parse_json(data, max_depth=_MAX_DEPTH)
-        check_version(body["version"], name)
-        return tuple(read_checkpoint(item) for item in body["live"])
-    except MALFORMED as error:
-        raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
+        if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
+            # What is committed next must be newer than all that is live.
+            raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)
+        return entry, str(digest)
 
 
 def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
@@ -310,7 +283,13 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
     # Below the oldest that the line is known down to, a pruned parent may hide who belongs to it: marks stay there.
-    return tuple(replace(c, abandoned=c.n not in line and (c.abandoned or c.n > min(line))) for c in live)
+    oldest = min(line)
+
+    def follow(c: Checkpoint) -> Checkpoint:
+        abandoned = c.n not in line and (c.abandoned or c.n > oldest)
+        return c if c.abandoned == abandoned else replace(c, abandoned=abandoned)
+
+    return tuple(map(follow, live))
 
 
 def _state(body: Mapping[str, Any]) -> State:
@@ -333,24 +312,3 @@ def _state(body: Mapping[str, Any]) -> State:
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
     )
-
-
-def _pointer(live: Any) -> tuple[str, str] | None:
-    """Read where a long list of checkpoints is; None where the list itself is here."""
-    if not isinstance(live, dict):
-        return None
-    name, digest = text(live["object"]), text(live["digest"])
-    if name != live_list_name(digest) or not is_live_list(name):
-        raise ValueError(f"{name!r:.80} is no list of checkpoints")
-    return name, digest
-
-
-def _out(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by what float() reads back."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {key: _out(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_out(item) for item in value]
-    return value

@@ -7,7 +7,9 @@ dies), and makes objects of up to 30 times the size of their text. So the text i
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +20,7 @@ __all__ = [
     "MAX_VALUES",
     "check_json",
     "finite",
+    "finite_json",
     "flag",
     "optional",
     "parse_json",
@@ -99,6 +102,17 @@ def flag(value: Any) -> bool:
 def optional(value: Any) -> str | None:
     """Return a text or None; raise ValueError for anything else."""
     return None if value is None else text(value)
+
+
+def finite_json(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by what float() reads back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(item) for item in value]
+    return value
 
 
 def _is_deeper(brackets: bytes, most: int) -> bool:

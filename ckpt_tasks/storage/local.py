@@ -118,7 +118,7 @@ class LocalStore:
             finally:
                 self._unlink_quietly(temporary)
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
+    def replace(self, name: str, body: bytes) -> None:
         path = self._path(name)
         with our_errors(name, path):
             self._directory(path.parent)
@@ -129,7 +129,6 @@ class LocalStore:
             except BaseException:
                 self._unlink_quietly(temporary)
                 raise
-            self._fsync_directory(path.parent)
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         if not isinstance(source, LocalStore):

@@ -128,7 +128,7 @@ class ObjectStore:
         theirs, key = source._key(name), self._key(name)
         return self._run(name, lambda requests: requests.copy(source._bucket, theirs, key, size_bytes))
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
+    def replace(self, name: str, body: bytes) -> None:
         key = self._key(name)
         self._run(name, lambda requests: requests.put(key, [memoryview(body)], absent=False))
 

@@ -67,8 +67,8 @@ class Store(ReadableStore, Protocol):
         False where that cannot be, or where something else has the name. Only its size has been looked at.
         """
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
-        """Write or overwrite an object as a whole: a heartbeat, or what lies where verified bytes belong."""
+    def replace(self, name: str, body: bytes) -> None:
+        """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""

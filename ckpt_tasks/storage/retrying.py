@@ -76,7 +76,7 @@ class RetryingStore(WrappedStore):
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         return self._again(lambda: self.inner.adopt(unwrapped(source), name, size_bytes))
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
+    def replace(self, name: str, body: bytes) -> None:
         self._again(lambda: self.inner.replace(name, body))
 
     def get(self, name: str, max_bytes: int) -> bytes:

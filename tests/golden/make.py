@@ -1,9 +1,9 @@
 """Write the golden run of this version of the format: `python -m tests.golden.make`, from the root of a checkout.
 
 A run directory that was checked in is never written again: every later version must read it as it is. Until the first
-release the format may still change, and then so may the run: delete `tests/golden/v1/run`, call this again, and look at
-the difference. From the first release on a new version of the format gets a directory of its own (`v2/run`, beside a
-test that reads both).
+release the format may still change, and then so may the run: delete `tests/golden/v1/run` (or `many`), call this again,
+and look at the difference. From the first release on a new version of the format gets a directory of its own (`v2/run`,
+beside a test that reads both).
 
 Whatever would differ from one machine or moment to the next (host, process, time, random names, seconds waited) is
 fixed here, so that two calls with the same versions of Python and torch write the same bytes.
@@ -11,6 +11,7 @@ fixed here, so that two calls with the same versions of Python and torch write t
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 import shutil
@@ -18,7 +19,9 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta, timezone
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +33,12 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import checkpointer, history
-from ckpt_tasks.format.keys import heartbeat_name
-from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
+from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.manifest import FORMAT_VERSION
+from ckpt_tasks.storage.local import LocalStore
 
 HERE = Path(__file__).parent
 RUN_KEY = "golden"
@@ -132,6 +138,58 @@ def make(directory: Path) -> None:
     (directory / heartbeat_name(1)).parent.rmdir()
 
 
+def make_many(directory: Path) -> None:
+    """Write a ledger with 150 live checkpoints, whose objects are not there: a list in one object, then segments."""
+    with fixed():
+        store = LocalStore(directory)
+        history.History(store).create(RUN_KEY)
+        live = tuple(_checkpoint(n) for n in range(1, 151))
+        entry = _commit(201, live)
+        data = write_segment(live)
+        old = json.loads(entry.to_bytes()[0])
+        old["state"]["live"] = {"object": live_list_name(digest_hex(data)), "digest": digest_hex(data)}
+        del old["digest"]
+        store.put_if_absent(live_list_name(digest_hex(data)), data)  # as it was before there were segments
+        store.put_if_absent(ledger_name(201), canonical_json({**old, "digest": digest_hex(canonical_json(old))}))
+        ledger = history.History(store)
+        for n in (202, 203):
+            ledger.append({"kind": "commit", "step": n}, partial(_with, _checkpoint(n)), owner=None)
+
+
+def _with(checkpoint: Checkpoint, state: State, n: int) -> State:
+    return state.with_checkpoint(replace(checkpoint, n=n), frozenset())
+
+
+def _checkpoint(n: int) -> Checkpoint:
+    attempt = Attempt(n, 1, f"{n:016x}")
+    return Checkpoint(
+        step=n,
+        attempt=attempt.name,
+        manifest=f"{attempt_prefix(attempt)}manifest.json",
+        manifest_digest=f"{n:032x}",
+        parent=f"{n - 1:032x}",
+        n=n,
+        metrics={"loss": float("nan") if n % 50 == 0 else 1 / n},
+        size_bytes=1000 + n,
+        objects=3,
+        saved_at="2026-11-20T12:00:00.000+00:00",
+        cost_s=0.25,
+        abandoned=n % 10 == 3,
+    )
+
+
+def _commit(n: int, live: tuple[Checkpoint, ...]) -> Entry:
+    return Entry(
+        n=n,
+        epoch=0,
+        nonce=f"{n:032x}",
+        previous=None,
+        at="2026-11-20T12:00:00.000+00:00",
+        event={"kind": "commit", "step": n - 1},
+        state=State(live=live),
+    )
+
+
 @contextmanager
 def fixed() -> Iterator[None]:
     """Fix who writes, when, how long it takes, and the random names."""
@@ -172,11 +230,13 @@ def fixed() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    target = HERE / f"v{FORMAT_VERSION}" / "run"
-    if target.exists():
-        raise SystemExit(f"{target} exists: see this module's first lines")
-    try:
-        make(target)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
+    made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
+    missing = {target: write for target, write in made.items() if not target.exists()}
+    if not missing:
+        raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")
+    for target, write in missing.items():
+        try:
+            write(target)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise

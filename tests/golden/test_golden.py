@@ -6,6 +6,7 @@ What is in a run is said here once more, apart from tests/golden/make.py, which 
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections import Counter, OrderedDict, deque
@@ -20,15 +21,19 @@ from hatchling.builders.sdist import SdistBuilder
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
+from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.live import write_segment
+from ckpt_tasks.storage.local import LocalStore
 from tests.house.sources import ROOT
 from tests.unit.roundtrip import assert_same
 
 HERE = Path(__file__).parent
 RUNS = sorted(HERE.glob("v*/run"))
+MANY = sorted(HERE.glob("v*/many"))
 
 
 @pytest.fixture(params=RUNS, ids=lambda run: run.parent.name)
@@ -185,6 +190,24 @@ def test_a_golden_run_is_listed_and_verifies(golden: Path) -> None:
     assert contents(golden) == before
 
 
+@pytest.mark.parametrize("source", MANY, ids=lambda path: path.parent.name)
+def test_a_golden_ledger_of_many_goes_on(source: Path, tmp_path: Path) -> None:
+    """P59: a long list of checkpoints is read in the form of each time, and the next entry goes on from it."""
+    shutil.copytree(source, tmp_path / "run")
+    store = LocalStore(tmp_path / "run")
+    of_each_time = [History(store).read_entry(n)[0].state for n in (201, 202, 203)]
+    expected = [[*range(1, 151), *range(202, n + 1)] for n in (201, 202, 203)]
+    assert [[c.step for c in state.live] for state in of_each_time] == expected
+    assert [c.n for c in of_each_time[0].live] == list(range(1, 151))
+    assert [c.step for c in of_each_time[0].live if c.abandoned] == list(range(3, 151, 10))
+    assert [c.step for c in of_each_time[2].live if math.isnan(c.metrics["loss"])] == [50, 100, 150]
+    before, history = contents(tmp_path / "run"), History(store)
+    history.append({"kind": "note", "note": "more"}, lambda state, n: state, owner=None)
+    assert before.items() <= contents(tmp_path / "run").items()
+    assert len(contents(tmp_path / "run")) == len(before) + 1
+    assert write_segment(History(store).head().state.live) == write_segment(of_each_time[2].live)
+
+
 def test_the_golden_runs_hold_every_word_of_the_tree() -> None:
     """P9, P59: what the vocabulary has a word for is in the newest golden run, so that no entry goes unread."""
     text = "".join(path.read_text() for path in RUNS[-1].rglob("manifest.json"))
@@ -235,7 +258,7 @@ def test_the_golden_runs_are_shipped(tmp_path: Path) -> None:
     """P59: nothing that keeps made files out of the checkout or of the source distribution keeps these out."""
     builder = SdistBuilder(str(ROOT))
     shipped = {file.distribution_path for file in builder.recurse_included_files()}
-    for run in RUNS:
+    for run in (*RUNS, *MANY):
         names = {str(path.relative_to(ROOT)) for path in run.rglob("*") if path.is_file()}
         assert names <= shipped
         assert sum((ROOT / name).stat().st_size for name in names) < 150_000

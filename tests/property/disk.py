@@ -47,10 +47,10 @@ class Disk:
             raise ObjectExistsError("the object exists already", key=name)
         self.replace(name, body)
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
-        self.objects[name] = bytes(body)
+    def replace(self, name: str, body: bytes) -> None:
+        self.objects[name] = body
         if self.watcher is not None:
-            self.watcher.landed(name, self.objects[name])
+            self.watcher.landed(name, body)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         data = self.objects.get(name)
@@ -117,8 +117,8 @@ class Connection(Disk):
     def put_if_absent(self, name: str, body: bytes) -> None:
         self._change("put_if_absent", name, partial(self._disk.put_if_absent, name), body)
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
-        self._change("replace", name, partial(self._disk.replace, name), bytes(body))
+    def replace(self, name: str, body: bytes) -> None:
+        self._change("replace", name, partial(self._disk.replace, name), body)
 
     def delete(self, name: str) -> None:
         self._change("delete", name, lambda _: self._disk.delete(name), b"")

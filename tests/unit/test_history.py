@@ -22,9 +22,9 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
-from ckpt_tasks.format.ledger import MAX_INLINE_CHECKPOINTS, Owner, State
+from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.storage.local import LocalStore
-from tests.unit.ledgers import ME, OTHER, commit, made, owned, owner_of, steps, take
+from tests.unit.ledgers import ME, OTHER, commit, owned, owner_of, steps, take
 
 Change = Callable[[State, int], State]
 
@@ -296,53 +296,6 @@ def test_a_newer_entry_is_never_passed_over(history: History) -> None:
         history.head()
     with pytest.raises(FormatVersionError):
         commit(history, 2)
-
-
-# ── long lists ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def many(history: History, count: int) -> None:
-    def change(state: State, n: int) -> State:
-        for step in range(count):
-            state = state.with_checkpoint(made(step, n), frozenset())
-        return state
-
-    history.append({"kind": "commit"}, change, owner=ME)
-
-
-@pytest.mark.parametrize("count", [MAX_INLINE_CHECKPOINTS, MAX_INLINE_CHECKPOINTS + 1, 1000])
-def test_a_long_list_of_checkpoints_is_read_back_whole(history: History, count: int) -> None:
-    """Beyond 256 checkpoints the list lies beside the ledger; entries stay small and readers notice nothing."""
-    many(history, count)
-    assert steps(history.head()) == list(range(count))
-    lists = list(Path(history.store.url).glob("live/*.json"))
-    assert len(lists) == (count > MAX_INLINE_CHECKPOINTS)
-    if lists:
-        assert Path(history.store.url, ledger_name(1)).stat().st_size < 2000
-
-
-def test_notes_beside_a_long_list_write_it_once(history: History) -> None:
-    """Entries with the same checkpoints share one list, named by its digest."""
-    many(history, 300)
-    for _ in range(3):
-        history.append({"kind": "note"}, lambda state, n: state, owner=ME)
-    assert len(list(Path(history.store.url).glob("live/*.json"))) == 1
-    assert len(history.head().state.live) == 300
-
-
-@pytest.mark.parametrize("harm", ["delete", "flip"])
-def test_a_damaged_list_makes_its_entry_damaged(history: History, harm: str) -> None:
-    """P49: an entry whose list is gone or changed counts as damaged, and the one before it is taken."""
-    commit(history, 7)
-    many(history, 300)
-    [path] = Path(history.store.url).glob("live/*.json")
-    if harm == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes().replace(b"7", b"8"))
-    head = History(LocalStore(history.store.url)).head()
-    assert steps(head) == [7]
-    assert head.damaged == (ledger_name(2),)
 
 
 # ── whose run it is ──────────────────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import evaluation_name, is_object_name, live_list_name
+from ckpt_tasks.format.keys import evaluation_name
 from ckpt_tasks.format.ledger import (
     Checkpoint,
     Entry,
@@ -21,8 +20,6 @@ from ckpt_tasks.format.ledger import (
     Lease,
     State,
     lineage,
-    read_live_list,
-    write_live_list,
 )
 from ckpt_tasks.format.manifest import FORMAT_VERSION
 from tests.unit.ledgers import made, owner_of
@@ -309,33 +306,3 @@ def test_any_json_in_any_place_is_read_or_refused(value: Any, place: str) -> Non
         Entry.from_bytes(sealed(lambda body: body["state"].update({place: value})), "x")
     except CkptError:
         return
-
-
-def test_a_long_list_goes_into_an_object_of_its_own() -> None:
-    """An entry that points to its list holds a few bytes for it, and the list comes back equal and verified."""
-    live = tuple(made(n, n, f"{n - 1}@{n - 1}", metrics={"loss": float("inf")}) for n in range(1, 400))
-    data = write_live_list(live)
-    name = live_list_name(digest_hex(data))
-    assert is_object_name(name)
-    assert read_live_list(data, digest=digest_hex(data), name=name) == live
-    body, _ = entry(State(live=live), live_list=(name, digest_hex(data))).to_bytes()
-    assert len(body) < 2000
-    again, _ = Entry.from_bytes(body, "x")
-    assert again.live_list == (name, digest_hex(data))
-    with pytest.raises(IntegrityError, match="not the one that was committed"):
-        read_live_list(data[:-1], digest=digest_hex(data), name=name)
-
-
-@pytest.mark.parametrize("body", [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, []])
-def test_a_list_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
-    """P49: an object that is no list of checkpoints is damage, even where the digest fits."""
-    data = json.dumps(body).encode()
-    with pytest.raises(IntegrityError):
-        read_live_list(data, digest=digest_hex(data), name="x")
-
-
-def test_a_list_of_a_newer_version_is_refused() -> None:
-    """P59: the list of checkpoints has a version too."""
-    data = json.dumps({"version": FORMAT_VERSION + 1, "live": []}).encode()
-    with pytest.raises(FormatVersionError):
-        read_live_list(data, digest=digest_hex(data), name="x")

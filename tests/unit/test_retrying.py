@@ -53,7 +53,7 @@ class Flaky(LocalStore):
     def put_if_absent(self, name: str, body: bytes) -> None:
         self._try("put_if_absent", lambda: super(Flaky, self).put_if_absent(name, body))
 
-    def replace(self, name: str, body: bytes | memoryview) -> None:
+    def replace(self, name: str, body: bytes) -> None:
         self._try("replace", lambda: super(Flaky, self).replace(name, body))
 
     def get(self, name: str, max_bytes: int) -> bytes:

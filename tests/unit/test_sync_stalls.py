@@ -100,7 +100,7 @@ def test_a_stalled_copy_changes_nothing_that_a_later_copy_commits(run_dir: Path,
             assert parse_attempt(name) is None
             super().delete(name)
 
-        def replace(self, name: str, body: bytes | memoryview) -> None:
+        def replace(self, name: str, body: bytes) -> None:
             assert parse_attempt(name) is None
             super().replace(name, body)
 

@@ -1,0 +1,63 @@
+"""The segments of a long list of live checkpoints (format/live.py), as objects in a store.
+
+A segment never changes. What was read or put once is not read again while it is in use.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StateError
+from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES
+from ckpt_tasks.format.live import Segment, read_segment, write_segment
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Segments"]
+
+_AT_ONCE, _FEW = 16, 4  # requests to a store that is far away; fewer are made one by one
+
+
+class Segments:
+    """Read and put the segments of one run directory."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._known: dict[str, Segment] = {}
+
+    def read(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """Return segments with their checkpoints; raise IntegrityError where one is gone or damaged."""
+        known = self._known
+        missing = [segment for segment in segments if segment.digest not in known]
+        if self._store.near or len(missing) < _FEW:
+            read = [*map(self._get, missing)]
+        else:
+            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-ledger") as threads:
+                read = [*threads.map(self._get, missing)]
+        if len(known) > 2 * len(segments) + _FEW:  # those of entries that are past
+            known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
+        self._known = known = known | {segment.digest: segment for segment in read}
+        return tuple(known[segment.digest] for segment in segments)
+
+    def put(self, segments: tuple[Segment, ...]) -> None:
+        """Put the segments that are new; raise StateError for one that no reader would take."""
+        for segment in segments:
+            if segment.digest in self._known:
+                continue
+            data = write_segment(segment.checkpoints)
+            try:
+                if len(data) > MAX_ENTRY_BYTES:
+                    raise IntegrityError(f"{len(data)} bytes are more than the {MAX_ENTRY_BYTES} that are read")
+                read_segment(data, digest=segment.digest, name=segment.name)  # every bound, by the reader itself
+            except IntegrityError as error:
+                raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
+            with suppress(ObjectExistsError):  # named by its digest: whoever wrote it wrote the same bytes
+                self._store.put_if_absent(segment.name, data)
+            self._known = self._known | {segment.digest: segment}
+
+    def _get(self, segment: Segment) -> Segment:
+        try:
+            data = self._store.get(segment.name, MAX_ENTRY_BYTES)
+        except ObjectNotFoundError as error:  # the entry is there, and says nothing without it
+            raise IntegrityError("the list of checkpoints is gone", key=segment.name) from error
+        return Segment(segment.digest, read_segment(data, digest=segment.digest, name=segment.name))

@@ -1,0 +1,135 @@
+"""The live checkpoints as a ledger entry holds them: in the entry itself, or as segments and a tail.
+
+A segment is an object with some consecutive checkpoints, named by its digest and never changed. An entry names the
+segments of the entry before it, but for those of which a checkpoint has gone or changed, and holds the newest
+checkpoints, the tail, itself. So a commit writes as much as the tail is long, and 35 bytes for every segment, however
+many checkpoints are live.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import is_live_list, live_list_name
+from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
+from ckpt_tasks.format.records import Checkpoint, read_checkpoint
+
+__all__ = [
+    "MAX_INLINE_CHECKPOINTS",
+    "Segment",
+    "cut",
+    "joined",
+    "read_live",
+    "read_segment",
+    "write_live",
+    "write_segment",
+]
+
+MAX_INLINE_CHECKPOINTS = 128
+_SEGMENT = 64  # checkpoints in one; the tail holds fewer than twice as many
+_MAX_DEPTH = 100
+
+_n = attrgetter("n")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive live checkpoints, in the order of their commits, and the digest that names their object.
+
+    An entry that has just been parsed knows the digests alone: `checkpoints` is empty until they are read.
+    """
+
+    digest: str
+    checkpoints: tuple[Checkpoint, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its object."""
+        return live_list_name(self.digest)
+
+
+def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Return the segments of a list of checkpoints, whose remainder is the tail; none for a short list.
+
+    `before` are those of the entry before: a segment whose checkpoints are the same objects still is taken over.
+    """
+    if len(live) <= MAX_INLINE_CHECKPOINTS:
+        return ()
+    segments: list[Segment] = []
+    begin = 0
+    for old in before:
+        end = bisect_right(live, old.checkpoints[-1].n, lo=begin, key=_n)
+        part, begin = live[begin:end], end
+        if len(part) == len(old.checkpoints) <= 2 * _SEGMENT and all(map(is_, part, old.checkpoints)):
+            segments.append(old)
+        elif part:
+            segments += _pieces(part, whole=False)
+    segments += _pieces(live[begin:], whole=True)
+    few = 2 * len(live) // _SEGMENT + 2
+    return tuple(segments if len(segments) <= few else _pieces(live, whole=True))
+
+
+def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
+    """Write a list of checkpoints as an object of its own."""
+    return canonical_json({"version": FORMAT_VERSION, "live": [finite_json(asdict(c)) for c in checkpoints]})
+
+
+def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
+    """Read a list of checkpoints whose digest is known; raise IntegrityError where the bytes are not those."""
+    if digest_hex(data) != digest:
+        raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
+    try:
+        body = parse_json(data, max_depth=_MAX_DEPTH)
+        check_version(body["version"], name)
+        checkpoints = tuple(read_checkpoint(item) for item in body["live"])
+        if not checkpoints:
+            raise ValueError("an empty list")
+    except MALFORMED as error:
+        raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
+    return checkpoints
+
+
+def write_live(tail: list[Any], segments: Sequence[Segment]) -> Any:
+    """Return what an entry says of its live checkpoints; `tail` are the last ones, as JSON."""
+    return {"segments": [segment.digest for segment in segments], "tail": tail} if segments else tail
+
+
+def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
+    """Read what an entry says of its live checkpoints: the segments, and the tail as JSON.
+
+    Before there were segments a long list was one object: `{"object": name, "digest": digest}`.
+    """
+    if not isinstance(live, dict):
+        return (), live
+    if "object" in live:
+        digests, tail = [text(live["digest"])], []
+        if live["object"] != live_list_name(digests[0]):
+            raise ValueError(f"{live['object']!r:.80} is no list of checkpoints")
+    else:
+        digests, tail = [text(digest) for digest in live["segments"]], live["tail"]
+    strange = [digest for digest in digests if not is_live_list(live_list_name(digest))]
+    if strange or len(set(digests)) < len(digests):
+        raise ValueError(f"{strange[:1]!r:.80}: a segment has a strange name, or stands twice in one list")
+    return tuple(map(Segment, digests)), tail
+
+
+def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """Return the whole list."""
+    return tuple(chain(*(segment.checkpoints for segment in segments), tail))
+
+
+def _pieces(part: Sequence[Checkpoint], *, whole: bool) -> Iterator[Segment]:
+    """Cut checkpoints into new segments; of the newest ones (`whole`) a tail is left."""
+    for begin in range(0, len(part), _SEGMENT):
+        if whole and len(part) - begin < 2 * _SEGMENT:
+            return
+        piece = tuple(part[begin : begin + _SEGMENT])
+        yield Segment(digest_hex(write_segment(piece)), piece)
