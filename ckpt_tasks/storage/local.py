@@ -35,10 +35,12 @@ from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.links import link_above, unlinked
 from ckpt_tasks.storage.local_errors import DAMAGED, HINTS, NO_LINKS, our_errors, read_again
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.progress import moved
 
 __all__ = ["Calls", "LocalStore"]
 
 _PIECE_BYTES = 16 << 20
+_SYNCED_BYTES = 256 << 20  # what the page cache takes at most before the disk has it
 _DIRECT_BYTES = 1 << 20  # below this, alignment costs more than it saves
 _ALIGNMENT = 4096
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
@@ -296,6 +298,7 @@ class LocalStore:
                         return done  # … and others at the first write
                     raise
                 done += count
+                moved()
                 if count % _ALIGNMENT:
                     break  # a short write left us unaligned: the ordinary way writes the rest
             return done
@@ -305,7 +308,11 @@ class LocalStore:
     def _write_all(self, fd: int, piece: memoryview, at: int) -> None:
         done = 0
         while done < piece.nbytes:
+            before = done
             done += self._calls.pwrite(fd, piece[done : done + _PIECE_BYTES], at + done)
+            if done // _SYNCED_BYTES > before // _SYNCED_BYTES:
+                self._calls.fsync(fd)  # a single one at the end of a large file takes long without any progress
+            moved()
 
     def _link(self, temporary: Path, path: Path) -> None:
         try:

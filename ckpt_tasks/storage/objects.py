@@ -28,6 +28,7 @@ from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, without_secrets
 from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.progress import moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
 
 __all__ = ["SCHEMES", "ObjectStore"]
@@ -204,6 +205,7 @@ class ObjectStore:
             fs, requests = self._requests()
             if fs.async_impl:
                 result: _T = sync(fs.loop, lambda: work(requests))
+                moved()
                 return result
             with _IN_MEMORY:
                 return _drive(work(requests))

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.answers import answer_of, as_ours
+from ckpt_tasks.storage.progress import moved
 from ckpt_tasks.storage.retrying import send_part
 
 __all__ = ["S3Requests", "sending_once", "slices"]
@@ -161,6 +162,7 @@ class S3Requests:
                 answer = await send_part(once)
             finally:
                 free.release()
+            moved()
             named = {name: answer[name] for name in ("ETag", "ChecksumCRC32") if answer.get(name)}
             return {"PartNumber": number, **named}
 
