@@ -29,12 +29,16 @@ __all__ = ["measure"]
 
 
 _Contenders = dict[str, Callable[[], object]]
+_IN_A_ROW = 6
 
 
 def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
     """Time every contender `rounds` times in shuffled order; return seconds by row and contender, and the state's size.
 
-    Saves are timed in this process, from the third on. Every restore is the first of a new process, as after a crash:
+    Saves are timed in this process, from the third on. Of those in a row each changes the whole state before it, which
+    is not timed, and removes the oldest one; ours reads some back behind them.
+
+    Every restore is the first of a new process, as after a crash:
     its memory has not been touched. Cold: every file is dropped from the page cache before; warm: it is read once.
     """
     trained = build(tiny=tiny, device=device)
@@ -52,6 +56,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                 _change(trained)  # or ours would have nothing to write
                 os.sync()
                 found.setdefault("save, durable", {}).setdefault(name, []).append(_seconds(saves[name], device))
+    found["durable saves in a row, the newest two kept: each"] = _in_a_row(directory, trained, rounds, device)
     shutil.rmtree(directory)
     directory.mkdir()
     with _quiet():
@@ -106,6 +111,38 @@ def _saves(directory: Path, trained: Trained, ours: Checkpointer, device: str) -
         "limit: copy to memory": lambda: into.copy_(source),
         "limit: O_DIRECT write": lambda: _direct_write(directory / "direct", memory),
     }
+
+
+def _in_a_row(directory: Path, trained: Trained, rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the mean seconds of a save, for each round of some in a row."""
+    steps, files = itertools.count(1), itertools.count(1)
+    config = CheckpointConfig(checkpoint_dir=str(directory / "two"), run_key="bench", max_num_checkpoints=2)
+
+    def torch_save() -> None:
+        number = next(files)
+        with open(directory / f"torch-{number}.pt", "wb") as file:
+            torch.save(states(trained), file)
+            file.flush()
+            os.fsync(file.fileno())
+        (directory / f"torch-{number - 2}.pt").unlink(missing_ok=True)
+
+    found: dict[str, list[float]] = {}
+    with Checkpointer(config) as ours:
+        saves: _Contenders = {
+            "ckpt-tasks": lambda: ours.save(next(steps), trained.state),
+            "torch.save + fsync": torch_save,
+        }
+        for number in range(rounds + 1):
+            for name in random.sample(sorted(saves), len(saves)):
+                os.sync()
+                seconds = []
+                for _ in range(_IN_A_ROW):
+                    _change(trained)
+                    seconds.append(_seconds(saves[name], device))
+                ours.prune()  # what went on behind the saves does not disturb the next contender
+                if number:  # the first ones allocate and plan
+                    found.setdefault(name, []).append(sum(seconds) / len(seconds))
+    return found
 
 
 @torch.no_grad()

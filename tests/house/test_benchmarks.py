@@ -16,7 +16,7 @@ from benchmarks.peers import OURS
 def test_every_row_has_its_contenders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Saves, restores and restarts run on a tiny state, unmeasured, and every row is in the table and the JSON."""
     rows = run(tmp_path, "save_restore")["save_restore"]["rows"]
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert all(any(name.startswith("ckpt-tasks") for name in cells) for cells in rows.values())
     printed = capsys.readouterr().out
     assert all(row in printed for row in rows)
