@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
 from ckpt_tasks.checkpoint.save import check_step, encode_groups
 from ckpt_tasks.checkpoint.saver import Saver
-from ckpt_tasks.errors import CommitUncertainError, FencedError, OwnerError, StoreError
+from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.retention import Verdict
@@ -32,6 +31,7 @@ from ckpt_tasks.storage.places import find_place
 
 __all__ = ["Checkpointer"]
 
+_PRUNE_S = 10.0  # for the prune behind the last commit, at a close in order; what is left is the next owner's
 _log = logging.getLogger("ckpt_tasks")
 Metrics = Mapping[str, float]
 
@@ -120,6 +120,7 @@ class Checkpointer:
         """
         self._own()
         self._settle()
+        self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
         known = candidates = self.checkpoints()
         in_memory = self._generations.found(known)
         if step is not None:
@@ -133,12 +134,7 @@ class Checkpointer:
             return 0
         damaged, self._damaged = self._damaged, ()
         found, report, generation = restore_newest(
-            self._history.store,
-            candidates,
-            state,
-            run_key=self.config.run_key,
-            damaged=damaged,
-            in_memory=in_memory,
+            self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged, in_memory=in_memory
         )
         if report.skipped or report.damaged:
             passed = [[passed_step, reason] for passed_step, reason in report.skipped]
@@ -198,7 +194,7 @@ class Checkpointer:
         epoch: int | None = None,
         interim: bool = False,
     ) -> Checkpoint:
-        """Save now; the checkpoint is committed when this returns.
+        """Save now; the checkpoint is committed when this returns. What the policy no longer keeps is pruned behind it.
 
         `interim` says that only a batch has ended. Where the configuration has an interval, the checkpoint does not
         count among the newest `max_num_checkpoints` then, and the interval goes on as if it were not there.
@@ -216,14 +212,18 @@ class Checkpointer:
         return saved
 
     def wait(self) -> None:
-        """Return when everything that was saved is committed; raise what went wrong.
+        """Return when everything that was saved is committed; raise what went wrong. Pruning goes on behind.
 
-        Raises StoreError where a flush takes longer than `flush_timeout_s`.
+        Raises StoreError where the store takes nothing of a checkpoint for `flush_timeout_s`.
         """
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait, let the run directory go and give the signals back; a later save takes the directory again."""
+        """Wait for what is on its way, release the run directory and give the signals back.
+
+        A later save takes the directory again. The prune behind the last commit has 10 s; the next owner prunes what
+        is left then.
+        """
         self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
@@ -235,21 +235,18 @@ class Checkpointer:
             raise
         finally:
             self._interrupt.uninstall()
-            self._release()
+            self._release(prune_s=0 if keep else _PRUNE_S)
             self._saver.forget_plan()
             self._generations.close(keep=keep)
 
-    def _release(self) -> None:
+    def _release(self, *, prune_s: float) -> None:
         self._saver.settle()
+        self._pruner.finish(prune_s)
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        if self._owner is not None and not self._saver.stuck:  # a store that hangs would not take this either
-            owner, gone, self._owner = self._owner, self._pruner.deleted, None
-            # Fenced: there is nothing to let go. Else an error under way is the one to report, and whoever comes next
-            # sees that this process is gone, or that its heartbeat grows old.
-            with suppress(FencedError, StoreError, CommitUncertainError):
-                self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
+        if self._saver.release():
+            self._owner = None
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -271,11 +268,8 @@ class Checkpointer:
         """Write an event into the run's history: a failure, a fall-back, whatever people should find later."""
         owner = self._own()
         stall = what == "failure"
-        self._history.append(
-            {**fields, "kind": "note", "note": what},
-            lambda state, n: state.with_stall(self._flow_run_id) if stall else state,
-            owner=owner,
-        )
+        event = {**fields, "kind": "note", "note": what}
+        self._history.append(event, lambda s, n: s.with_stall(self._flow_run_id) if stall else s, owner=owner)
 
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
@@ -392,5 +386,5 @@ class Checkpointer:
 
     def _hand_on(self) -> None:
         if self._interrupt.pending is not None:
-            self._release()  # whoever comes next need not wait for a timeout; a later save takes it again
+            self._release(prune_s=0)  # the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()

@@ -42,8 +42,9 @@ class CheckpointConfig:
     it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
     the store fails in the background does: "raise" in the next `step()`, or "warn" and go on. Raised all the same: the
     loss of the run, an uncertain commit, a damaged object, whatever is no StoreError, and what those meet who wait for
-    a save. A flush that takes longer than `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends.
-    So long `save()`, `wait()`, the end of the block, after an error too, and SIGTERM wait for it.
+    a save. A flush of which the store has taken nothing for `flush_timeout_s` seconds is stuck: saves then stay in
+    memory until it ends. `save()`, `wait()`, the end of the block (after an error too), SIGTERM and the end of the
+    interpreter wait for a flush until it is stuck.
     `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError.
 
     `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there

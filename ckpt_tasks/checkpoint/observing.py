@@ -17,9 +17,9 @@ from typing import Any
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.policy.cadence import Observed
+from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 
-__all__ = ["ENTRIES_READ", "Happening", "happening", "observe", "recent", "summarize"]
+__all__ = ["ENTRIES_READ", "Happening", "LearningCadence", "happening", "observe", "recent", "summarize"]
 
 ENTRIES_READ = 512  # with a retire after every commit some 250 saves; with half of it, rates are too much of a guess
 _MOST_S = 1e9  # thirty years
@@ -45,6 +45,36 @@ class Happening:
     stall_s: float = 0.0
     flush_s: float = 0.0
     step_s: float | None = None
+
+
+class LearningCadence:
+    """The automatic cadence of one run: begun with what its history says, changed by each commit."""
+
+    def __init__(self, history: History, overhead_cap: float):
+        self._happened = recent(history)
+        self._cadence = AutoCadence(overhead_cap=overhead_cap)
+        self._update()
+
+    @property
+    def interval_s(self) -> float:
+        """The seconds between saves."""
+        return self._cadence.interval_s
+
+    def due(self, last: SavePoint, now: SavePoint) -> bool:
+        """Say whether a snapshot is due."""
+        return self._cadence.due(last, now)
+
+    def learn(self, entry: Entry) -> None:
+        """Take a commit's costs into account."""
+        one = happening(entry)
+        if one is not None:
+            self._happened.append(one)
+            self._update()
+
+    def _update(self) -> None:
+        observed = summarize(self._happened)
+        if observed is not None:
+            self._cadence = self._cadence.updated(observed)
 
 
 def observe(history: History) -> Observed | None:

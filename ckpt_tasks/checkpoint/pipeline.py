@@ -12,23 +12,20 @@ Invariants
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakSet
 
 from ckpt_tasks.checkpoint.save import Described, Part, Saving, SupersededError
-from ckpt_tasks.errors import CommitUncertainError, FencedError
+from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.state.device import DeviceCopy
 from ckpt_tasks.state.memory import SLOTS
 from ckpt_tasks.state.niceness import be_nice
 from ckpt_tasks.state.snapshot import ImageSet
+from ckpt_tasks.storage.progress import watching
 
 __all__ = ["Pipeline", "Snapshot"]
 
@@ -42,7 +39,8 @@ class Snapshot:
 
     `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
     its images until then, as written and with what can be reused, and None at the end. `copy` is under way from
-    devices: its wait() comes before anything that reads the images.
+    devices: its wait() comes before anything that reads the images. `base` is the checkpoint whose objects it may
+    reuse.
     """
 
     slot: str
@@ -53,6 +51,7 @@ class Snapshot:
     observed: Mapping[str, Any]
     copy: DeviceCopy | None = None
     taken_s: float = field(default_factory=time.monotonic)
+    base: str | None = None
     described: Described | None = None
     error: BaseException | None = None
     given_up: bool = False
@@ -70,7 +69,7 @@ class Snapshot:
 
 
 class Pipeline:
-    """Run `seal` and `flush` for every snapshot, each in a thread; `timeout_s` is how long one flush may take.
+    """Run `seal` and `flush` for every snapshot, each in a thread; a flush is stuck after `timeout_s` without progress.
 
     `seal` is also told which snapshot lies in the other slot, where storage does not have that; `sealed` is called
     after it, when the slot may be filled again.
@@ -91,20 +90,31 @@ class Pipeline:
         self._flushing: Snapshot | None = None
         self._waiting: Snapshot | None = None
         self._last: Snapshot | None = None
-        self._since_s = 0.0
+        self._moved_s = 0.0
         self._failure: BaseException | None = None
         self._running = False
         self._sealer: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._ended = False
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
 
     @property
     def stuck(self) -> bool:
-        """Whether the flush under way has taken longer than it may."""
+        """Whether the store has taken nothing of the flush under way for longer than it may."""
         with self._changed:
-            return self._flushing is not None and time.monotonic() - self._since_s > self._timeout_s
+            return self._flushing is not None and time.monotonic() - self._moved_s > self._timeout_s
+
+    def stuck_error(self) -> StoreError:
+        """Return what is raised where the store is stuck, with the newest step that is not committed."""
+        left = self.under_way
+        stuck = StoreError(
+            f"the store has taken nothing for {self._timeout_s:.0f} s",
+            step=left[-1].saving.attempt.step if left else None,
+            hint="Look at the store. What is in the memory directory is restored by the next start on this host.",
+        )
+        stuck.transient = True
+        return stuck
 
     @property
     def idle(self) -> bool:
@@ -112,11 +122,18 @@ class Pipeline:
         with self._changed:
             return self._flushing is None and self._waiting is None
 
+    @property
+    def under_way(self) -> list[Snapshot]:
+        """The snapshots that are not committed yet, in their order."""
+        with self._changed:
+            return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
+
     def take_slot(self) -> str:
         """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
         if self._last is not None:
             self._last.known.wait()  # until it is sealed, the other slot has the only complete snapshot
         with self._changed:
+            self._changed.wait_for(self._goes_on)
             while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
                 self._changed.wait(_LOOK_S)
             waiting, flushing = self._waiting, self._flushing
@@ -164,9 +181,9 @@ class Pipeline:
         Raises what lost the run meanwhile, and RuntimeError where the process can have no further thread; then the
         slot is the caller's.
         """
-        _live.add(self)
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None)  # the thread is about to take it up
+            # The thread is about to take up what waits.
+            self._changed.wait_for(lambda: self._waiting is None and self._goes_on())
             if isinstance(self._failure, _LAST):
                 failure, self._failure = self._failure, None
                 raise failure
@@ -238,7 +255,7 @@ class Pipeline:
         while True:
             with self._changed:
                 snapshot: Snapshot | None = self._waiting
-                self._flushing, self._waiting, self._since_s = snapshot, None, time.monotonic()
+                self._flushing, self._waiting, self._moved_s = snapshot, None, time.monotonic()
                 if snapshot is None:
                     self._running = False
                     self._changed.notify_all()
@@ -246,7 +263,8 @@ class Pipeline:
                 self._changed.notify_all()
             failure: BaseException | None = None
             try:
-                self._flush(snapshot)
+                with watching(self._moved):
+                    self._flush(snapshot)
             except SupersededError:
                 failure = None  # nobody wants it any more
             except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
@@ -267,23 +285,20 @@ class Pipeline:
         if waiting is not None:
             waiting.given_up = True
 
-    def end(self) -> None:
-        """See to it, at the interpreter's end, that the last snapshot is committed, or say that it is not."""
-        if os.getpid() != self._pid:
-            return  # a forked child has none of the threads
-        if not self.wait():
-            sys.stderr.write("ckpt-tasks: the last checkpoint did not reach its store; it is lost with this process\n")
-        elif (failure := self.take_failure()) is not None:
-            sys.stderr.write(f"ckpt-tasks: the last checkpoint could not be saved: {failure}\n")
+    def _moved(self) -> None:
+        self._moved_s = time.monotonic()
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def end(self) -> bool:
+        """Wait at the interpreter's end, as wait() does, and take nothing more from daemon threads that still train."""
+        with self._changed:
+            self._ended = True
+        done = self.wait()
         if self._sealer is not None:
             self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
+        return done
 
-
-@atexit.register
-def _end_all() -> None:
-    # Daemon threads still run while the interpreter calls this.
-    for pipeline in [*_live]:
-        pipeline.end()
-
-
-_live: WeakSet[Pipeline] = WeakSet()
+    def _goes_on(self) -> bool:
+        """Whether this thread may hand in a snapshot; at the interpreter's end a daemon thread waits to be stopped."""
+        return not self._ended or threading.current_thread() is threading.main_thread()

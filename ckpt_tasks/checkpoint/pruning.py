@@ -1,13 +1,26 @@
-"""Prune as an owner does it: decide, read back what must be known to be good, retire, delete, sweep."""
+"""Prune as an owner does it: decide, read back what must be known to be good, retire, delete, sweep.
+
+After a commit this goes on in a thread of its own: a save is done when it is committed, and what prune meets is logged.
+
+Invariants
+
+1. A checkpoint whose objects a save under way may reuse is not retired.
+2. Nothing is retired or deleted on behalf of a restore, a release or an end: they cancel what runs.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
+from ckpt_tasks.checkpoint.background import Background, CancelledWorkError
 from ckpt_tasks.checkpoint.history import Head, History, check_owner
 from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.upkeep import delete_retired, missing_metric, orphans, plan_prune, retire, verify_checkpoint
-from ckpt_tasks.errors import StoreError
+from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Owner, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
@@ -15,58 +28,111 @@ from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 __all__ = ["Pruner"]
 
 _MOST_ORPHANS = 20_000  # in one entry, of 100 bytes each; the next prune takes more
+_MOST_NOTES = 16  # of saves that failed one after the other; the log has all
 _log = logging.getLogger("ckpt_tasks")
 
 
 class Pruner:
     """Remember, for one owner, which checkpoints are known to be good and which retired objects are gone.
 
-    `verified` holds the identities of checkpoints that this process restored or read back; `deleted` names what the
-    next commit can strike off the ledger's list of retired objects.
+    `verified` holds the identities of checkpoints that this process read from storage; `deleted` names what the next
+    entry can strike off the ledger's list of retired objects. `unnoted` holds the newest events for the run's history
+    that wait for a store which has failed to take a checkpoint. `in_use` returns the checkpoints whose objects saves
+    under way may reuse; a save holds `retiring` while it chooses one.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):
         self.verified: set[str] = set()
         self.deleted: frozenset[str] = frozenset()
+        self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
+        self.in_use: Callable[[], frozenset[str]] = frozenset
+        self.retiring = threading.Lock()
         self._history = history
         self._policy = policy
         self._swept = False
         self._warned = False
+        self._failed = False
+        self._one = threading.Lock()  # prune() and the thread take turns
+        self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
         """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
-        known = frozenset(self.verified)
-        return plan_prune(self._history.head(), self._policy, verified=known, restored_from=going_on_from)
+        known, in_use = frozenset(self.verified), self.in_use()
+        verdicts = plan_prune(self._history.head(), self._policy, verified=known, restored_from=going_on_from)
+        return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 
     def new_owner(self) -> None:
         """Look for what dead owners left once more: the directory was another's in between."""
         self._swept = False
 
-    def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
+    # ── behind a commit ──────────────────────────────────────────────────────────────────────────────────────
+
+    def follow(self, owner: Owner, going_on_from: str) -> None:
+        """Prune soon, after a commit; nothing is raised: what fails is logged, and tried again after the next one."""
+        self._behind.request((owner, going_on_from))
+
+    def finish(self, limit_s: float) -> None:
+        """Wait at most `limit_s` for the prune that follows the last commit; what is left is the next owner's."""
+        self._behind.finish(limit_s)
+
+    def cancel(self, limit_s: float) -> None:
+        """Stop the prune that follows the last commit, and wait at most `limit_s` until it has."""
+        self._behind.cancel(limit_s)
+
+    def _follow(self, request: tuple[Owner, str]) -> None:
+        owner, going_on_from = request
+        try:
+            while self.unnoted:
+                self._history.append(self.unnoted[0], lambda state, n: state, owner=owner)
+                self.unnoted.popleft()
+            self.run(owner, going_on_from, self._behind.check)
+        except (CancelledWorkError, FencedError):
+            return  # not wanted any more; the next save meets the new owner
+        except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
+            if not self._failed:
+                _log.warning("Older checkpoints were not removed (%s); this is tried again after each save", error)
+            self._failed = True
+        else:
+            self._failed = False
+
+    # ── a prune ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, owner: Owner, going_on_from: str | None, check: Callable[[], None] | None = None) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
-        Raises FencedError where the directory is another's by now; nothing is deleted then.
+        `check` stops it by what it raises. Raises FencedError where the directory is another's by now; nothing is
+        deleted then.
         """
-        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified does
-        # not count, or nothing newer would ever be read.
-        head = self._history.head()
-        wanted = plan_prune(head, self._policy, restored_from=going_on_from)
-        if not all(v.keep for v in wanted):
-            self._warn_of_best(head)
-            if not self._knows_good(wanted):
-                self._verify_newest(owner)
-        verdicts = self.plan(going_on_from)
-        going = verdicts if self._knows_good(verdicts) else []
-        unnamed = [] if self._swept else self._orphans(owner)
-        if unnamed or not all(v.keep for v in going):
-            # Before the first delete: this process may stall below, and others commit what it is about to delete.
-            retire(self._history, owner, going, self.deleted, unnamed)
-        state = self._history.head().state
-        check_owner(state.owner, owner)
-        self.deleted = delete_retired(self._history.store, state.retired)
-        if not self._swept:
-            self._drop_unfinished(owner)
-            self._swept = len(unnamed) < _MOST_ORPHANS
+        check = check or (lambda: None)
+        with self._one:
+            # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
+            # does not count, or nothing newer would ever be read.
+            head = self._history.head()
+            wanted = plan_prune(head, self._policy, restored_from=going_on_from)
+            if not all(v.keep for v in wanted):
+                self._warn_of_best(head)
+                if not self._knows_good(wanted):
+                    self._verify_newest(owner, check)
+            unnamed = [] if self._swept else self._orphans(owner)
+            verdicts = self._retire(owner, going_on_from, unnamed, check)
+            state = self._history.head().state
+            check_owner(state.owner, owner)
+            self.deleted = delete_retired(self._history.store, _checked(state.retired, check))
+            if not self._swept:
+                self._drop_unfinished(owner)
+                self._swept = len(unnamed) < _MOST_ORPHANS
+            return verdicts
+
+    def _retire(
+        self, owner: Owner, going_on_from: str | None, unnamed: list[str], check: Callable[[], None]
+    ) -> list[Verdict]:
+        with self.retiring:
+            verdicts = self.plan(going_on_from)
+            going = verdicts if self._knows_good(verdicts) else []
+            check()
+            if unnamed or not all(v.keep for v in going):
+                # Before the first delete: this process may stall below, and others commit what it is about to delete.
+                retire(self._history, owner, going, self.deleted, unnamed)
         return verdicts
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
@@ -103,14 +169,24 @@ class Pruner:
             # Not every store lists unfinished uploads, nor to everybody who may write: the rest is pruned all the same.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
-    def _verify_newest(self, owner: Owner) -> None:
+    def _verify_newest(self, owner: Owner, check: Callable[[], None]) -> None:
         newest = lineage(self._history.head().state.live)[0]
-        faults = verify_checkpoint(self._history.store, newest)
+        faults = verify_checkpoint(self._history.store, newest, check)
         if not faults:
             self.verified.add(newest.manifest_digest)
             return
         event = {"kind": "note", "note": "damaged", "step": newest.step, "faults": faults[:5]}
         self._history.append(event, lambda state, n: state, owner=owner)
+
+
+def _checked(names: Iterable[str], check: Callable[[], None]) -> Iterator[str]:
+    for name in names:
+        check()
+        yield name
+
+
+def _kept(verdict: Verdict) -> Verdict:
+    return replace(verdict, keep=True, reasons=("a save under way reuses it",))
 
 
 def is_older(name: str, epoch: int) -> bool:

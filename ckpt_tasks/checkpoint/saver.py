@@ -5,35 +5,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 
 from ckpt_tasks.checkpoint import save as steps
 from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.checkpoint.ending import end_with_interpreter, say_lost
 from ckpt_tasks.checkpoint.generations import Generations
 from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.listening import Listeners
 from ckpt_tasks.checkpoint.metrics import checked_metrics
-from ckpt_tasks.checkpoint.observing import Happening, happening, recent, summarize
+from ckpt_tasks.checkpoint.observing import LearningCadence
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.pipeline import Pipeline, Snapshot
 from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, StoreError
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, FencedError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.seal import Seal
-from ckpt_tasks.policy.cadence import AutoCadence, SavePoint
+from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.device import Devices
 from ckpt_tasks.state.first import FirstCopy
-from ckpt_tasks.state.memory import SLOTS, Fill, touch
+from ckpt_tasks.state.memory import SLOTS, Fill, MemoryDirectory, touch
 from ckpt_tasks.state.niceness import be_nice
 from ckpt_tasks.state.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
+from ckpt_tasks.storage.progress import moved
 
 __all__ = ["Saver"]
 
-_MOST_NOTES = 16  # of saves that failed one after the other; the log has all
+_END_S = 5.0  # for a prune that follows the last commit to stop, and for threads that are within torch or Arrow
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -41,8 +42,7 @@ class Saver:
     """Take snapshots and see to it that they are committed.
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    that this process knows to have committed a checkpoint; `cadence` the automatic one, from the first step on;
-    `unnoted` the newest events for the run's history that wait for a store which has failed to take a checkpoint.
+    that this process knows to have committed a checkpoint; `cadence` the automatic one, from the first step on.
     """
 
     def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
@@ -53,11 +53,11 @@ class Saver:
         self._history = history
         self._config = config
         self._pruner = pruner
+        pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
         self._owner: Owner | None = None
         self._run_key = ""
         self._generations = generations
-        self.cadence: AutoCadence | None = None
-        self._happened: deque[Happening] = deque()
+        self.cadence: LearningCadence | None = None
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
         self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
@@ -65,19 +65,18 @@ class Saver:
         self._taking = threading.Lock()
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
         self._warned_stuck = False
-        self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
         self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
 
     def begin(self, owner: Owner, run_key: str) -> None:
         """Save as this owner from now on."""
         self._owner, self._run_key = owner, run_key
+        end_with_interpreter(self)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due, by policy or by cadence."""
         if self._config.automatic and self.cadence is None:
-            self._happened = recent(self._history)  # only here: a loop that reports no steps need not read it
-            observed, cadence = summarize(self._happened), AutoCadence(overhead_cap=self._config.overhead_cap)
-            self.cadence = cadence if observed is None else cadence.updated(observed)
+            # Only here: a loop that reports no steps need not read the history.
+            self.cadence = LearningCadence(self._history, self._config.overhead_cap)
         timely = self.cadence is not None and self.cadence.due(last, now)
         return timely or self._config.save_policy.due(last, now)
 
@@ -162,21 +161,38 @@ class Saver:
         if failure is not None:
             raise failure
         if not done:
-            stuck = StoreError(
-                f"the store has not taken a checkpoint for {self._config.flush_timeout_s:.0f} s",
-                hint="Look at the store. What is in the memory directory is restored by the next start on this host.",
-            )
-            stuck.transient = True
-            raise stuck
+            raise self._pipeline.stuck_error()
 
     def settle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
         self._pipeline.wait()
 
-    @property
-    def stuck(self) -> bool:
-        """Whether the store has not ended a write for longer than it may."""
-        return self._pipeline.stuck
+    def release(self) -> bool:
+        """Release the run directory; False where the store is stuck, and would not take that either."""
+        if self._pipeline.stuck:
+            return False
+        owner, self._owner, gone = self._owner, None, self._pruner.deleted
+        if owner is not None:
+            # Fenced: there is nothing to release. Else an error under way is the one to report, and the next owner sees
+            # that this process is gone, or that its heartbeat grows old.
+            with suppress(FencedError, StoreError, CommitUncertainError):
+                self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
+        return True
+
+    def end(self) -> None:
+        """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
+        self._pruner.cancel(0)
+        kept = isinstance(self._generations.memory, MemoryDirectory) or self._generations.copies is not None
+        try:
+            done = self._pipeline.end()
+            failure = self._pipeline.take_failure()
+            if failure is not None or not done:
+                say_lost(failure or self._pipeline.stuck_error(), kept=kept)
+            self._pruner.cancel(_END_S)
+            self.release()
+        except KeyboardInterrupt:
+            if left := self._pipeline.under_way:
+                say_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
@@ -191,7 +207,7 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self.unnoted.append(event)  # the history has it once the store takes a checkpoint again
+        self._pruner.unnoted.append(event)  # the history has it once the store takes a checkpoint again
 
     def restored(self, slot: str | None) -> None:
         """Leave the slot that was restored from for as long as possible."""
@@ -242,7 +258,10 @@ class Saver:
             touch(image.buffer, lambda: self._plan is plan)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        base = self._base()
+        with self._pruner.retiring:
+            parent = self.parent
+            snapshot.base = parent.manifest_digest if parent is not None else None
+        base = self._stored_of(parent)
         found: list[steps.Part] = []
         for image in snapshot.images.images:
             part = steps.digest_image(snapshot.saving.attempt, image, lambda: snapshot.given_up)
@@ -286,14 +305,11 @@ class Saver:
         self.last_commit = self.parent = saved
         self.known_n = saved.n
         self.listeners.committed(saved)
-        self._learn(entry)
+        if self.cadence is not None:
+            self.cadence.learn(entry)
         if self._generations.copies is not None:
             self._generations.copies.retain(entry.state.live)
-        with suppress(StoreError, CommitUncertainError):  # the checkpoint is committed; the next save does this again
-            while self.unnoted:
-                self._history.append(self.unnoted[0], lambda state, n: state, owner=snapshot.saving.owner)
-                self.unnoted.popleft()
-            self._pruner.run(snapshot.saving.owner, saved.manifest_digest)
+        self._pruner.follow(snapshot.saving.owner, saved.manifest_digest)
 
     def _save(self, snapshot: Snapshot) -> Entry:
         """Write a snapshot and commit it."""
@@ -307,13 +323,13 @@ class Saver:
                 check_owner(self._history.head().state.owner, snapshot.saving.owner)
             steps.discard(self._history.store, snapshot.saving.attempt)
             raise
-        superseded = self._pipeline.superseded
+        superseded, deleted = self._pipeline.superseded, self._pruner.deleted
         entry = steps.commit(
             self._history,
             described,
             parent=self.parent.manifest_digest if self.parent else None,
             cost_s=snapshot.stall_s,
-            deleted=self._pruner.deleted,
+            deleted=deleted,
             observed={
                 **snapshot.observed,
                 "flush_s": round(time.monotonic() - snapshot.taken_s, 6),
@@ -321,19 +337,12 @@ class Saver:
             },
         )
         self._pipeline.told(superseded)
-        self._pruner.deleted = frozenset()
+        self._pruner.deleted -= deleted
         self._stored = (
             entry.state.live[-1].manifest_digest,
             steps.Stored.of(described.manifest.objects, described.rows),
         )
         return entry
-
-    def _learn(self, entry: Entry) -> None:
-        one = happening(entry)
-        if self.cadence is not None and one is not None:
-            self._happened.append(one)
-            observed = summarize(self._happened)
-            self.cadence = self.cadence if observed is None else self.cadence.updated(observed)
 
     def _copy(self, snapshot: Snapshot) -> None:
         """Write the snapshot to the local directory, where there is one; what fails there is said, and no more."""
@@ -354,6 +363,7 @@ class Saver:
             digested = snapshot.digested.get()
             if digested is None:
                 break  # the description says what went wrong
+            moved()
             part, found = digested
             if not state.keeps(found.objects[0].name):
                 as_planned = as_planned and found is part
@@ -366,9 +376,8 @@ class Saver:
         steps.write_description(store, described)
         return described
 
-    def _base(self) -> steps.Stored | None:
+    def _stored_of(self, parent: Checkpoint | None) -> steps.Stored | None:
         """Return what the checkpoint before is made of; None where there is none, or it cannot be read."""
-        parent = self.parent
         if parent is None:
             return None
         if self._stored is None or self._stored[0] != parent.manifest_digest:
@@ -383,7 +392,7 @@ class Saver:
         stuck = self._pipeline.stuck
         if stuck and not self._warned_stuck:
             _log.warning(
-                "The store has not taken a checkpoint for %.0f s; step %d and later ones are kept in memory only",
+                "The store has taken nothing for %.0f s; step %d and later ones are kept in memory only",
                 self._config.flush_timeout_s,
                 step,
             )

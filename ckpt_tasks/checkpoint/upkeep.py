@@ -11,12 +11,12 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ckpt_tasks.checkpoint.background import in_threads
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
@@ -65,11 +65,13 @@ class RunFaults:
         return not self.damaged and not any(faults for _, faults in self.checkpoints.values())
 
 
-def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
+def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
 
-    Raises StoreError where the store does not answer: that says nothing about the checkpoint.
+    `check` is called before every read, and stops the verification by what it raises. Raises StoreError where the store
+    does not answer: that says nothing about the checkpoint.
     """
+    check = check or (lambda: None)
     try:
         opened = open_checkpoint(store, checkpoint)
         opened.check_trees()
@@ -80,6 +82,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
     for row in opened.rows:
         by_object[row.object].append(row)
     for record in opened.manifest.objects:
+        check()
         try:
             check_header(store, record)
             faults += _header_faults(store, record, by_object[record.name])
@@ -87,14 +90,15 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint) -> list[str]:
             faults.append(str(error))
             by_object[record.name].clear()
     runs = [run for rows in by_object.values() for run in merge_runs(rows)]
-    return [*faults, *_run_faults(store, runs)]
+    return [*faults, *_run_faults(store, runs, check)]
 
 
-def _run_faults(store: Store, runs: Iterable[list[IndexRow]]) -> list[str]:
+def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
     """Read and digest runs, several at a time where the store is far away; an object is given up at its first error."""
     buffers, given_up = threading.local(), set[str]()
 
-    def check(run: list[IndexRow]) -> list[str]:
+    def faults_of(run: list[IndexRow]) -> list[str]:
+        check()
         name, begin, end = run[0].object, run[0].begin, run[-1].end
         if name in given_up:
             return []
@@ -108,9 +112,8 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]]) -> list[str]:
         return verify_run(run, buffers.one[: end - begin])
 
     if store.near:
-        return [fault for run in runs for fault in check(run)]
-    with ThreadPoolExecutor(_FAR_READS, thread_name_prefix="ckpt-verify") as threads:
-        return [fault for faults in threads.map(check, runs) for fault in faults]
+        return [fault for run in runs for fault in faults_of(run)]
+    return [fault for faults in in_threads(faults_of, runs, _FAR_READS, "ckpt-verify") for fault in faults]
 
 
 def verify_run_directory(history: History) -> RunFaults:

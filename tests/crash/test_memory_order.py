@@ -129,7 +129,7 @@ def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memor
 
 
 def _until(ckpt: Checkpointer, *, stuck: bool) -> None:
-    while ckpt._saver.stuck is not stuck:
+    while ckpt._saver._pipeline.stuck is not stuck:
         time.sleep(0.01)
 
 

@@ -69,7 +69,7 @@ def test_a_signal_waits_for_the_upload(
     assert (found.good, found.orphans, s3_place.uploads()) == (True, (), [])
     owner = run.head().state.owner
     assert owner is not None
-    assert owner.released is entered
+    assert owner.released
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ class RunMachine(RuleBasedStateMachine):
     def save(self, stride: int) -> None:
         ckpt = self.process()
         step = min(self.position + stride, LAST_STEP)
-        self.took(ckpt.save(step, state_of(step)))
+        saved = ckpt.save(step, state_of(step))
+        ckpt._pruner.finish(60)  # it goes on behind: what follows would be another story each time
+        self.took(saved)
 
     # Several threads write the data, so that a count over all calls would not mean the same call twice.
     @rule(
@@ -180,6 +182,7 @@ class RunMachine(RuleBasedStateMachine):
             ckpt.save(step, state_of(step))
         except CkptError:
             self.crashed = True
+        ckpt._pruner.finish(60)
         self.learn()
         self.abandon()
 

@@ -48,7 +48,9 @@ def main() -> None:
             assert ckpt.step(step, state)
             if step in (options.first, options.steps):
                 ckpt.wait()
+                ckpt._pruner.finish(60)
                 sys.stdout.write(json.dumps(held(Path(options.memory_dir))._asdict()) + "\n")
+        ckpt._pruner.finish(60)
         assert [c.step for c in ckpt.checkpoints()] == [options.steps, options.steps - 1]
 
 

@@ -203,6 +203,7 @@ def test_foreign_files_in_the_directory(run_dir: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("foreign")
         ckpt.save(10, _state(10.0))
+        ckpt._pruner.finish(60)
         assert _steps(ckpt) == [10]
     with _open(run_dir, max_num_checkpoints=1) as ckpt:
         assert ckpt.restore(_state()) == 10
@@ -228,6 +229,7 @@ def test_retention_keeps_what_it_must(run_dir: Path) -> None:
             ckpt.save(step, _state(step), metrics={"loss": loss})
             if step == 1:
                 ckpt.pin(1, "the paper's")
+        ckpt._pruner.finish(60)
         assert _steps(ckpt) == [4, 2, 1]
         assert open_run(str(run_dir)).find("best").step == 2
         ckpt.unpin(1)
@@ -267,6 +269,7 @@ def test_what_is_verified_moves_on(keep: int, run_dir: Path) -> None:
     with _open(run_dir, max_num_checkpoints=keep) as ckpt:
         for step in range(1, 12):
             ckpt.save(step, _state(step))
+            ckpt._pruner.finish(60)
         assert _steps(ckpt) == list(range(11, 11 - keep, -1))
 
 

@@ -166,8 +166,8 @@ def test_any_history_keeps_every_live_checkpoint_whole(
         step = number
         values[step] = (float(frozen), float(step))
         ckpt.save(step, _model(step, frozen=frozen))
-    live = [c.step for c in ckpt.checkpoints()]
     ckpt.close()
+    live = [c.step for c in open_run(str(run_dir)).checkpoints()]
     assert {s: _restored(run_dir, s) for s in live} == {s: values[s] for s in live}
     faults = verify_run_directory(open_run(str(run_dir)).history)
     assert faults.good

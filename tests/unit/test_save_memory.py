@@ -41,7 +41,8 @@ with Checkpointer(config) as ckpt:
         ckpt.step(step, {"model": model, "optimizer": optimizer})
         optimizer.step()
         if step % 2:
-            ckpt.wait()  # after the other steps the next snapshot is taken while this one is being written
+            ckpt.wait()
+            ckpt._pruner.finish(60)  # after the other steps the next snapshot is taken while this one is being written
     ckpt.wait()
     assert [commit.step for commit in ckpt.checkpoints()] == [5]  # the others were read back and removed
     print(status("VmHWM") - before)

@@ -1,0 +1,43 @@
+"""The end of the interpreter: what is on its way is committed before Python stops the threads that do it.
+
+Python calls atexit functions in the reverse order of their registration, while daemon threads still run. `os._exit`,
+SIGKILL and a signal without a handler call none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import Protocol
+
+__all__ = ["end_with_interpreter", "say_lost"]
+
+
+class Ending(Protocol):
+    def end(self) -> None: ...
+
+
+def end_with_interpreter(ending: Ending) -> None:
+    """Call `ending.end()` at the interpreter's end, if it still exists then."""
+    if not _endings:
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: before this.
+        weakref.finalize(Ending, int)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+    _endings.add(ending)
+
+
+def say_lost(failure: BaseException, *, kept: bool) -> None:
+    """Write on stderr which step is not committed and why; `kept`: its snapshot outlives the process."""
+    step = getattr(failure, "step", None)
+    then = "the next start on this host can restore it" if kept else "it is lost with this process"
+    sys.stderr.write(f"ckpt-tasks: step {step} is not committed, and {then}: {failure}\n")
+
+
+def _end_all() -> None:
+    for ending in [*_endings]:
+        ending.end()
+
+
+_endings: weakref.WeakSet[Ending] = weakref.WeakSet()

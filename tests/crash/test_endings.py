@@ -1,0 +1,179 @@
+"""Every way a process can end, on every store: what is committed, released and restored afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from tests.crash.ender import SIZE, STEPS
+from tests.servers.s3 import S3Server
+
+ORDERLY = ("return", "exception", "sys.exit")
+SIGNALS = {
+    "SIGTERM": [signal.SIGTERM],
+    "SIGINT": [signal.SIGINT],
+    "SIGINT twice": [signal.SIGINT, signal.SIGINT],
+    "SIGKILL": [signal.SIGKILL],
+}
+WAYS = (*ORDERLY, "os._exit", "daemon thread", *SIGNALS)
+STYLES = ("with", "close", "alone")
+STATUS = {"return": 0, "exception": 1, "sys.exit": 3, "os._exit": 4, "daemon thread": 0}
+STORES = ("local", "local, no memory", "s3", "s3, no memory", "s3 single_writer", "s3 and local_dir")
+SLOW_STORES = ("ceph", "azurite", "gcs")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a run lies: the options of its configuration, and what its memory's and its copies' names begin with."""
+
+    config: dict[str, Any]
+    hosts: tuple[str, ...] = field(default=())
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, tmp_path: Path, memory: Path) -> Iterator[Case]:
+    with _case(request, request.param, tmp_path, memory) as made:
+        yield made
+
+
+@contextmanager
+def _case(request: pytest.FixtureRequest, store: str, tmp_path: Path, memory: Path) -> Iterator[Case]:
+    config: dict[str, Any]
+    kept = {"memory_dir": None if "no memory" in store else str(memory)}
+    hosts = () if "no memory" in store else (str(memory),)
+    if store.startswith("local"):
+        yield Case({"checkpoint_dir": str(tmp_path / "run"), **kept}, hosts)
+    elif store.startswith("s3") or store == "ceph":
+        server: S3Server = request.getfixturevalue("ceph" if store == "ceph" else "ministack")
+        with server.fresh_bucket() as bucket:
+            config = {"checkpoint_dir": f"s3://{bucket}/run", "storage_options": server.storage_options, **kept}
+            if "single_writer" in store:
+                config["single_writer"] = True
+            if "local_dir" in store:
+                config |= {"local_dir": str(tmp_path / "copies"), "memory_dir": None}
+                hosts = (str(tmp_path / "copies"),)
+            yield Case(config, hosts)
+    elif store == "azurite":
+        azure = request.getfixturevalue("azurite")
+        with azure.fresh_container() as container:
+            config = {"checkpoint_dir": f"az://{container}/run", "storage_options": azure.storage_options}
+            yield Case({**config, **kept}, hosts)
+    else:  # its emulator ignores the condition of a write
+        google = request.getfixturevalue("gcs")
+        config = {"checkpoint_dir": f"gs://{google.fresh_bucket()}/run", "storage_options": google.storage_options}
+        yield Case({**config, "single_writer": True, **kept}, hosts)
+
+
+def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
+    """Run a process to its end; return its status, the last step that it has reported, and what it said on stderr."""
+    command = [sys.executable, "-m", "tests.crash.ender", json.dumps(case.config), way, style]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    said: list[str] = []
+    if way in SIGNALS:
+        for line in process.stdout:
+            said.append(line)
+            if line == "ready\n":
+                break
+        for number in SIGNALS[way]:
+            process.send_signal(number)
+    out, err = process.communicate(timeout=240)
+    said += out.splitlines()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no process of its session is left
+    steps = [int(line.split()[1]) for line in said if line.startswith("step ")]
+    return process.returncode, steps[-1], err
+
+
+def expected_status(way: str) -> int:
+    return -SIGNALS[way][0] if way in SIGNALS else STATUS[way]
+
+
+def check(case: Case, way: str, style: str) -> None:
+    status, reported, err = ended(case, way, style)
+    assert status == expected_status(way), err
+    in_block = style == "with" and way in ("SIGTERM", "SIGINT")  # the signal waits for the next step, which is saved
+    last = reported + 1 if in_block else reported
+
+    run = open_run(case.config["checkpoint_dir"], storage_options=case.config.get("storage_options"))
+    live = [checkpoint.step for checkpoint in run.checkpoints()]
+    owner = run.head().state.owner
+    # Python ends no process without atexit but by these.
+    cut_off = way in ("os._exit", "SIGKILL") or (way == "SIGTERM" and style != "with")
+    orderly = style == "close" or not cut_off
+    assert owner is not None
+    if way == "daemon thread" and style != "close":
+        assert live[0] in (reported, reported + 1)
+        last = live[0]
+    elif way == "daemon thread":
+        assert live[0] >= STEPS  # it trains on, and takes the directory again
+        last = max(live[0], reported)
+    elif orderly:
+        assert live[0] == last, err
+    else:
+        assert live == [] or live[0] <= last
+    if way != "daemon thread" or style != "close":
+        assert owner.released is orderly
+    assert "is not committed" not in err
+
+    with Checkpointer(CheckpointConfig(**case.config)) as ckpt:
+        state: dict[str, Any] = {"weights": torch.zeros(SIZE), "step": 0}
+        restored = ckpt.restore(state)
+        source = ckpt.last_restore.source if ckpt.last_restore else ""
+    if way == "daemon thread" or not case.hosts:
+        assert restored == max(live, default=0)
+    elif orderly or "local_dir" not in case.config:
+        assert restored == last
+    else:  # a copy is made behind a step, as a commit is
+        assert max(live, default=0) <= restored <= last
+    assert state["step"] == restored
+    assert torch.equal(state["weights"], torch.full((SIZE,), float(restored)))
+    # In order, nothing is left in memory; copies in a local directory stay.
+    clean = "local_dir" not in case.config and (style == "close" or (style == "with" and way == "return"))
+    if restored:
+        beside = bool(case.hosts) and not clean
+        assert source.startswith(case.hosts if beside else case.config["checkpoint_dir"]), source
+
+
+QUICK = [
+    ("local", "return", "alone"),
+    ("local", "SIGTERM", "with"),
+    ("local", "SIGINT", "alone"),
+    ("local", "SIGKILL", "alone"),
+    ("local, no memory", "daemon thread", "alone"),
+    ("s3", "return", "alone"),
+    ("s3", "exception", "with"),
+    ("s3", "daemon thread", "alone"),
+    ("s3, no memory", "sys.exit", "alone"),
+    ("s3 single_writer", "exception", "alone"),
+    ("s3 and local_dir", "os._exit", "alone"),
+]
+
+
+@pytest.mark.parametrize(("case", "way", "style"), QUICK, indirect=["case"])
+def test_what_a_process_leaves_at_its_end(case: Case, way: str, style: str) -> None:
+    """P69, P72: the last step is committed and the run released, or the next start has it from memory."""
+    check(case, way, style)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", [*STORES, *SLOW_STORES], indirect=True)
+def test_every_way_to_end_on_every_store(case: Case, way: str, style: str) -> None:
+    """P69, P72: the same for each way of ending, with a block, with close() and with neither, on each store."""
+    check(case, way, style)
