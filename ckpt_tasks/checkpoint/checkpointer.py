@@ -26,7 +26,7 @@ from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.loaders import warn_of_lost_order
+from ckpt_tasks.state.unsaved import warn_of_unsaved
 from ckpt_tasks.storage.places import find_place
 
 __all__ = ["Checkpointer"]
@@ -351,7 +351,7 @@ class Checkpointer:
             captured = capture(state)
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
             if self.last_commit is None:
-                warn_of_lost_order()
+                warn_of_unsaved(state)
         owner = self._own()
         if not self._knows_line:
             self._saver.check_line(owner)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_tasks.errors import StateMismatchError
+from ckpt_tasks.state.flat import flat
 
 __all__ = ["Settings", "alike", "apply_settings", "changed_settings", "settings_of"]
 
@@ -38,6 +39,7 @@ class Settings:
 
 def settings_of(state: Mapping[str, Any]) -> Settings:
     """Return copies of the settings of every optimizer and learning-rate schedule in a state."""
+    state = flat(state)
     groups = {
         name: [{key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS} for group in groups]
         for name, groups in ((n, one.param_groups) for n, one in state.items() if isinstance(one, Optimizer))
@@ -76,7 +78,7 @@ def alike(one: Settings, other: Settings) -> bool:
 
 def apply_settings(state: Mapping[str, Any], settings: Settings) -> None:
     """Make a state's optimizers and schedules have these settings; what is as it should be is not touched."""
-    before = settings_of(state)
+    state, before = flat(state), settings_of(state)
     for name, schedule in settings.schedules.items():
         if _differ(before.schedules[name], schedule):
             state[name].load_state_dict(copy.deepcopy(schedule))

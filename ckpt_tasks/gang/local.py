@@ -17,6 +17,7 @@ from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_p
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.gang.changed import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.state.flat import objects_of
 from ckpt_tasks.state.rng import seed_streams, undisturbed
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
@@ -120,7 +121,7 @@ class StateSession:
     def discard(self) -> None:
         """Give up the live values, and the gradients with them."""
         self.clean = False
-        for value in self.state.values():
+        for value in objects_of(self.state):
             if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
                 # No checkpoint holds gradients: those of the failed step would be added to the retry's.
                 value.zero_grad(set_to_none=True)

@@ -25,6 +25,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.local import build_from_seed
 from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
+from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.rng import OwnStreams
 
 __all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]
@@ -185,7 +186,7 @@ def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
             raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
-        modules = {name: value for name, value in fresh.state.items() if isinstance(value, torch.nn.Module)}
+        modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
         run.restore(checkpoint, modules or fresh.state, partial=True)
         return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.groups import Captured, GroupState
-from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
+from ckpt_tasks.state.kinds import kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.owners import refuse_copies_of_state
@@ -34,7 +35,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     Draws no random number and changes nothing. Tensors that are one (same memory, dtype, shape and strides) are stored
     once, also across groups. Raises UnsupportedStateError with the path ("group/name/…") of what cannot be stored.
     """
-    checked_state(state)
+    state = flat(state)
     tensors = TensorSet()
     found: dict[str, GroupState] = {}
     with undisturbed() as streams, uncollected():

@@ -66,6 +66,7 @@ class Differences:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    hint: str | None = None
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
         """Compare names: what only the target has is missing, what only the checkpoint has is unexpected."""
@@ -91,6 +92,7 @@ class Differences:
                 missing=tuple(self.missing),
                 unexpected=tuple(self.unexpected),
                 different=tuple(self.different),
+                hint=self.hint,
             )
 
 

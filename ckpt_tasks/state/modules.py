@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.groups import Differences, Guard, Maker
 from ckpt_tasks.state.sources import TensorSource
-from ckpt_tasks.state.tensors import TensorSet, identity, refuse
+from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = ["ModulePart", "capture_module", "named_parameters", "parameter_names", "unwrapped"]
@@ -93,6 +93,8 @@ class ModulePart:
         self._state = _named_state(module, group)
         self._value: dict[str, Any] = {}
         self._copies = copies
+        self._owners = {_bare(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
+        self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
         taking_part = any(_takes_part(module) for module in self._module.modules())
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
@@ -106,7 +108,10 @@ class ModulePart:
                 continue
             if isinstance(live, torch.Tensor):
                 refuse(live, f"{self._group}/{name}", exact=False)
-                differences.tensor(f"{self._group}/{name}", live, ref)
+                if type(ref) is TensorRef and self._resizes(name, live, differences.stored[ref.key]):
+                    self._resized[name] = differences.stored[ref.key]
+                else:
+                    differences.tensor(f"{self._group}/{name}", live, ref)
                 if self.guard is None and type(ref) is TensorRef:
                     self._copies.offer(parameters.get(name, live), ref.key)
             elif type(ref) is TensorRef:
@@ -127,8 +132,25 @@ class ModulePart:
 
     def write(self) -> None:
         """Hand the state to load_state_dict, where the module's own code takes part."""
-        if self.guard is not None:
-            self._module.load_state_dict(self._value)
+        if self.guard is None:
+            return
+        self._module.load_state_dict(self._value)
+        if self._resized:
+            state = _named_state(self._module, self._group)
+            different = [(name, difference(state[name], *stored)) for name, stored in self._resized.items()]
+            if any(why for _, why in different):
+                raise StateMismatchError(
+                    "the module's own load_state_dict did not take the stored shape",
+                    different=tuple(f"{self._group}/{name} ({why})" for name, why in different if why),
+                )
+
+    def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
+        """Say whether only the shape differs, and code of the tensor's own module may change that, as in QAT."""
+        dtype, shape = stored
+        if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
+            return False
+        kind: Any = type(self._owners.get(name.rpartition(".")[0]))
+        return issubclass(kind, nn.Module) and _overrides(kind)
 
     def _compare_ties(self, differences: Differences) -> None:
         refs = {name: ref.key for name, ref in self._tree.items() if type(ref) is TensorRef and name in self._state}

@@ -91,6 +91,7 @@ class OptimizerPart:
         if len(self._named) != len(self._tree["param_groups"]):
             count = len(self._tree["param_groups"])
             differences.differ(self._group, f"{len(self._named)} param groups here, {count} in the checkpoint")
+            differences.hint = "Make the same param groups before the restore; add_param_group() others after it."
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))

@@ -9,7 +9,7 @@ tuple is assigned to its place.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -23,11 +23,10 @@ from ckpt_tasks.state.groups import Differences, Guard, Maker, Stored
 from ckpt_tasks.state.owners import Owners, refuse_copies_of_state
 from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
-from ckpt_tasks.state.values import DICTS, array_view, is_scalar, pack, unpack_key
+from ckpt_tasks.state.values import DICTS, REFILLED, array_view, is_scalar, pack, unpack_key
 
 __all__ = ["PlainPart"]
 
-_REFILLED = (dict, OrderedDict, Counter, list, set, deque)
 _SEQUENCES = (list, tuple, deque)
 
 _Place = tuple[Any, ...]  # the group's name, then keys and indices
@@ -51,7 +50,7 @@ class PlainPart:
         self._stored: Stored = {}
         pack(self._live, name, TensorSet())  # what could not be saved from here is refused here too
         refuse_copies_of_state(self._live, name)
-        if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *_REFILLED)):
+        if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *REFILLED)):
             hint = "Give the state as a dict: a number or a string is restored by assigning it there."
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
@@ -162,7 +161,7 @@ class PlainPart:
         if kind is tuple and type(live) is tuple and len(live) == len(content):
             if all(old is new for old, new in zip(live, content, strict=True)):
                 return live
-        elif kind in _REFILLED and type(live) is kind and self._takes(live, tree):
+        elif kind in REFILLED and type(live) is kind and self._takes(live, tree):
             self._refills.append((live, content))
             return live
         if kind is deque:

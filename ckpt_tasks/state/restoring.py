@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.copies import Copies
+from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.groups import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
-from ckpt_tasks.state.kinds import checked_state, kind_of, modules_of
+from ckpt_tasks.state.kinds import kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.owners import Owners
@@ -110,7 +111,7 @@ def plan_restore(
     `state` names, and no random streams. Raises StateMismatchError with every difference, UnsupportedStateError where
     the target could not be saved either, IntegrityError where a tree is not what capture makes.
     """
-    checked_state(state)
+    state = flat(state)
     differences = Differences(tensors)
     wanted = {name: groups[name] for name in state if name in groups}
     differences.missing += [name for name in state if name not in groups]

@@ -18,10 +18,11 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import MAX_DEPTH, NumpyScalar, TensorRef, TorchName, encode
 from ckpt_tasks.state.tensors import TensorSet
 
-__all__ = ["DICTS", "array_view", "has_state", "is_scalar", "pack", "unpack", "unpack_key"]
+__all__ = ["DICTS", "REFILLED", "SCALARS", "array_view", "has_state", "is_scalar", "pack", "unpack", "unpack_key"]
 
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
+SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
 DICTS = (dict, OrderedDict, Counter)
+REFILLED = (*DICTS, list, set, deque)  # they take new contents and stay the objects that they are
 _SETS = (set, frozenset)
 _SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _ARRAY_DTYPES = frozenset(
@@ -49,7 +50,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     Raises UnsupportedStateError with the path of the first value that cannot be stored.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in SCALARS:
         return value
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         return tensors.add(value, path if "/" in path else f"{path}/value")
@@ -59,7 +60,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     if kind in DICTS:
         packed = {
             _pack_key(key, path): item
-            if type(item) in _PLAIN
+            if type(item) in SCALARS
             else pack(item, f"{path}/{_part(key, number)}", tensors, depth + 1)
             for number, (key, item) in enumerate(value.items())
         }
@@ -67,7 +68,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     if kind in (list, tuple):
         return kind(
             [
-                item if type(item) in _PLAIN else pack(item, f"{path}/{n}", tensors, depth + 1)
+                item if type(item) in SCALARS else pack(item, f"{path}/{n}", tensors, depth + 1)
                 for n, item in enumerate(value)
             ]
         )
@@ -93,7 +94,7 @@ def _is_text(key: str) -> bool:
 
 def _pack_key(key: Any, path: str) -> Any:
     kind = type(key)
-    if kind in _PLAIN:
+    if kind in SCALARS:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
@@ -122,7 +123,7 @@ def _pack_leaf(value: Any, path: str) -> Any:
 
 def is_scalar(value: Any) -> bool:
     """Say whether a value, of a live object or a tree, is a plain one without parts."""
-    return type(value) in _PLAIN
+    return type(value) in SCALARS
 
 
 def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -147,7 +148,7 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
     like form, or None where nothing does.
     """
     kind = type(tree)
-    if kind in _PLAIN:
+    if kind in SCALARS:
         return tree
     if kind is TensorRef:
         return make(tree, live)
@@ -173,7 +174,7 @@ def unpack_key(tree: Any) -> Any:
         return np.dtype(tree.dtype).type(tree.value)
     if kind is TorchName:
         return _torch_value(tree)
-    if kind not in _PLAIN:
+    if kind not in SCALARS:
         raise IntegrityError(f"the state tree holds an unknown {kind.__qualname__}")
     return tree
 

@@ -1,0 +1,153 @@
+"""A state whose values are containers of objects, as one group for each object.
+
+``{"optimizers": [one, other]}`` is captured and restored as ``{"optimizers_0": one, "optimizers_1": other}``. So is a
+tuple, a dict with names for keys, and a dataclass: each that holds a module, an optimizer or another object with a
+state. A container of plain values alone is a value, and stays one group.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.state.kinds import checked_state, kind_of
+from ckpt_tasks.state.values import REFILLED, SCALARS
+
+__all__ = ["flat", "objects_of"]
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+_WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
+_IN_PLACE = (torch.Tensor, np.ndarray, *REFILLED)
+_MOST_LEVELS = 20
+
+
+def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with one group for each object; the same one where no value is a container of objects.
+
+    What is assigned to a group is assigned where it came from. Raises UnsupportedStateError for a name that no group
+    can have, and for a number or a text in a tuple or a frozen dataclass, where a restore could not put it.
+    """
+    checked_state(state)
+    if not any(_is_split(value) for value in state.values()):
+        return state
+    flattened = _Flat()
+    for name, value in state.items():
+        _add(flattened, name, value, _assign_item(state, name), 0)
+    checked_state(flattened)
+    return flattened
+
+
+def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield every value of a state, and those inside of its containers and dataclasses; raises nothing."""
+    waiting = [*state.values()]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or type(value) in _WITHOUT_STATE:
+            continue
+        seen.add(id(value))
+        yield value
+        if type(value) in _CONTAINERS:
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+        elif _is_record(value):
+            waiting.extend(getattr(value, field.name) for field in fields(value))
+
+
+class _Flat(MutableMapping[str, Any]):
+    """Groups that live in several containers."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._assign: dict[str, Callable[[Any], None] | None] = {}
+
+    def add(self, name: str, value: Any, assign: Callable[[Any], None] | None) -> None:
+        if name in self._values:
+            raise UnsupportedStateError("two parts of the state have this name", key=name, hint="Rename one of them.")
+        self._values[name], self._assign[name] = value, assign
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        assign = self._assign[name]
+        assert assign is not None
+        assign(value)
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a group of a state stays")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] | None, level: int) -> None:
+    if level > _MOST_LEVELS:
+        raise UnsupportedStateError("objects are nested too deep", key=name, hint="Is there a cycle in it?")
+    if not _is_split(value):
+        if assign is None and kind_of(value) == "plain" and not isinstance(value, _IN_PLACE):
+            hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."
+            raise UnsupportedStateError("what is in a tuple or frozen cannot be assigned", key=name, hint=hint)
+        flattened.add(name, value, assign)
+    elif isinstance(value, (list, tuple)):
+        for n, item in enumerate(value):
+            _add(flattened, f"{name}_{n}", item, _assign_item(value, n), level + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _add(flattened, f"{name}_{key}", item, _assign_item(value, key), level + 1)
+    else:
+        for field in fields(value):
+            assign = _assign_field(value, field.name)
+            _add(flattened, f"{name}_{field.name}", getattr(value, field.name), assign, level + 1)
+
+
+def _assign_item(container: Any, key: Any) -> Callable[[Any], None] | None:
+    if not isinstance(container, (MutableMapping, list)):
+        return None
+
+    def assign(value: Any) -> None:
+        container[key] = value
+
+    return assign
+
+
+def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
+    if type(record).__dataclass_params__.frozen:
+        return None
+
+    def assign(value: Any) -> None:
+        setattr(record, name, value)
+
+    return assign
+
+
+def _is_split(value: Any) -> bool:
+    """Say whether a value is a dataclass, or a container with an object in it."""
+    return _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and kind_of(value) == "plain"
+
+
+def _holds_objects(container: Any, level: int) -> bool:
+    if level > _MOST_LEVELS:
+        return False
+    items = container.values() if isinstance(container, dict) else container
+    kinds = {*map(type, items)} - _WITHOUT_STATE
+    for item in items if kinds else ():
+        if type(item) in _CONTAINERS:
+            if _holds_objects(item, level + 1):
+                return True
+        elif kind_of(item) != "plain" or _is_record(item):
+            return True
+    return False

@@ -1,0 +1,68 @@
+"""What a save leaves out without an error: the program hears of it, once."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from ckpt_tasks.state.flat import flat
+from ckpt_tasks.state.gradients import Gradients
+from ckpt_tasks.state.kinds import kind_of
+
+__all__ = ["warn_of_unsaved"]
+
+_log = logging.getLogger("ckpt_tasks")
+_warned: WeakSet[Any] = WeakSet()
+_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the first gradient
+
+
+def warn_of_unsaved(state: Mapping[str, Any]) -> None:
+    """Warn of every live DataLoader that shuffles by itself, and of every object whose `state_dict()` is empty.
+
+    The garbage collector lists the loaders: a training loop has its own in a variable, a program in an attribute.
+    """
+    loaders = [loader for loader in _shuffling_loaders() if loader not in _warned]
+    for loader in loaders:
+        _warned.add(loader)
+    if loaders:
+        _log.warning(
+            "A DataLoader with shuffle=True keeps no position: after a resume in the middle of an epoch it goes on "
+            "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
+        )
+    for name, value in flat(state).items():
+        if _saves_nothing(value) and value not in _warned:
+            _warned.add(value)
+            _log.warning(
+                "Nothing of %s is saved: the state_dict() of this %s is empty. If it counts something, make its state "
+                "persistent, or give it a state_dict()",
+                name,
+                type(value).__qualname__,
+            )
+
+
+def _shuffling_loaders() -> Iterator[DataLoader[Any]]:
+    for one in gc.get_objects():
+        kind = type(one)  # what an object says itself of its class may run code of others
+        if issubclass(kind, DataLoader) and isinstance(vars(one).get("sampler"), RandomSampler):
+            yield one  # torchdata's loader has samplers of its own
+
+
+def _saves_nothing(value: Any) -> bool:
+    kind = kind_of(value)
+    if kind == "module":
+        return any(map(_has_attributes, value.modules())) and not value.state_dict()
+    return kind == "stateful" and not isinstance(value, _MAY_BE_EMPTY) and value.state_dict() == {}
+
+
+def _has_attributes(module: nn.Module) -> bool:
+    """Say whether a module has tensors that are neither parameters nor buffers, as metrics do: in lists, too."""
+    held = [value for name, value in vars(module).items() if not name.startswith("_")]
+    held += [item for value in held if isinstance(value, list) for item in value]
+    return any(isinstance(value, torch.Tensor) for value in held)
