@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -50,10 +52,12 @@ __all__ = ["Head", "History", "now_iso"]
 
 _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names that are looked at before all of them are
-_NUMBERS_TRIED = 64  # lost to evaluators' entries; far more than can happen by chance
+_NUMBERS_TRIED = 64  # lost to others' entries; far more than can happen by chance where others wait
+_LONGEST_WAIT_S = 30.0
 _FOLLOWED = 8  # entries read one by one before all names are looked at
 
 _log = logging.getLogger("ckpt_tasks")
+_dice = random.SystemRandom()  # Python's generator belongs to the training, and is saved with it
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,12 @@ class History:
         6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
         """
         known = self._known
-        head = (self.store.near and known and self._followed(known)) or self._listed()
+        return self._truth((self.store.near and known and self._followed(known)) or self._listed(known))
+
+    def _truth(self, head: Head) -> Head:
+        """Go on from what this process has read, also where its bytes have been damaged since; warn of damage."""
+        known = self._known
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
-            # What this process has read is the truth, also where its bytes have been damaged since.
             above = tuple(name for name in head.damaged if (parse_ledger_name(name) or 0) > known.entry.n)
             head = replace(known, next_n=head.next_n, damaged=above)
         if not head.damaged:
@@ -223,9 +230,11 @@ class History:
         except (IntegrityError, ObjectNotFoundError):
             return False
 
-    def _listed(self) -> Head:
+    def _listed(self, known: Head | None = None) -> Head:
         names = self.store.names(LEDGER_PREFIX, limit=_NEWEST)
         numbered = _numbered(names)
+        if known and known.entry and not self.store.near and numbered and max(numbered)[0] == known.entry.n:
+            return known  # an entry never changes: what was read of it is not asked for again
         found = self._newest(numbered)
         if found is None and len(names) == _NEWEST:  # all damaged or foreign: look at the older ones as well
             numbered = _numbered(self.store.names(LEDGER_PREFIX))
@@ -263,13 +272,18 @@ class History:
         `owner` is the writer when the event is the owner's alone. Raises FencedError where the directory has another
         owner by now, CommitUncertainError where the outcome cannot be known, StoreError where nothing was written.
         """
-        nonce, head = secrets.token_hex(16), self.head()
-        for _ in range(_NUMBERS_TRIED):
+        # A list alone does not tell where a store far away was emptied and filled anew: here the entry is read again.
+        nonce, head = secrets.token_hex(16), self.head() if self.store.near else self._truth(self._listed())
+        for lost in range(_NUMBERS_TRIED):
             if owner is not None:
                 check_owner(head.state.owner, owner)
-            entry = _next(head, nonce, event, change(head.state, head.next_n))
+            entry, began_s = _next(head, nonce, event, change(head.state, head.next_n)), time.monotonic()
             if self._settle(entry):
                 return entry
+            if owner is None:
+                # The owner goes first: it tries again at once. Others wait, the longer the more there are of them.
+                most_s = min(_LONGEST_WAIT_S, (time.monotonic() - began_s) * 2 ** (lost + 1))
+                time.sleep(_dice.uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
                 return head.entry  # it stands: a moment ago it was read with wrong bytes

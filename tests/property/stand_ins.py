@@ -47,7 +47,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     """Have every module of the protocol live on a schedule, with `store` to reach the run directory."""
     threads = Threads(schedule)
     names = SimpleNamespace(token_hex=lambda size_bytes: schedule.rng.randbytes(size_bytes).hex())
-    for module in (ownership, upkeep, reading, restore, checkpointer, saver, pipeline, tenacity, tenacity.nap):
+    for module in (history, ownership, upkeep, reading, restore, checkpointer, saver, pipeline, tenacity, tenacity.nap):
         patch.setattr(module, "time", clock(schedule))
     for module in (history, ownership, reading, save):
         patch.setattr(module, "secrets", names)
@@ -57,6 +57,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     # Every process lives on a host of its own, or they would be told from each other by a number that is the test's.
     patch.setattr(ownership, "socket", SimpleNamespace(gethostname=lambda: schedule.process.name))
     patch.setattr(tenacity.wait, "random", schedule.rng)
+    patch.setattr(history, "_dice", schedule.rng)
     # What a dataclass makes by default was bound when the class was made.
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
     for module in (pipeline, saver):
