@@ -1,10 +1,11 @@
 """Arrow files, read as if an attacker had written them.
 
 A file is a stream of messages between two magic words, and is read as that stream: the footer, which could point to
-other places, is not looked at. Before anything is made of a message these are refused: compressed buffers (a small one
-can become gigabytes; of zeros zstd makes 32,000 times less), extension types (other libraries register readers for
-them, some of which unpickle), and more messages than are written. Afterwards offsets and texts are validated in full:
-Arrow itself follows bad offsets out of its memory. Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
+other places, is not looked at. Of a message only its numbers are read: how many rows, and where a column's bytes lie.
+Columns are then views of the file's own bytes. Arrow's reader sees the schema alone: what decompresses, swaps or
+copies buffers there is never reached, whatever the metadata of a message asks for. So a table takes no more memory than
+its file. Offsets and texts are validated in full: Arrow itself follows bad offsets out of its memory.
+Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -22,76 +24,188 @@ FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)  # 
 _MAGIC = b"ARROW1"
 _START = 8  # the magic word and two zero bytes
 _MOST_MESSAGES = 64  # a table is written as its schema, its dictionaries and one batch
-_EXTENSION = b"ARROW:extension"
-_BATCH, _DICTIONARY = "record batch", "dictionary"
-_HEADER, _DATA, _COMPRESSION = 2, 1, 3  # fields of a Message, of a DictionaryBatch, and of a RecordBatch
+_EXTENSION = b"ARROW:extension"  # other libraries register readers for such types, some of which unpickle
+_GOES_ON = 0xFFFFFFFF  # begins every message
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of a message
+_ALIGNMENT = 8
+
+
+class _Message(NamedTuple):
+    """A message: its kind, its header (a table of a flatbuffer), the bytes that hold both, and its body."""
+
+    kind: int
+    header: _Table
+    bytes: pa.Buffer
+    body: pa.Buffer
 
 
 def read_arrow(data: bytes, schema: pa.Schema, max_rows: int) -> pa.Table:
     """Read a table of this very schema; raise one of FAULTS where the bytes are no such file or hold more rows."""
     if data[:_START] != _MAGIC + b"\0\0" or not data.endswith(_MAGIC):
         raise ValueError("this is no Arrow file")
-    stream = pa.py_buffer(data).slice(_START)
-    messages = [*islice(_messages(stream), _MOST_MESSAGES + 1)]
-    if len(messages) > _MOST_MESSAGES:
-        raise ValueError(f"more than {_MOST_MESSAGES} messages")
-    for message in messages:
-        _check(message)
-    reader = pa.ipc.open_stream(stream)
-    if reader.schema != schema:
-        raise ValueError("it has other columns than this version's")
-    table = reader.read_all()
-    if table.num_rows > max_rows:
-        raise ValueError(f"{table.num_rows} rows, more than {max_rows}")
+    messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
+    if not messages or len(messages) > _MOST_MESSAGES:
+        raise ValueError(f"no message, or more than {_MOST_MESSAGES}")
+    first, *rest = messages
+    _check_schema(first, schema)
+    words: dict[int, pa.Array] = {}
+    batches: list[pa.RecordBatch] = []
+    rows = 0
+    for kind, header, _, body in rest:
+        if kind == _DICTIONARY:
+            if header.number(2, "<b"):
+                raise ValueError("a dictionary that adds to another one is not read")
+            batch = _Batch(header.table(1), body)
+            words[header.number(0, "<q")] = batch.array(pa.string())
+        elif kind == _BATCH:
+            batch = _Batch(header, body)
+            rows += batch.length
+            if rows > max_rows:
+                raise ValueError(f"{rows} rows, more than {max_rows}")
+            batches.append(batch.columns(schema, words))
+        else:
+            raise ValueError(f"a message of kind {kind}")
+    table = pa.Table.from_batches(batches, schema)
     table.validate(full=True)
     return table
 
 
-def _messages(stream: pa.Buffer) -> Iterator[pa.Message]:
-    reader = pa.ipc.MessageReader.open_stream(stream)
+def _messages(data: bytes) -> Iterator[_Message]:
+    whole = pa.py_buffer(data)
+    at = _START
     while True:
-        try:
-            yield reader.read_next_message()
-        except StopIteration:
+        mark, size_bytes = _read(data, "<I", at), _read(data, "<i", at + 4)
+        if mark != _GOES_ON or size_bytes < 0:
+            raise ValueError("a message that does not begin as one")
+        if not size_bytes:
             return
+        begin, body = at + 8, at + 8 + size_bytes
+        if body > len(data):
+            raise ValueError("a message that ends outside of the file")
+        message = _Table.root(data[begin:body])
+        body_bytes = message.number(3, "<q")
+        if not 0 <= body_bytes <= len(data) - body:
+            raise ValueError("a message whose body ends outside of the file")
+        yield _Message(
+            message.number(1, "<b"), message.table(2), whole.slice(at, 8 + size_bytes), whole.slice(body, body_bytes)
+        )
+        at = body + body_bytes
 
 
-def _check(message: pa.Message) -> None:
-    metadata = message.metadata.to_pybytes()
-    if message.type == "schema":
-        if _EXTENSION in metadata:
-            raise ValueError("extension types are not read")
-    elif message.type not in (_BATCH, _DICTIONARY):
-        raise ValueError(f"a message of type {message.type}")
-    elif _is_compressed(metadata, message.type):
-        raise ValueError("compressed buffers are not read")
+def _check_schema(message: _Message, schema: pa.Schema) -> None:
+    if message.kind != _SCHEMA or _EXTENSION in message.bytes.to_pybytes():
+        raise ValueError("it does not begin with its columns, or they are of extension types")
+    if pa.ipc.read_schema(message.bytes) != schema:
+        raise ValueError("it has other columns than this version's")
 
 
-def _is_compressed(metadata: bytes, kind: str) -> bool:
-    batch = _table(metadata, _table(metadata, 0, None), _HEADER)
-    if kind == _DICTIONARY:
-        batch = _table(metadata, batch, _DATA)
-    return _field(metadata, batch, _COMPRESSION) is not None
+class _Batch:
+    """The columns of one message, taken one after the other as the schema has them."""
+
+    def __init__(self, header: _Table, body: pa.Buffer):
+        if header.has(3):
+            raise ValueError("compressed buffers are not read")
+        self.length = header.number(0, "<q")
+        self._nodes = header.pairs(1)
+        self._buffers = header.pairs(2)
+        self._body = body
+
+    def columns(self, schema: pa.Schema, words: dict[int, pa.Array]) -> pa.RecordBatch:
+        """Return the batch; `words` are the dictionaries, numbered in the order of the columns that use them."""
+        arrays, numbers = [], iter(range(len(schema)))
+        for field in schema:
+            if pa.types.is_dictionary(field.type):
+                codes = self._take(field.type.index_type)
+                arrays.append(
+                    pa.DictionaryArray.from_arrays(codes, words.get(next(numbers), pa.array([], pa.string())))
+                )
+            else:
+                arrays.append(self._take(field.type))
+        if any(len(array) != self.length for array in arrays):
+            raise ValueError("columns of different lengths")
+        self._end()
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def array(self, kind: pa.DataType) -> pa.Array:
+        """Return the only column."""
+        array = self._take(kind)
+        self._end()
+        return array
+
+    def _take(self, kind: pa.DataType) -> pa.Array:
+        length, nulls = next(self._nodes, (-1, 0))
+        if length < 0 or nulls:
+            raise ValueError("a column is missing, or a value in one")
+        self._buffer()  # which values are missing: none
+        buffers = [None, self._buffer()]
+        children = []
+        if pa.types.is_string(kind):
+            buffers.append(self._buffer())
+        elif pa.types.is_list(kind):
+            children.append(self._take(kind.value_type))
+        if not length:
+            return pa.array([], kind)
+        return pa.Array.from_buffers(kind, length, buffers, null_count=0, children=children or None)
+
+    def _buffer(self) -> pa.Buffer:
+        offset, size_bytes = next(self._buffers, (-1, 0))
+        if offset < 0 or size_bytes < 0 or offset + size_bytes > self._body.size or offset % _ALIGNMENT:
+            raise ValueError("a column that lies outside of its message")
+        return self._body.slice(offset, size_bytes)
+
+    def _end(self) -> None:
+        if next(self._nodes, None) is not None or next(self._buffers, None) is not None:
+            raise ValueError("more columns than the schema has")
 
 
-def _table(metadata: bytes, at: int, number: int | None) -> int:
-    """Follow an offset to a table of a flatbuffer: that of a field, or the one at `at` itself."""
-    place = at if number is None else _field(metadata, at, number)
-    if place is None:
-        raise ValueError("a message without its batch")
-    return place + _read(metadata, "<I", place)
+class _Table:
+    """A table of a flatbuffer: `at` is where it begins in `data`."""
+
+    def __init__(self, data: bytes, at: int):
+        self._data = data
+        self._at = at
+        self._places = at - _read(data, "<i", at)
+
+    @classmethod
+    def root(cls, data: bytes) -> _Table:
+        """Return the table that a flatbuffer begins with."""
+        return cls(data, _read(data, "<I", 0))
+
+    def has(self, field: int) -> bool:
+        """Say whether a field is there."""
+        return self._place(field) is not None
+
+    def number(self, field: int, form: str) -> int:
+        """Return a number, 0 where it is left out."""
+        place = self._place(field)
+        return 0 if place is None else _read(self._data, form, place)
+
+    def table(self, field: int) -> _Table:
+        """Return a table."""
+        return _Table(self._data, self._follow(field))
+
+    def pairs(self, field: int) -> Iterator[tuple[int, int]]:
+        """Yield a list of pairs of whole numbers of 64 bits."""
+        if not self.has(field):
+            return
+        at = self._follow(field)
+        for n in range(_read(self._data, "<I", at)):
+            yield _read(self._data, "<q", at + 4 + 16 * n), _read(self._data, "<q", at + 12 + 16 * n)
+
+    def _follow(self, field: int) -> int:
+        place = self._place(field)
+        if place is None:
+            raise ValueError("a message without its header")
+        return place + _read(self._data, "<I", place)
+
+    def _place(self, field: int) -> int | None:
+        at = 4 + 2 * field
+        offset = _read(self._data, "<H", self._places + at) if at < _read(self._data, "<H", self._places) else 0
+        return self._at + offset if offset else None
 
 
-def _field(metadata: bytes, table: int, number: int) -> int | None:
-    """Return where a field of a flatbuffer's table lies; None where it is left out."""
-    known = table - _read(metadata, "<i", table)
-    place = 4 + 2 * number
-    offset = _read(metadata, "<H", known + place) if place < _read(metadata, "<H", known) else 0
-    return table + offset if offset else None
-
-
-def _read(metadata: bytes, form: str, at: int) -> int:
-    if not 0 <= at <= len(metadata) - struct.calcsize(form):
+def _read(data: bytes, form: str, at: int) -> int:
+    if not 0 <= at <= len(data) - struct.calcsize(form):
         raise ValueError("a message that points out of itself")
-    found: int = struct.unpack_from(form, metadata, at)[0]
+    found: int = struct.unpack_from(form, data, at)[0]
     return found

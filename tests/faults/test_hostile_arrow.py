@@ -1,0 +1,154 @@
+"""Arrow files whose messages ask for more than their bytes: none takes more memory than the file."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import CkptError
+from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.regions import Box
+from ckpt_tasks.state.tables import read_metrics, write_metrics
+from tests.unit.indexes import read_as_committed
+
+CLAIMED_BYTES = 256 << 20
+
+
+Field = tuple[int, bytes | list[bytes]]
+
+
+def flat(*fields: Field) -> bytes:
+    """Write a table of a flatbuffer: numbers in place, and what stands in a list behind an offset.
+
+    What this and the next functions return begins with the offset of what it holds.
+    """
+    slots = 1 + max(slot for slot, _ in fields)
+    known = struct.pack("<HH", 4 + 2 * slots, 4 + 8 * slots)
+    known += b"".join(struct.pack("<H", 8 + 8 * slot if slot in dict(fields) else 0) for slot in range(slots))
+    known = known.ljust(-(-len(known) // 8) * 8, b"\0")
+    inline, rest = bytearray(8 + 8 * slots), b""
+    struct.pack_into("<i", inline, 0, len(known))
+    for slot, value in fields:
+        at = 8 + 8 * slot
+        if isinstance(value, list):
+            (body,) = value
+            target = len(inline) + len(rest) + struct.unpack_from("<I", body)[0]
+            struct.pack_into("<I", inline, at, target - at)
+            rest += body.ljust(-(-len(body) // 8) * 8, b"\0")
+        else:
+            inline[at : at + len(value)] = value
+    return struct.pack("<I", 8 + len(known)) + b"\0" * 4 + known + bytes(inline) + rest
+
+
+def pairs(*numbers: tuple[int, int]) -> list[bytes]:
+    """Write a list of pairs of numbers."""
+    data = struct.pack("<I", len(numbers)) + b"".join(struct.pack("<qq", *pair) for pair in numbers)
+    return [struct.pack("<I", 12) + b"\0" * 8 + data]
+
+
+def text(value: bytes) -> list[bytes]:
+    return [struct.pack("<I", 8) + b"\0" * 4 + struct.pack("<I", len(value)) + value + b"\0"]
+
+
+def batch(rows: int, nodes: list[bytes], buffers: list[bytes], body: bytes, codec: bytes | None) -> bytes:
+    """Write a message of one batch; `codec` stands where Arrow 0.17 said how its buffers are compressed."""
+    header = [flat((0, struct.pack("<q", rows)), (1, nodes), (2, buffers))]
+    parts: list[Field] = [
+        (0, struct.pack("<h", 3)), (1, b"\3"), (2, header), (3, struct.pack("<q", len(body))),
+    ]  # fmt: skip
+    if codec is not None:
+        pair = flat((0, text(b"ARROW:experimental_compression")), (1, text(codec)))
+        offset = struct.unpack_from("<I", pair)[0]
+        parts.append((4, [struct.pack("<I", 12) + b"\0" * 8 + struct.pack("<II", 1, 4 + offset) + pair]))
+    metadata = flat(*parts)
+    metadata = metadata.ljust(-(-len(metadata) // 8) * 8, b"\0")
+    return struct.pack("<Ii", 0xFFFFFFFF, len(metadata)) + metadata + body
+
+
+def file_of(schema: pa.Schema, messages: bytes) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, schema):
+        pass
+    start = sink.getvalue()[:-8]  # without the end of the stream
+    return b"ARROW1\0\0" + start + messages + struct.pack("<Ii", 0xFFFFFFFF, 0) + b"\0" * 6 + b"ARROW1"
+
+
+def squeezed(size_bytes: int, codec: str) -> bytes:
+    """Return so many zeros as a compressed buffer: their number, and next to nothing."""
+    data = pa.Codec(codec).compress(bytes(size_bytes)).to_pybytes()
+    return struct.pack("<q", size_bytes) + bytes(data)
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """Count the most bytes that Arrow holds in the block."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        yield lambda: pool.max_memory() or 0
+    finally:
+        pa.set_memory_pool(before)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compression_as_arrow_had_it_once_takes_no_memory(codec: str) -> None:
+    """P49: the metadata of a message that Arrow 0.17 wrote: Arrow's reader follows it, ours has nothing that would."""
+    schema = pa.schema([pa.field("value", pa.float64(), False)])
+    values = squeezed(CLAIMED_BYTES, codec)
+    body = values.ljust(-(-len(values) // 8) * 8, b"\0")
+    data = file_of(
+        schema,
+        batch(
+            CLAIMED_BYTES // 8, pairs((CLAIMED_BYTES // 8, 0)), pairs((0, 0), (0, len(values))), body, codec.encode()
+        ),
+    )
+    with counted() as most, pa.ipc.open_stream(pa.py_buffer(data).slice(8)) as reader:
+        assert reader.read_all().num_rows == CLAIMED_BYTES // 8
+        assert most() >= CLAIMED_BYTES  # the file is what it is meant to be
+    with counted() as most:
+        with pytest.raises(FAULTS):
+            read_arrow(data, schema, 1 << 30)
+        assert most() < 1 << 20
+
+
+PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
+ROWS = [
+    IndexRow("model", f"w{n}", "float32", (2, 3), Box((0, 0), (2, 3)), PLACE, 4096 + 24 * n, 4120 + 24 * n, b"0" * 16)
+    for n in range(20)
+]
+INDEX, METRICS = write_index(ROWS), write_metrics({"loss": 0.5, "accuracy": 0.75}, {"step": "1"})
+NUMBERS = st.sampled_from([0, 1, -1, 3, 7, 8, 1 << 16, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63)])
+
+
+@settings(max_examples=400)
+@given(st.sampled_from([INDEX, METRICS]), st.lists(st.tuples(st.integers(0, 1 << 16), NUMBERS), min_size=1, max_size=3))
+def test_whatever_number_stands_in_a_message_memory_is_bounded(data: bytes, changes: list[tuple[int, int]]) -> None:
+    """P49: any number of a table changed to any other one: it is read or refused, and Arrow holds no more for it."""
+    changed = bytearray(data)
+    for at, number in changes:
+        struct.pack_into("<q", changed, at * 4 % (len(data) - 8), number)
+    with counted() as most:
+        with suppress(CkptError):
+            read_as_committed(bytes(changed)).check("index.arrow") if data is INDEX else read_metrics(bytes(changed))
+        assert most() <= 8 * len(data)
+
+
+@pytest.mark.parametrize("version", [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5])
+@pytest.mark.parametrize("rows", [0, 1, 20])
+def test_what_arrow_writes_is_read(version: pa.ipc.MetadataVersion, rows: int) -> None:
+    """The tables of other versions of Arrow, of several batches and of no rows are the same to both readers."""
+    table = pa.ipc.open_file(pa.BufferReader(write_index(ROWS[:rows]))).read_all()
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(metadata_version=version)) as writer:
+        writer.write_table(table, max_chunksize=7)
+    assert read_arrow(sink.getvalue(), table.schema, rows).equals(table)
+    assert read_as_committed(sink.getvalue()).rows == tuple(ROWS[:rows])
