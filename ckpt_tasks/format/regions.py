@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 __all__ = ["Box", "blocks", "tiling_fault"]
 
-_MOST_SCATTERED = 4096  # boxes in another order are compared each with each
-
 
 class Box(NamedTuple):
     """A box of a tensor: its first index and its extent in every dimension, in elements."""
@@ -51,7 +49,7 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Say why the boxes do not tile a tensor of this shape exactly; None when they do.
+    """Say why the boxes do not tile a tensor of this shape exactly, each contiguous in row-major order; else None.
 
     Exactly: each box inside, no element twice, no element missing. An empty tensor is tiled by one box, itself.
     """
@@ -66,46 +64,29 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         return None if found == [Box((0,) * len(shape), shape)] else "an empty tensor must have one region, itself"
     if any(0 in box.shape for box in found):
         return "an empty region in a tensor that is not empty"
-    covered = sum(box.size for box in found)
-    if covered != math.prod(shape):
-        return f"the regions hold {covered} of {math.prod(shape)} elements"
-    if _in_order(found, shape):
-        return None
-    if len(found) > _MOST_SCATTERED:
-        return f"{len(found)} regions that do not follow each other, more than can be compared"
-    return _overlap(found)
-
-
-def _in_order(found: list[Box], shape: tuple[int, ...]) -> bool:
-    """Say whether every box begins, in row-major order, where the one before it ends; the right number is a tiling."""
-    at = 0
+    at = 0  # contiguous boxes that follow each other tile: nothing has to be compared with all others
     for box in found:
-        place = 0
-        for first, full in zip(box.offset, shape, strict=True):
-            place = place * full + first
-        axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))
-        if place != at or box.shape[axis + 1 :] != shape[axis + 1 :]:
-            return False
+        if not _is_contiguous(box, shape):
+            return f"the region {box.offset}+{box.shape} is not contiguous in row-major order"
+        begin = _place(box.offset, shape)
+        if begin != at:
+            what = "leave a hole before" if begin > at else "overlap at"
+            return f"the regions {what} {box.offset}+{box.shape}"
         at += box.size
-    return True
+    return None if at == math.prod(shape) else f"the regions hold {at} of {math.prod(shape)} elements"
 
 
-def _overlap(found: list[Box]) -> str | None:
-    # The right number of elements and no overlap means no hole. Sorted by the first index, a box can only overlap
-    # those that have not ended before it begins.
-    if not found or not found[0].shape:
-        return None if len(found) <= 1 else "a 0-dimensional tensor has several regions"
-    active: list[Box] = []
-    for box in found:
-        active = [other for other in active if other.offset[0] + other.shape[0] > box.offset[0]]
-        for other in active:
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(box.offset, box.shape, other.offset, other.shape, strict=True)
-            ):
-                return f"the regions {other.offset}+{other.shape} and {box.offset}+{box.shape} overlap"
-        active.append(box)
-    return None
+def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))
+    return box.shape[axis + 1 :] == shape[axis + 1 :]
+
+
+def _place(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Return where an element stands in row-major order."""
+    place = 0
+    for first, full in zip(index, shape, strict=True):
+        place = place * full + first
+    return place
 
 
 def _indices(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:

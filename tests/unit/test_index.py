@@ -167,7 +167,7 @@ def test_a_missing_region_is_named() -> None:
     assert coverage_faults(rows) == []
     middle = next(i for i, found in enumerate(rows) if found.key == "big" and found.box.offset[0])
     [fault] = coverage_faults(rows[:middle] + rows[middle + 1 :])
-    assert fault.startswith("model/big: the regions hold")
+    assert fault.startswith("model/big: the regions leave a hole")
     assert indexed(rows[:middle] + rows[middle + 1 :]).coverage_faults() == [fault]
 
 
