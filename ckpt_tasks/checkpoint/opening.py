@@ -100,9 +100,9 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
         raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
-    own = checkpoint.manifest.removesuffix(MANIFEST_NAME)
+    own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), frozenset(checkpoint.reuses)
     for record in manifest.objects:
-        if not record.name.startswith(own) and record.name not in checkpoint.reuses:
+        if not record.name.startswith(own) and record.name not in reused:
             why = "the manifest names an object of another attempt, and the ledger does not say that it is reused"
             raise IntegrityError(f"{why}: {record.name}", key=checkpoint.manifest, step=checkpoint.step)
     of = manifest.index

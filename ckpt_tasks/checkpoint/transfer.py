@@ -51,6 +51,8 @@ class Transfer:
         self._memory = memoryview(b"")
         self._given_up = given_up.union(state.retired)
         self._good: set[str] = set()
+        # The newest live checkpoint that names an object of another attempt, or has an attempt's prefix.
+        self._names = {name: c for c in state.live for name in (c.manifest.rpartition("/")[0], *c.reuses)}
         self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
 
     def __enter__(self) -> Self:
@@ -94,15 +96,10 @@ class Transfer:
 
     def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
         """Say whether a live checkpoint of the target names this object, with these very digests."""
-        if not self._state.keeps(record.name):
+        checkpoint = self._names.get(record.name) or self._names.get(record.name.rpartition("/")[0])
+        if checkpoint is None:
             return False
-        prefix = record.name.rpartition("/")[0] + "/"
-        for checkpoint in reversed(self._state.live):
-            if record.name in checkpoint.reuses or checkpoint.manifest.startswith(prefix):
-                known = self._committed_by(checkpoint).get(record.name)
-                if known is not None:
-                    return known == _digests(record, rows)
-        return False
+        return self._committed_by(checkpoint).get(record.name) == _digests(record, rows)
 
     def _committed_by(self, checkpoint: Checkpoint) -> Mapping[str, object]:
         """Return the digests of every object of a live checkpoint of the target; none where they cannot be read."""

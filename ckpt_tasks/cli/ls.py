@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
@@ -14,7 +16,7 @@ from ckpt_tasks.pages.words import age, count, number, size, span, when
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.history import Head
     from ckpt_tasks.checkpoint.reading import Run
-    from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+    from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State
 
 __all__ = ["ls"]
 
@@ -31,7 +33,8 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
         run = open_run(directory)
         head = run.head()
         kept = kept_because(head.state)
-        rows = [_row(one, head.state, kept[one.manifest_digest]) for one in lineage(head.state.live)]
+        found = _Found.of(head.state)
+        rows = [_row(one, found, kept[one.manifest_digest]) for one in lineage(head.state.live)]
         owner = head.state.owner
         out.data(
             {
@@ -49,21 +52,38 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
             out.fail()
 
 
-def _row(checkpoint: Checkpoint, state: State, kept: list[str]) -> dict[str, Any]:
-    digest, now = checkpoint.manifest_digest, time.time()
-    leases = [lease for lease in state.leases if lease.manifest_digest == digest and lease.expires_at > now]
+class _Found(NamedTuple):
+    """What a state says beside its checkpoints, by their identity."""
+
+    evaluations: Mapping[str, list[Evaluation]]
+    leases: Mapping[str, list[Lease]]
+    pins: Mapping[str, str]
+
+    @classmethod
+    def of(cls, state: State) -> _Found:
+        evaluations, leases, now = defaultdict(list), defaultdict(list), time.time()
+        for evaluation in state.evaluations:
+            evaluations[evaluation.manifest_digest].append(evaluation)
+        for lease in state.leases:
+            if lease.expires_at > now:
+                leases[lease.manifest_digest].append(lease)
+        return cls(evaluations, leases, state.pins)
+
+
+def _row(checkpoint: Checkpoint, found: _Found, kept: list[str]) -> dict[str, Any]:
+    digest = checkpoint.manifest_digest
     return {
         "step": checkpoint.step,
         "saved_at": checkpoint.saved_at,
         "size_bytes": checkpoint.size_bytes,
         "cost_s": checkpoint.cost_s,
         "metrics": dict(checkpoint.metrics),
-        "evaluations": {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest},
+        "evaluations": {e.suite: dict(e.metrics) for e in found.evaluations[digest]},
         "kept_because": kept,
         "abandoned": checkpoint.abandoned,
         "interim": checkpoint.interim,
-        "pinned": state.pins.get(digest),
-        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in leases],
+        "pinned": found.pins.get(digest),
+        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in found.leases[digest]],
         "attempt": checkpoint.attempt,
         "manifest": checkpoint.manifest,
         "manifest_digest": digest,
