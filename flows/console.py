@@ -174,7 +174,7 @@ def _prefect(out: Console) -> Iterator[None]:
         return
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):  # the other way, to Prefect's pages, stays open
-            handler.addFilter(_is_not_prefects)  # for good: it says more at exit
+            handler.addFilter(_is_for_people)  # for good: it says more at exit
     tasks, warnings = logging.getLogger("prefect.task_runs"), _Warnings(out)
     tasks.addHandler(warnings)
     try:
@@ -183,7 +183,10 @@ def _prefect(out: Console) -> Iterator[None]:
         tasks.removeHandler(warnings)
 
 
-def _is_not_prefects(record: logging.LogRecord) -> bool:
+def _is_for_people(record: logging.LogRecord) -> bool:
+    """Keep Prefect's own lines off the screen, and what the screen shows by itself: every restore and save."""
+    if record.name.startswith("ckpt_tasks"):
+        return record.levelno > logging.INFO
     return not record.name.startswith(_PREFECT_LOGS)
 
 

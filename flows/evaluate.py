@@ -19,6 +19,7 @@ from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Rounds, choose, teller
 from ckpt_tasks.orchestration.hooks import attempted_task
 from ckpt_tasks.orchestration.promote import Promotion
+from ckpt_tasks.orchestration.starts import name_declined_starts
 
 _RETRY_DELAY_S = 2.0
 
@@ -64,8 +65,7 @@ def evaluate(
         holder=f"evaluation {suite}, flow run {flow_run.id}",
     )
     looks = Rounds(limit, follow_s)
-    run = evaluator.open_for(which, follow_s)
-    if run is None:
+    if (run := evaluator.open_for(which, follow_s)) is None:
         return []
     promotion = _promotion(evaluator, run, promote, promote_params)
     attempted = partial(attempted_task, retries=retries, retry_delay_s=_RETRY_DELAY_S)
@@ -81,6 +81,7 @@ def evaluate(
         looked_at = [one for one in found if one.new or which != "pending"]
         if promotion is not None and looked_at:
             _promote(attempted(promotion.of_best, task_run_name="promotion"), looked_at, errors)
+    name_declined_starts(run_key)
     _raise(errors, suite)
     return results
 

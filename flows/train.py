@@ -18,6 +18,7 @@ from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
 from ckpt_tasks.orchestration.handover import ends_quietly_for_a_sibling
 from ckpt_tasks.orchestration.outage import crashes_while_the_api_is_away, crashes_while_the_store_is_away
+from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 from ckpt_tasks.orchestration.stopping import EarlyStopping, stay_as_decided
 from ckpt_tasks.policy.stopping import EarlyStop
@@ -74,7 +75,9 @@ def train(
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
+    crash_lost_task_runs()
     with (
+        logged_with_the_flow_run(),
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
         Checkpointer(config, flow_run_id=flow_run.id) as ckpt,

@@ -41,8 +41,11 @@ class Listeners:
         """Tell this one as well from now on."""
         self._all.append(listener)
 
-    def committed(self, checkpoint: Checkpoint) -> None:
-        """Tell of a durable commit."""
+    def committed(self, checkpoint: Checkpoint, after_s: float) -> None:
+        """Tell of a durable commit, so long after training went on."""
+        size_mib, waited_s = checkpoint.size_bytes / 2**20, checkpoint.cost_s
+        said = "Saved step %d: %.1f MiB, training waited %.3f s, committed %.2f s later"
+        _log.info(said, checkpoint.step, size_mib, waited_s, after_s)
         self._tell("committed", checkpoint)
 
     def failed(self, step: int, why: BaseException) -> None:

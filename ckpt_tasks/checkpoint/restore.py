@@ -86,11 +86,32 @@ def restore_newest(
             _log.warning("Step %d is passed over: %s", *skipped[-1])
             continue
         report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
+        _log_restored(report, checkpoint, generation)
         return checkpoint, report, generation
     raise NoGoodCheckpointError(
         f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
         reasons=tuple(skipped),
         hint="The target is untouched. `ckpt verify` lists the damage.",
+    )
+
+
+def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: Generation | None) -> None:
+    if generation is None:
+        place, why = "storage", "this host has no good copy of it"
+    else:
+        place = generation.place.removeprefix("in ")
+        why = "storage does not have it yet" if checkpoint.n < 0 else "storage has it too, and would be slower"
+    passed = f"; passed over before it: {len(report.skipped)}" if report.skipped else ""
+    size_mib = report.size_bytes / 2**20
+    _log.info(
+        "Restored step %d from %s, as %s: %.1f MiB in %.2f s, %s%s",
+        report.step,
+        place,
+        why,
+        size_mib,
+        report.seconds,
+        report.source,
+        passed,
     )
 
 

@@ -304,7 +304,7 @@ class Saver:
         saved = entry.state.live[-1]
         self.last_commit = self.parent = saved
         self.known_n = saved.n
-        self.listeners.committed(saved)
+        self.listeners.committed(saved, time.monotonic() - snapshot.taken_s)
         if self.cadence is not None:
             self.cadence.learn(entry)
         if self._generations.copies is not None:

@@ -20,6 +20,7 @@ import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -51,8 +52,8 @@ _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # what stands between has 
 class RunPages:
     """Keep a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints" and "<run>-report".
 
-    Each is made once and then changed, the progress every 5 s at most, the others every 2 min; all of them at the end
-    of the block, unless a signal or the store ended it.
+    Each is made once for a flow run, however often that is started, and then changed: the progress every 5 s at most,
+    the others every 2 min; all of them at the end of the block, unless a signal or the store ended it.
     """
 
     def __init__(self, ckpt: Checkpointer, run_key: str, total_steps: int):
@@ -98,11 +99,21 @@ class RunPages:
             self._try(self._show_progress)
 
     def _begin(self) -> None:
+        self._find_pages()
         checkpoints = self._ckpt.checkpoints()
         if checkpoints:
             self._step, self._metrics = checkpoints[0].step, dict(checkpoints[0].metrics)
         self._paces.append((time.monotonic(), self._step))
         self._publish()
+
+    def _find_pages(self) -> None:
+        if not flow_run.id or flow_run.run_count < 2:
+            return
+        mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run.id)]))
+        prefix = f"{artifact_key(self._key)}-"
+        for one in self._client.read_artifacts(artifact_filter=mine):
+            if one.key and one.key.startswith(prefix):
+                self._ids[one.key.removeprefix(prefix)] = one.id
 
     def _publish(self) -> None:
         self._show_progress()
