@@ -7,7 +7,6 @@ refused, and so are the state_dicts of schedules and scalers.
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.state.living import live_objects
 from ckpt_tasks.state.values import DICTS
 
 __all__ = ["Owners", "refuse_copies_of_state"]
@@ -45,7 +45,8 @@ class Owners:
 
     @cached_property
     def _memories(self) -> frozenset[tuple[torch.device, int]]:
-        return frozenset(_memory(tensor) for one in gc.get_objects() for tensor in _tensors_of(one))
+        holders: list[nn.Module | Optimizer] = [*live_objects(nn.Module), *live_objects(Optimizer)]
+        return frozenset(_memory(tensor) for one in holders for tensor in _tensors_of(one))
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
@@ -99,13 +100,12 @@ def _is_live(value: Mapping[Any, Any], owners: Owners) -> bool:
     return not tensors or any(map(owners.own, tensors))
 
 
-def _tensors_of(one: Any) -> Iterator[torch.Tensor]:
-    kind = type(one)  # what an object says itself of its class may run code of others
-    if issubclass(kind, nn.Module):
+def _tensors_of(one: nn.Module | Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(one, nn.Module):
         held = vars(one)
         for tensors in (held.get("_parameters"), held.get("_buffers")):
             yield from (t for t in (tensors or {}).values() if _has_memory(t))
-    elif issubclass(kind, Optimizer):
+    else:
         for entry in vars(one).get("state", {}).values():
             if isinstance(entry, dict):
                 yield from (t for t in entry.values() if _has_memory(t))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.gradients import Gradients
 from ckpt_tasks.state.kinds import kind_of
+from ckpt_tasks.state.living import live_objects
 
 __all__ = ["warn_of_unsaved"]
 
@@ -47,11 +47,9 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
             )
 
 
-def _shuffling_loaders() -> Iterator[DataLoader[Any]]:
-    for one in gc.get_objects():
-        kind = type(one)  # what an object says itself of its class may run code of others
-        if issubclass(kind, DataLoader) and isinstance(vars(one).get("sampler"), RandomSampler):
-            yield one  # torchdata's loader has samplers of its own
+def _shuffling_loaders() -> list[DataLoader[Any]]:
+    # torchdata's loader has samplers of its own.
+    return [one for one in live_objects(DataLoader) if isinstance(vars(one).get("sampler"), RandomSampler)]
 
 
 def _saves_nothing(value: Any) -> bool:
