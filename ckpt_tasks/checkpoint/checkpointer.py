@@ -26,6 +26,7 @@ from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.processes import Process
 from ckpt_tasks.state.unsaved import warn_of_unsaved
 from ckpt_tasks.storage.places import find_place
 
@@ -49,12 +50,16 @@ class Checkpointer:
 
     As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and hands the
     signal on; at the end it waits for what is on its way and lets the run directory go.
+
+    It belongs to the process that made it. A forked child has neither its memory nor its ownership nor its signal
+    handlers: saves, restores and waits raise ConfigError there, and the end of the block does nothing.
     """
 
     def __init__(self, config: CheckpointConfig, *, take_over: bool = False, flow_run_id: str | None = None):
         self.config = config
         self.attempt_hooks = AttemptHooks()
         self.last_restore: RestoreReport | None = None
+        self._process = Process()
         self._place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
         self._history = History(self._place.open())
         self._take_over = take_over
@@ -73,6 +78,7 @@ class Checkpointer:
         self._at = Position()
 
     def __enter__(self) -> Self:
+        self._process.check()
         self._entered = True
         self._interrupt.install()
         return self
@@ -80,6 +86,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._process.is_here:
+            return
         self._entered = False
         self._interrupt.install()  # it may have been given back for a delay: a second signal waits for the release
         if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
@@ -216,6 +224,7 @@ class Checkpointer:
 
         Raises StoreError where the store takes nothing of a checkpoint for `flush_timeout_s`.
         """
+        self._process.check()
         self._saver.wait()
 
     def close(self) -> None:
@@ -224,7 +233,8 @@ class Checkpointer:
         A later save takes the directory again. The prune behind the last commit has 10 s; the next owner prunes what
         is left then.
         """
-        self._close(keep=False)
+        if self._process.is_here:
+            self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
         keep = keep or not self._knows_line  # who never trained leaves all as it was
@@ -278,7 +288,7 @@ class Checkpointer:
         last good one is never removed for the sake of one that nobody has read.
         """
         owner = None if dry_run else self._own()
-        self._saver.wait()
+        self.wait()
         parent = self._saver.parent.manifest_digest if self._saver.parent else None
         if owner is None:
             return self._pruner.plan(parent)
@@ -290,10 +300,9 @@ class Checkpointer:
     def hold_signals(self, hold: bool) -> None:
         """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, the one that waits included.
 
-        For whoever waits within the `with` block where nothing trains (the delay before a retry); outside of it this
-        does nothing.
+        For a wait within the `with` block (the delay before a retry); outside of it this does nothing.
         """
-        if not self._entered:
+        if not self._entered or not self._process.is_here:
             return
         if hold:
             self._hand_on()  # nothing has been trained since the last commit
@@ -319,6 +328,7 @@ class Checkpointer:
         self._saver.listeners.add(listener)
 
     def _own(self) -> Owner:
+        self._process.check()
         config = self.config
         if self._owner is None:
             self._generations.check()
@@ -326,12 +336,9 @@ class Checkpointer:
             self._history.create(key, single_writer=config.single_writer or self._place.single_writer)
             self._run_key = self._history.check(config.run_key) or key
             self._damaged = damage(self._history)  # the owner's entry will stand above it
+            me, best = identify(self._flow_run_id), (config.best_metric, config.best_mode)
             self._owner = acquire(
-                self._history,
-                identify(self._flow_run_id),
-                take_over=self._take_over,
-                timeout_s=config.owner_timeout_s,
-                best=(config.best_metric, config.best_mode),
+                self._history, me, take_over=self._take_over, timeout_s=config.owner_timeout_s, best=best
             )
             self._pruner.new_owner()
             self._knows_line = False
@@ -371,6 +378,7 @@ class Checkpointer:
 
     def _raise_failure(self) -> None:
         """Raise what a thread found."""
+        self._process.check()
         if self._heartbeat is not None and self._heartbeat.fenced is not None:
             raise self._heartbeat.fenced
         self._saver.raise_failure()

@@ -7,6 +7,7 @@ SIGKILL and a signal without a handler call none.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from typing import Protocol
@@ -41,3 +42,4 @@ def _end_all() -> None:
 
 
 _endings: weakref.WeakSet[Ending] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_endings.clear)  # a child has none of the threads

@@ -8,7 +8,6 @@ what was on its way then.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +166,7 @@ class Generations:
         elif not self._said:
             self._do_without("there is no shared memory, or it has no room")
 
-    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Return a slot's memory as SnapshotMemory.take() does; where the memory directory has no room, private one."""
         try:
             return self.memory.take(slot, sizes, fill)
@@ -220,7 +219,7 @@ class SlotStore:
         data = self.map(name)
         if len(data) > max_bytes:
             raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
-        return data[:]
+        return bytes(data)
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         """Fill a buffer from a file."""
@@ -233,13 +232,13 @@ class SlotStore:
         """Return a file's size in bytes."""
         return len(self.map(name))
 
-    def map(self, name: str) -> mmap.mmap:
+    def map(self, name: str) -> memoryview:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
         try:  # of whichever attempt the object is: a slot holds all of a snapshot, also what storage has from before
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error
 
 
@@ -281,11 +280,11 @@ class MappedTensors:
         return tensor_at(self._maps[row.object], row.dtype, row.tensor_shape, row.begin)
 
 
-def _verify(rows: Iterable[IndexRow], maps: dict[str, mmap.mmap]) -> None:
+def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
     for row in rows:
         if row.end > len(maps[row.object]):
             raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
-        if digest_bytes(memoryview(maps[row.object])[row.begin : row.end]) != row.digest:
+        if digest_bytes(maps[row.object][row.begin : row.end]) != row.digest:
             raise IntegrityError(change(row))
 
 

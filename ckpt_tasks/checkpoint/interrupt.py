@@ -8,6 +8,7 @@ takes that name over while it is installed, and Prefect's function gets the sign
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,8 @@ class Interrupt:
 
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. A
     second Ctrl-C acts at once; a second SIGTERM does not, since schedulers send several. The alarm of a flow's timeout
-    is held back for 30 s at most: it may be there to end a step that hangs.
+    is held back for 30 s at most: it may be there to end a step that hangs. A child that is forked holds nothing back:
+    it gets the handlers from before.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class Interrupt:
             return
         signals = (*_SIGNALS, signal.SIGALRM) if _is_timeout(signal.getsignal(signal.SIGALRM)) else _SIGNALS
         with _prefects_lock():
+            _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}
             _rename(self._previous[signal.SIGTERM], self._handler)
 
@@ -51,12 +54,13 @@ class Interrupt:
         if not self._previous:
             return
         with _prefects_lock():
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) is self._handler:
-                    # None: the handler was not set from Python and cannot be put back
-                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
-            _rename(self._handler, self._previous[signal.SIGTERM])
-            self._previous = {}
+            self._give_back()
+
+    def leave_to_parent(self) -> None:
+        """Give the signals back in a child; what its parent holds back is the parent's."""
+        self.pending = None
+        self._seen.clear()
+        self._give_back()  # without Prefect's lock: a thread that is not here may hold it
 
     def deliver(self) -> None:
         """Raise the pending signal for its previous handler; where that returns, training goes on."""
@@ -69,6 +73,15 @@ class Interrupt:
         signal.raise_signal(number)
         if held:
             self.install()
+
+    def _give_back(self) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) is self._handler:
+                # None: the handler was not set from Python and cannot be put back
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        _rename(self._handler, self._previous[signal.SIGTERM])
+        self._previous = {}
+        _installed.remove(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again = number in self._seen and number != signal.SIGTERM
@@ -99,3 +112,25 @@ def _rename(own: Any, new: Any) -> None:
 def _is_timeout(handler: Any) -> bool:
     """Say whether a handler is the one with which Prefect ends a flow run that takes too long."""
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
+
+
+_installed: list[Interrupt] = []
+_mask = threading.local()
+
+
+def _before_fork() -> None:
+    # What comes to the child before it has its handlers back waits for them: Python forgets it otherwise.
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _after_in_child() -> None:
+    for interrupt in reversed([*_installed]):  # each gives back what was there when it came
+        interrupt.leave_to_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

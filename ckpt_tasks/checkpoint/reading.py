@@ -22,6 +22,7 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
+from ckpt_tasks.state.processes import Process
 from ckpt_tasks.storage.places import find_place
 from ckpt_tasks.storage.port import Store
 
@@ -115,8 +116,10 @@ class Run:
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
         """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most.
 
-        An end that cannot be written is no error of the block's: the lease expires by itself.
+        An end that cannot be written is no error of the block's: the lease expires by itself. A child that is forked
+        within the block does not end it.
         """
+        process = Process()
         if not 0 <= expires_s < _LONGEST_LEASE_S:
             raise ConfigError(f"a lease lasts from no time to a century, not {expires_s!r}")
         now = time.time()
@@ -136,11 +139,15 @@ class Run:
         try:
             yield lease
         finally:
-            event = {"kind": "lease", "holder": holder, "step": checkpoint.step, "ended": True}
-            try:
-                self.history.append(event, lambda state, n: state.without_lease(lease.id), owner=None)
-            except (StoreError, CommitUncertainError) as error:
-                _log.warning("The lease of step %d stays until it expires: %s", checkpoint.step, error)
+            if process.is_here:
+                self._end_lease(lease, checkpoint.step)
+
+    def _end_lease(self, lease: Lease, step: int) -> None:
+        event = {"kind": "lease", "holder": lease.holder, "step": step, "ended": True}
+        try:
+            self.history.append(event, lambda state, n: state.without_lease(lease.id), owner=None)
+        except (StoreError, CommitUncertainError) as error:
+            _log.warning("The lease of step %d stays until it expires: %s", step, error)
 
     def evaluations(self) -> list[Evaluation]:
         """List the evaluations of live checkpoints, in the order in which they were recorded."""

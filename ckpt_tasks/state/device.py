@@ -20,9 +20,7 @@ pages are which.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 
 from ckpt_tasks.errors import StateError
+from ckpt_tasks.state.processes import finalize_here
 
 __all__ = ["DeviceCopy", "Devices"]
 
@@ -91,7 +90,7 @@ class Devices:
                 copy.add(device, event)
         return copy
 
-    def pin(self, memory: mmap.mmap, owner: object, device: torch.device) -> None:
+    def pin(self, memory: memoryview, owner: object, device: torch.device) -> None:
         """Pin memory for copies from devices until `owner`, which keeps it mapped, is no more.
 
         Where it cannot be pinned, that is said once and nothing else changes. It takes as long as touching every page.
@@ -113,8 +112,7 @@ class Devices:
                 device,
             )
         # It comes before the memory is unmapped: what finalize calls, it calls while `owner` still holds what it holds.
-        end = weakref.finalize(owner, self._let_go, None if failures else address, device)
-        end.atexit = False  # the driver unpins what a process leaves
+        finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 

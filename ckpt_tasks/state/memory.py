@@ -14,6 +14,7 @@ Invariants
 1. A slot's seal is gone before the first byte of its images changes, and comes back when all of them are known.
 2. Only the process that holds the lock writes, and only it reads what others left.
 3. Everything is the user's own: directories that are another user's, or open to others, are refused.
+4. A child that is forked has no image and holds no slot: see processes.py.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import stat
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
+from ckpt_tasks.state.processes import close_descriptor, finalize_here, map_memory, open_descriptor
+from ckpt_tasks.state.room import available_bytes
+from ckpt_tasks.storage.publishing import write_at
 
 __all__ = [
     "SLOTS",
@@ -53,7 +55,7 @@ _ROOM = 1.05  # of what the images need must be free
 _LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_POPULATE_WRITE = 23
+_HUGEPAGE, _POPULATE_WRITE = 14, 23
 _TOUCHED_BYTES = 16 << 20  # at once
 _HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
 
@@ -66,7 +68,7 @@ class SnapshotMemory(Protocol):
 
     url: str
 
-    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Return memory for the images of a slot, by name; what the slot held is lost.
 
         Where it is made of files, `fill` may write these, given by descriptor, and says whether it did.
@@ -87,11 +89,17 @@ class PrivateMemory:
 
     url = "memory"
 
-    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
-        taken = {name: mmap.mmap(-1, max(size_bytes, 1)) for name, size_bytes in sizes.items()}
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
+        try:
+            taken = {name: map_memory(max(size_bytes, 1)) for name, size_bytes in sizes.items()}
+        except OSError as error:
+            raise StoreError(
+                f"there is no memory for a snapshot of {sum(sizes.values())} bytes: {error.strerror}",
+                hint="Two snapshots are kept beside the state: give the process (its container, `ulimit -v`) as much.",
+            ) from error
         for memory in taken.values():
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            # Advice: a kernel without huge pages refuses it, and ordinary pages do as well.
+            _madvise(_address(memory), len(memory), _HUGEPAGE)
         return taken
 
     def unseal(self, slot: str) -> None:
@@ -125,13 +133,13 @@ class MemoryDirectory:
             # Not flock, which a forked DataLoader worker would go on holding after this process has been killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(lock)
+            close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
         os.pwrite(lock, about.encode(), 0)  # for people: the directory's own name says nothing
         _HELD.add(self.path)
-        self._unlock = weakref.finalize(self, _unlock, self.path, lock)
+        self._unlock = finalize_here(self, _unlock, self.path, lock)
 
-    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, mmap.mmap]:
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Map files of their own, all of them allocated: raises StoreError where there is no room."""
         self.unseal(slot)
         directory = self._slot(slot)
@@ -139,18 +147,18 @@ class MemoryDirectory:
         try:
             for name in sizes:
                 (directory / name).unlink(missing_ok=True)  # what others may have mapped is never changed in size
-                files[name] = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                files[name] = open_descriptor(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
             if fill is None or not fill(files):
                 for name, size_bytes in sizes.items():
                     # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
                     os.posix_fallocate(files[name], 0, max(size_bytes, 1))
-            taken = {name: mmap.mmap(files[name], max(size_bytes, 1)) for name, size_bytes in sizes.items()}
+            taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
         except OSError as error:
             self.clear(slot)
             raise StoreError(f"{sum(sizes.values())} bytes in {directory}: {error.strerror}") from error
         finally:
             for fd in files.values():
-                os.close(fd)
+                close_descriptor(fd)
         return taken
 
     def unseal(self, slot: str) -> None:
@@ -175,18 +183,15 @@ class MemoryDirectory:
     def sealed(self, slot: str) -> bytes | None:
         """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
         try:
-            with open(_opened(self._slot(slot) / SEAL_NAME), "rb") as file:
-                return file.read(MAX_SEAL_BYTES)
+            with _opened(self._slot(slot) / SEAL_NAME) as fd:
+                return os.read(fd, MAX_SEAL_BYTES)
         except OSError:
             return None
 
-    def open(self, slot: str, name: str) -> mmap.mmap:
-        """Map a file of a slot, copy-on-write; raises OSError, or ValueError where it is empty."""
-        fd = _opened(self._slot(slot) / name)
-        try:
-            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
+    def open(self, slot: str, name: str) -> memoryview:
+        """Map a file of a slot, copy-on-write; raises OSError, also where it is empty."""
+        with _opened(self._slot(slot) / name) as fd:
+            return map_memory(os.fstat(fd).st_size, fd, shared=False)
 
     def held_bytes(self) -> int:
         """Return the bytes that the slots take."""
@@ -239,65 +244,69 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool]) -> None:
                 if is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace")):
                     shutil.rmtree(path, ignore_errors=True)
             finally:
-                os.close(lock)
+                close_descriptor(lock)
 
 
 def default_directory(size_bytes: int) -> Path | None:
-    """Return /dev/shm where it has room for two snapshots of this size and the machine has the memory, else None."""
+    """Return /dev/shm where it, the machine and the container have room for two snapshots of this size, else None."""
     if not _SHARED_MEMORY.is_dir():
         return None
     status = os.statvfs(_SHARED_MEMORY)
-    free_bytes = min(status.f_bavail * status.f_frsize, _available_bytes())
+    free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
-def touch(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
+def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
     """Have the kernel find all pages of a mapping now, while they are `wanted`; what they hold stays.
 
     That takes several times a copy. Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are
     filled.
     """
-    held = ctypes.c_char.from_buffer(memory)
     for begin in range(0, len(memory), _TOUCHED_BYTES):
         if not wanted():
             return
-        # Not mmap.madvise(), nor MAP_POPULATE: no other thread of Python would run.
-        _madvise(ctypes.addressof(held) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
+        # Not MAP_POPULATE: that would take all of it at once.
+        _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _unlock(path: Path, lock: int) -> None:
     _HELD.discard(path)
-    os.close(lock)
+    close_descriptor(lock)
 
 
 def _open_lock(path: Path) -> int:
     """Open the lock to write; raises OSError where it is no file of this user's alone (it could be one elsewhere)."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(lock)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
-        os.close(lock)
+        close_descriptor(lock)
         raise OSError(errno.EINVAL, "its lock is no file of this user's alone")
     return lock
 
 
-def _opened(path: Path) -> int:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     """Open a file to read; raises OSError for what is none, and waits for nothing."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return fd
+    fd = open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        yield fd
+    finally:
+        close_descriptor(fd)
 
 
 def _write_new(path: Path, data: bytes) -> None:
     path.unlink(missing_ok=True)  # whatever it is: it is not written through
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(data)
+    fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    try:
+        write_at(fd, data, 0)
+    finally:
+        close_descriptor(fd)
 
 
 def _check_private(path: Path) -> None:
@@ -307,3 +316,6 @@ def _check_private(path: Path) -> None:
             f"{path} is not a directory of this user's alone",
             hint="Somebody else made it. Remove it, or name another memory_dir.",
         )
+
+
+os.register_at_fork(after_in_child=_HELD.clear)

@@ -51,12 +51,12 @@ class SnapshotPlan:
 class Image:
     """One file of a snapshot in memory: its group, its name, its layout and its bytes."""
 
-    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: mmap.mmap):
+    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: memoryview):
         self.group = group
         self.name = name
         self.layout = layout
         self.buffer = buffer
-        self.bytes = memoryview(buffer)[: layout.size_bytes]
+        self.bytes = buffer[: layout.size_bytes]
         self.bytes[: len(layout.header)] = layout.header
         self.views = {slot.spec.name: _writable(buffer, slot) for slot in layout.slots}
 
@@ -65,7 +65,7 @@ class ImageSet:
     """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
 
     @uncollected()
-    def __init__(self, plan: SnapshotPlan, memory: Mapping[str, mmap.mmap]):
+    def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
         self._devices = bool(plan.devices)
@@ -139,7 +139,7 @@ def plan_snapshot(
     return SnapshotPlan(signature, files, devices)
 
 
-def tensor_at(buffer: mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
+def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
     """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
     shape = tuple(shape)
     stored = STORED_DTYPES[dtype]
@@ -166,7 +166,7 @@ _VIEWS: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _writable(buffer: mmap.mmap, slot: Slot) -> torch.Tensor:
+def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
     _, dtype, shape = slot.spec
     if dtype in _AS_BYTES:
         return tensor_at(buffer, "uint8", shape, slot.begin)

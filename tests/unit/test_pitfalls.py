@@ -159,7 +159,7 @@ def test_a_hole_that_was_committed_is_not_restored(fast_dir: Path) -> None:
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Count open files, threads and buffers (what mmap(-1) maps), and the bytes of the buffers."""
+    """Count open files, threads and buffers (memory without a file), and the bytes of the buffers."""
     now = held()
     return now.files, threading.active_count(), now.buffers, now.buffer_bytes
 

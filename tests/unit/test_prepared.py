@@ -15,6 +15,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.state.first import FirstCopy
 from ckpt_tasks.state.memory import MemoryDirectory, private_root, touch
+from ckpt_tasks.state.processes import map_memory
 
 SIZE_BYTES = 64 << 20
 
@@ -45,7 +46,7 @@ def ready() -> None:
 def test_touched_memory_is_there_and_holds_what_it_held(tmp_path: Path, shared: bool) -> None:
     """Touching takes the pages, and changes none of those that somebody has filled."""
     directory = MemoryDirectory(private_root(tmp_path), "run")
-    memory = directory.take("a", {"x": SIZE_BYTES})["x"] if shared else mmap.mmap(-1, SIZE_BYTES)
+    memory = directory.take("a", {"x": SIZE_BYTES})["x"] if shared else map_memory(SIZE_BYTES)
     memory[SIZE_BYTES // 2] = 7
     before = resident_bytes()
     touch(memory, lambda: True)
@@ -56,7 +57,7 @@ def test_touched_memory_is_there_and_holds_what_it_held(tmp_path: Path, shared: 
 
 def test_memory_that_nobody_wants_any_more_is_left_alone() -> None:
     """Whoever closes while memory is made ready for the next snapshot does not get all of it taken behind his back."""
-    memory, looks = mmap.mmap(-1, SIZE_BYTES), iter([True, False])
+    memory, looks = map_memory(SIZE_BYTES), iter([True, False])
     before = resident_bytes()
     touch(memory, lambda: next(looks))
     assert SIZE_BYTES * 0.2 < resident_bytes() - before < SIZE_BYTES * 0.3
@@ -106,7 +107,7 @@ def test_closing_ends_what_makes_memory_ready(run_dir: Path, monkeypatch: pytest
     """What is still to be touched when the run is closed is not wanted any more."""
     closed, wanted_then = threading.Event(), []
 
-    def after_closing(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
+    def after_closing(memory: memoryview, wanted: Callable[[], bool]) -> None:
         closed.wait(30)
         wanted_then.append(wanted())
         touch(memory, wanted)

@@ -1,0 +1,128 @@
+"""What belongs to one process: a child that is forked from it has neither its memory nor its descriptors.
+
+`fork` copies a process with all that it maps and all that it has open, but with one thread. A child (a DataLoader's
+worker, a member of a Pool) could write into images that its parent is saving, would keep memory that the parent has let
+go of, and has the objects of threads that do not run there.
+
+Invariants
+
+1. No page of map_memory() is in a child: not to write to, not to read, and not to keep. MADV_DONTFORK says so to the
+   kernel. It holds for a child that C code forks, too.
+2. No descriptor of open_descriptor() is open in a child that Python forks.
+3. A finalizer of finalize_here() runs in the process that registered it, or never.
+4. No fork comes between the making of a page or descriptor and its mark.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpt_tasks.errors import ConfigError
+
+__all__ = ["Process", "close_descriptor", "finalize_here", "map_memory", "open_descriptor"]
+
+_DONTFORK = 10  # MADV_DONTFORK: the mmap module of a Python that was built elsewhere may lack the name
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_forking = threading.RLock()
+_descriptors: set[int] = set()
+
+
+class Process:
+    """The process in which an object was made."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process, and none that was forked from it."""
+        return self.pid == os.getpid()
+
+    def check(self) -> None:
+        """Raise ConfigError in a process that was forked from the one in which the object was made."""
+        if not self.is_here:
+            raise ConfigError(
+                f"this Checkpointer belongs to process {self.pid}, which made it; process {os.getpid()} was forked "
+                "from that one and must not use it",
+                hint="Save in the process that made it. To read checkpoints here, use open_run().",
+            )
+
+
+def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
+    """Map zeroed memory of this process, or a file: what is written lands in the file where the mapping is `shared`.
+
+    It is unmapped when the last view of it goes. Raises OSError where there is no memory. Not mmap.mmap: that keeps a
+    descriptor of its own for each file, which children inherit, and unmaps addresses that a child may use for something
+    else by then.
+    """
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    with _forking:
+        address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1 if fd is None else fd, 0)
+        if address == _FAILED:
+            raise _os_error()
+        if _madvise(address, size_bytes, _DONTFORK):
+            error = _os_error()
+            _munmap(address, size_bytes)
+            raise error
+    pages = (ctypes.c_ubyte * size_bytes).from_address(address)
+    finalize_here(pages, _munmap, address, size_bytes)  # every view holds `pages`
+    return memoryview(pages).cast("B")
+
+
+def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file as os.open() does; close it with close_descriptor()."""
+    with _forking:
+        fd = os.open(path, flags, mode)
+        _descriptors.add(fd)
+    return fd
+
+
+def close_descriptor(fd: int) -> None:
+    """Close what open_descriptor() has opened."""
+    with _forking:
+        _descriptors.remove(fd)
+        os.close(fd)
+
+
+def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
+    """Call a function when `owner` goes, in this process alone, and not at its end: the kernel takes back the rest."""
+    end = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
+    end.atexit = False
+    return end
+
+
+def _in_process(pid: int, function: Callable[..., object], *arguments: Any) -> None:
+    if os.getpid() == pid:
+        function(*arguments)
+
+
+def _os_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _after_in_child() -> None:
+    for fd in _descriptors:
+        os.close(fd)
+    _descriptors.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)

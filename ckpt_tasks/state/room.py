@@ -1,0 +1,62 @@
+"""How much memory this process may still take: what the machine has, and what its container is allowed.
+
+Shared memory counts towards a container like any other: whoever fills /dev/shm above the limit is killed, however large
+/dev/shm says that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_bytes"]
+
+_ROOT = Path("/")
+_V1_NO_LIMIT_BYTES = 1 << 62  # version 1 has no word for it: the largest number of whole pages
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Return the bytes that the machine has available, or what a control group above this process leaves of them."""
+    with open(root / "proc/meminfo", encoding="ascii") as lines:
+        machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min([machine, *_left_by_groups(root)]))
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Yield, for every control group with a limit, what it has left; files that it could drop count as left."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit, used, droppable = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            droppable = "total_inactive_file"
+        else:
+            continue
+        # In a container the mount may be the group itself, whatever path the host gives it.
+        group = mount / path.lstrip("/")
+        for directory in [group, *group.parents]:
+            if directory.is_relative_to(mount):
+                most = _text(directory / limit).strip()
+                if most.isdigit() and int(most) < _V1_NO_LIMIT_BYTES:
+                    yield int(most) - _number(directory / used) + _field(directory / "memory.stat", droppable)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""  # there are no such groups here
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _field(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
+        field, _, value = line.partition(" ")
+        if field == name and value.isdigit():
+            return int(value)
+    return 0

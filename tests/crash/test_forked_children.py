@@ -1,0 +1,342 @@
+"""Fork at every phase: a child that is forked from a training process changes nothing of its parent's run.
+
+Phases are reached by letting a function of ours wait, before it runs as always, until the child has been forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.checkpoint.fetch import StoredTensors
+from ckpt_tasks.checkpoint.generations import MappedTensors
+from ckpt_tasks.checkpoint.history import History
+from ckpt_tasks.checkpoint.pruning import Pruner
+from ckpt_tasks.state.memory import MemoryDirectory
+from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.storage.local import LocalStore
+from tests.crash.forked import (
+    SIZE,
+    Forking,
+    Phase,
+    addresses_of,
+    check_child,
+    check_run,
+    child_of,
+    forked,
+    inherited,
+    mapped,
+    state_at,
+    training,
+)
+
+LAST = 4
+
+SAVING: dict[str, Phase] = {
+    "copy": ("ckpt_tasks.state.snapshot", "copy_tensors"),
+    "digest": ("ckpt_tasks.checkpoint.save", "digest_image"),
+    "describe": ("ckpt_tasks.checkpoint.save", "describe"),
+    "seal": (MemoryDirectory, "seal"),
+    "flush": (LocalStore, "put"),
+    "commit": (History, "append"),
+    "prune": (Pruner, "run"),
+}
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "memory"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_child_left() -> Iterator[None]:
+    yield
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            continue
+
+
+# ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kept", ["memory directory", "private memory"])
+@pytest.mark.parametrize("phase", SAVING)
+def test_a_child_forked_within_a_save_changes_nothing(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, phase: str, kept: str
+) -> None:
+    """P76: at every phase of a save the child has no image, no ownership and no handler; the parent's saves are its."""
+    if phase == "seal" and kept == "private memory":
+        pytest.skip("private memory has no seal")
+    used = memory if kept == "memory directory" else None
+    before = signal.getsignal(signal.SIGTERM)
+    with training(run_dir, used) as ckpt:
+        forking = Forking(monkeypatch, SAVING[phase], lambda: child_of(ckpt, used, before))
+        for step in range(1, LAST + 1):
+            forking.armed = step == LAST - 1  # both slots have been used, and are used again
+            ckpt.step(step, state_at(float(step)))
+            if step == LAST - 1:
+                ckpt.wait()
+        check_child(forking.answer(), os.getpid())
+    check_run(run_dir, [*range(1, LAST + 1)])
+
+
+RESTORING: dict[str, Phase] = {"memory": (MappedTensors, "fetch"), "storage": (StoredTensors, "fetch")}
+
+
+@pytest.mark.parametrize("source", RESTORING)
+def test_a_child_forked_within_a_restore_changes_nothing(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """P76: while a restore reads, from memory or storage, a child keeps nothing of it, and training goes on from it."""
+    used = memory if source == "memory" else None
+    with suppress(ZeroDivisionError), training(run_dir, used) as ckpt:
+        ckpt.save(1, state_at(1.0))
+        raise ZeroDivisionError  # an error keeps the snapshots for the next process
+    before = signal.getsignal(signal.SIGTERM)
+    with training(run_dir, used) as ckpt:
+        forking = Forking(monkeypatch, RESTORING[source], lambda: child_of(ckpt, used, before))
+        forking.armed = True
+        state = state_at(0.0)
+        assert ckpt.restore(state) == 1
+        assert same_bits(state["large"], torch.ones(SIZE))
+        check_child(forking.answer(), os.getpid())
+        ckpt.step(2, state_at(2.0))
+    assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [2, 1]
+
+
+@pytest.mark.parametrize("moment", ["before the first save", "between saves", "after close"])
+def test_a_child_forked_between_saves_changes_nothing(run_dir: Path, memory: Path, moment: str) -> None:
+    """P76: forked by the thread that trains, before, between and after saves."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def check() -> None:
+        check_child(forked(lambda: child_of(ckpt, memory, before))(), os.getpid())
+
+    with training(run_dir, memory) as ckpt:
+        if moment == "before the first save":
+            check()
+        for step in range(1, LAST + 1):
+            ckpt.step(step, state_at(float(step)))
+            if moment == "between saves":
+                check()
+    if moment == "after close":
+        check()
+    check_run(run_dir, [*range(1, LAST + 1)])
+
+
+def test_children_forked_at_any_moment_change_nothing(run_dir: Path, memory: Path) -> None:
+    """P76: a thread forks as fast as it can while every step is saved; the children change nothing."""
+    ended, said = threading.Event(), list[Any]()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fork() -> None:
+        while not ended.is_set():
+            said.append(forked(lambda: child_of(ckpt, memory, before))())
+
+    with training(run_dir, memory) as ckpt:
+        ckpt.step(1, state_at(1.0))
+        thread = threading.Thread(target=fork)
+        thread.start()
+        step = 1
+        while step < 200 and len(said) < 8:
+            step += 1
+            ckpt.step(step, state_at(float(step)))
+        ended.set()
+        thread.join()
+    assert len(said) >= 8
+    for each in said:
+        check_child(each, os.getpid())
+    check_run(run_dir, [*range(1, step + 1)])
+
+
+# ── what lives on in a child ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    """What a loader's worker reads, and at 0 what it has of its parent's snapshots."""
+
+    def __init__(self, ckpt: Checkpointer, memory: Path) -> None:
+        self.ckpt, self.memory = ckpt, memory
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> int:
+        assert inherited(self.memory) == []
+        assert mapped(addresses_of(self.ckpt)) == []
+        return number * number
+
+
+def test_workers_of_a_loader_keep_no_image_alive(run_dir: Path, memory: Path) -> None:
+    """P45: workers forked in the middle of a run have nothing of it, live on, and what the parent frees is free."""
+    with training(run_dir, memory) as ckpt:
+        ckpt.save(1, state_at(1.0))
+        loader = DataLoader(
+            Squares(ckpt, memory), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+        )
+        for step in (2, 3):
+            assert [int(batch) for batch in loader] == [number * number for number in range(64)]
+            ckpt.step(step, state_at(float(step)))
+        ckpt.wait()
+        pids = [worker.pid for worker in loader._iterator._workers]  # type: ignore[union-attr]
+        for pid in pids:
+            assert str(memory) not in Path(f"/proc/{pid}/maps").read_text()
+            links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+            assert not [link for link in links if link.startswith(str(memory))]
+        del loader
+    check_run(run_dir, [1, 2, 3])
+
+
+def _busy(started: str) -> None:
+    Path(started).touch()
+    time.sleep(600)
+
+
+@pytest.mark.timeout(120)
+def test_a_pool_within_the_block_is_terminated(run_dir: Path, memory: Path, tmp_path: Path) -> None:
+    """P70: children forked within the block end at SIGTERM, in the middle of a save, and just as they are made."""
+    with training(run_dir, memory) as ckpt:
+        ckpt.step(1, state_at(1.0))
+        pool = multiprocessing.get_context("fork").Pool(2)
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+        workers = [*pool._pool]  # type: ignore[attr-defined]
+        started = [tmp_path / "first", tmp_path / "second"]
+        for path in started:
+            pool.apply_async(_busy, [str(path)])
+        while not all(path.exists() for path in started):
+            time.sleep(0.01)
+        pool.terminate()
+        pool.join()
+        assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * 2
+        child = multiprocessing.get_context("fork").Process(target=_busy, args=[str(tmp_path / "third")])
+        child.start()
+        child.terminate()  # at once: it may still be on its way
+        child.join()
+        assert child.exitcode == -signal.SIGTERM
+        ckpt.step(2, state_at(2.0))
+    check_run(run_dir, [1, 2])
+
+
+def test_a_signal_that_the_parent_holds_back_is_not_the_childs(run_dir: Path) -> None:
+    """P70: SIGTERM noted before the fork is the parent's alone, with blocks in blocks; the child has its own."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def say() -> Any:
+        seen = [ckpt._interrupt.pending, [*received]]
+        signal.raise_signal(signal.SIGTERM)
+        return [*seen, received]
+
+    try:
+        with training(run_dir.parent / "other", None), training(run_dir, None) as ckpt:
+            signal.raise_signal(signal.SIGTERM)
+            assert forked(say)() == [None, [], [signal.SIGTERM]]
+            ckpt.step(1, state_at(1.0))
+            assert received == []  # the outer block holds it
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [1]
+
+
+def test_a_child_goes_on_with_a_run_that_its_parent_has_closed(run_dir: Path, memory: Path) -> None:
+    """A daemon's idiom: the parent closes, a child makes a Checkpointer of its own, and trains on from memory."""
+    ckpt = training(run_dir, memory)
+    ckpt.save(1, state_at(1.0))
+    ckpt.close()
+
+    def train() -> Any:
+        with training(run_dir, memory) as own:
+            state = state_at(0.0)
+            restored = own.restore(state)
+            own.save(2, state_at(2.0))
+            return [restored, float(state["large"][0]), inherited(memory) != []]
+
+    assert forked(train)() == [1, 1.0, True]
+    assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [2, 1]
+
+
+def test_a_lease_is_not_ended_by_a_child(run_dir: Path) -> None:
+    """P61: a child that leaves the block of a lease leaves the lease to its parent."""
+    with training(run_dir, None) as ckpt:
+        ckpt.save(1, state_at(1.0))
+    run = open_run(str(run_dir))
+
+    def leave() -> Any:
+        lease.__exit__(None, None, None)
+        return "left"
+
+    lease = run.lease(run.find(1), "a reader")
+    lease.__enter__()
+    assert forked(leave)() == "left"
+    assert len(run.head().state.leases) == 1
+    lease.__exit__(None, None, None)
+    assert len(run.head().state.leases) == 0
+
+
+# ── the ends of a child ──────────────────────────────────────────────────────────────────────────────────────────
+
+_ENDS = """
+    import os, sys
+    import torch
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+
+    ENDS = ["return", "sys.exit", "exception", "os._exit"]
+    before, children = os.getpid(), []
+    ckpt = Checkpointer(CheckpointConfig(
+        checkpoint_dir={run_dir!r}, memory_dir={memory!r}, step_interval=1, max_num_checkpoints=None))
+    with ckpt:
+        for step, end in enumerate(ENDS, 1):
+            ckpt.step(step, {{"x": torch.full((1 << 20,), float(step))}})
+            pid = os.fork()
+            if pid == 0:
+                break
+            children.append(pid)
+        else:
+            end = "parent"
+        if end == "sys.exit":
+            sys.exit(3)
+        elif end == "exception":
+            raise KeyError("of the child")
+        elif end == "os._exit":
+            os._exit(5)
+        elif end == "parent":
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+            print("codes", codes, flush=True)
+            ckpt.step(5, {{"x": torch.full((1 << 20,), 5.0)}})
+"""
+
+
+def test_however_a_child_ends_its_parent_goes_on(run_dir: Path, memory: Path) -> None:
+    """P72, P76: children that return from the block, exit, raise or vanish release nothing, commit nothing and end."""
+    code = textwrap.dedent(_ENDS.format(run_dir=str(run_dir), memory=str(memory)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "codes [0, 3, 1, 5]" in done.stdout
+    assert done.stderr.count("Traceback") == done.stderr.count("KeyError: 'of the child'") == 1
+    assert "ckpt-tasks:" not in done.stderr
+    run = open_run(str(run_dir))
+    events = [run.history.read_entry(n)[0].event["kind"] for n in range(run.head().next_n)]
+    assert (events.count("owner"), events.count("release"), events[-1]) == (1, 1, "release")
+    for checkpoint in run.checkpoints():
+        state = {"x": torch.zeros(1 << 20)}
+        run.restore(checkpoint, state)
+        assert bool(state["x"].eq(checkpoint.step).all())
+    assert run.checkpoints()[0].step == 5
