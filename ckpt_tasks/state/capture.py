@@ -8,17 +8,18 @@ copied here except containers: whoever needs the tensors as they are now copies 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import kind_of, modules_of
-from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
-from ckpt_tasks.state.optimizers import capture_optimizer
+from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names, takes_part, unwrapped
+from ckpt_tasks.state.optimizers import capture_optimizer, is_ordinary
 from ckpt_tasks.state.owners import refuse_copies_of_state
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
-from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, undisturbed
+from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, undisturbed
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
@@ -32,22 +33,36 @@ _ORDER = ("module", "optimizer", "stateful", "generator", "plain")
 def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
-    Draws no random number and changes nothing. Tensors that are one (same memory, dtype, shape and strides) are stored
-    once, also across groups. Raises UnsupportedStateError with the path ("group/name/…") of what cannot be stored.
+    Draws no random number and changes nothing. Other threads may draw meanwhile: streams are put back only around an
+    object of the user's own that is asked for its state, and only those that moved. Tensors that are one (same memory,
+    dtype, shape and strides) are stored once, also across groups. Raises UnsupportedStateError with the path
+    ("group/name/…") of what cannot be stored.
     """
     state = flat(state)
     tensors = TensorSet()
     found: dict[str, GroupState] = {}
-    with undisturbed() as streams, uncollected():
+    streams = current_streams() if rng else {}
+    with uncollected():
         parameters = named_parameters(modules_of(state))
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
-            found[name] = _capture_group(state[name], name, names, tensors)
+            with undisturbed() if _may_draw(state[name]) else nullcontext():
+                found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:
         groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
     still = {name for name, parameter in parameters if not parameter.requires_grad}
     return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)))
+
+
+def _may_draw(value: Any) -> bool:
+    """Say whether code that is neither torch's nor ours gives the state of a value."""
+    kind = kind_of(value)
+    if kind == "module":
+        return any(takes_part(module) for module in unwrapped(value).modules())
+    if kind == "optimizer":
+        return not is_ordinary(value)
+    return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
 
 
 def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: TensorSet) -> GroupState:

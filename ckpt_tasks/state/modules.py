@@ -24,7 +24,7 @@ from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["ModulePart", "capture_module", "named_parameters", "parameter_names", "unwrapped"]
+__all__ = ["ModulePart", "capture_module", "named_parameters", "parameter_names", "takes_part", "unwrapped"]
 
 _EXTRA = "_extra_state"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -95,7 +95,7 @@ class ModulePart:
         self._copies = copies
         self._owners = {_bare(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
-        taking_part = any(_takes_part(module) for module in self._module.modules())
+        taking_part = any(takes_part(module) for module in self._module.modules())
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
@@ -180,7 +180,7 @@ def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
     return named
 
 
-def _takes_part(module: nn.Module) -> bool:
+def takes_part(module: nn.Module) -> bool:
     kind: Any = type(module)
     return any(getattr(module, name, None) for name in _HOOKS) or _overrides(kind)
 

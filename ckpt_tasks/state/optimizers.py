@@ -81,7 +81,7 @@ class OptimizerPart:
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
-        self.guard = None if _is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
+        self.guard = None if is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
         """Compare which parameters there are, in which group each is, and the shapes that no module answers for."""
@@ -249,7 +249,7 @@ def _anywhere(_key: str, *, device: torch.device) -> torch.device:
     return device
 
 
-def _is_ordinary(optimizer: Optimizer) -> bool:
+def is_ordinary(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
     return own and not any(getattr(optimizer, name, None) for name in _HOOKS)

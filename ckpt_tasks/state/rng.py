@@ -29,6 +29,7 @@ __all__ = [
     "StreamsPart",
     "capture_generator",
     "capture_streams",
+    "current_streams",
     "seed_streams",
     "undisturbed",
 ]
@@ -38,14 +39,14 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 @contextmanager
-def undisturbed() -> Iterator[Mapping[str, tuple[Any, Any]]]:
+def undisturbed() -> Iterator[None]:
     """Put every stream of the process back to where it was, for code of others that may draw from one.
 
-    Yields the streams by name, each with the state that it is in.
+    What other threads draw meanwhile, they draw once more: keep it to the code that needs it.
     """
-    before = _taken()
+    before = current_streams()
     try:
-        yield before
+        yield
     finally:
         for stream, state in before.values():
             if not _equal(_state(stream), state):
@@ -66,13 +67,13 @@ class OwnStreams:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Put training's streams in place for a block; the first block takes over those of the process."""
-        outside = _taken()
+        outside = current_streams()
         for stream, state in self._inside.values():
             _set_state(stream, state)
         try:
             yield
         finally:
-            self._inside = _taken()
+            self._inside = current_streams()
             for stream, state in outside.values():
                 _set_state(stream, state)
 
@@ -84,12 +85,13 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _taken() -> dict[str, tuple[Any, Any]]:
+def current_streams() -> dict[str, tuple[Any, Any]]:
+    """Return the streams of the process by name, each with the state that it is in."""
     return {name: (stream, _state(stream)) for name, stream in _streams().items()}
 
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
-    """Turn the streams of the process, as undisturbed() gives them, into a tree: python, numpy, torch, cuda:0 …"""
+    """Turn the streams of the process, as current_streams() gives them, into a tree: python, numpy, torch, cuda:0 …"""
     return {name: _tree(*taken, f"{RNG}/{name}", tensors) for name, taken in streams.items()}
 
 

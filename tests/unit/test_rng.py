@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import Captured, GroupState, capture, plan_restore
 from ckpt_tasks.state.rng import undisturbed
@@ -74,6 +77,48 @@ def test_a_capture_draws_nothing() -> None:
     assert after.manifest == before.manifest
     assert_same(after.tensors, before.tensors)
     assert all(torch.equal(p.grad, g) for p, g in zip(state["model"].parameters(), grads, strict=True))
+
+
+def _drawn(stop: threading.Event, drawn: dict[str, list[Any]]) -> None:
+    while not stop.is_set():
+        drawn["python"].append(random.getrandbits(64))
+        drawn["numpy"].append(np.random.bytes(8))  # noqa: NPY002
+        drawn["torch"].append(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def test_no_number_is_drawn_twice_while_saves_run(run_dir: Path) -> None:
+    """P11: threads of the program draw on from every stream while steps are saved: a save rewinds none of them."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "sampler": ResumableSampler(100, 10, seed=1),
+        "generator": torch.Generator(),
+        "history": [1.0, torch.zeros(3)],
+    }
+    stop, threads = threading.Event(), []
+    drawn: list[dict[str, list[Any]]] = [{"python": [], "numpy": [], "torch": []} for _ in range(2)]
+    for each in drawn:
+        threads.append(threading.Thread(target=_drawn, args=(stop, each)))
+        threads[-1].start()
+    try:
+        for _ in range(100):
+            capture(state)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None)) as ckpt:
+            for step in range(1, 11):
+                ckpt.step(step, state)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for name in ("python", "numpy", "torch"):
+        numbers = [number for each in drawn for number in each[name]]
+        assert len(numbers) > 100
+        assert len(numbers) == len(set(numbers)), f"{name}: {len(numbers) - len(set(numbers))} drawn twice"
 
 
 def test_a_partial_restore_leaves_the_streams_alone() -> None:
