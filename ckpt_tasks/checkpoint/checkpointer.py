@@ -59,6 +59,7 @@ class Checkpointer:
         self.config = config
         self.attempt_hooks = AttemptHooks()
         self.last_restore: RestoreReport | None = None
+        self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
         self._process = Process()
         self._place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
         self._history = History(self._place.open())
@@ -294,7 +295,7 @@ class Checkpointer:
             return self._pruner.plan(parent)
         verdicts = self._pruner.run(owner, parent)
         if not self._knows_line:
-            self._generations.clean(self.checkpoints())
+            self.freed_bytes = self._generations.clean(self.checkpoints())
         return verdicts
 
     def hold_signals(self, hold: bool) -> None:

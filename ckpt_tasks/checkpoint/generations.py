@@ -146,14 +146,17 @@ class Generations:
         # Of two that storage lacks, one lay there when the other one was taken.
         return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
 
-    def clean(self, live: Iterable[Checkpoint]) -> None:
-        """Empty the slots, unless one holds a snapshot that could be restored and that storage does not have."""
+    def clean(self, live: Iterable[Checkpoint]) -> int:
+        """Empty the slots and return the bytes freed; 0 if one holds a snapshot to restore that storage lacks."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
         lacking = any(one.checkpoint.manifest_digest not in known for one in self._in_memory(tuple(live)))
-        if isinstance(self.memory, MemoryDirectory) and not lacking:
-            for slot in SLOTS:
-                self.memory.clear(slot)
+        if not isinstance(self.memory, MemoryDirectory) or lacking:
+            return 0
+        before_bytes = self.memory.held_bytes()
+        for slot in SLOTS:
+            self.memory.clear(slot)
+        return before_bytes - self.memory.held_bytes()
 
     def make_room(self, size_bytes: int) -> None:
         """See whether two snapshots of this size have room; without it, what lies in the slots goes."""

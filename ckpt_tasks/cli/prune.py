@@ -81,13 +81,18 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     head, store = run.head(), run.history.store
     before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}
     swept = _unnamed(store, head.state)
-    verdicts = plan_prune(head, config.retention_policy) if dry_run else _execute(config)
+    verdicts, freed_bytes = (plan_prune(head, config.retention_policy), 0) if dry_run else _execute(config)
     left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
     rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
     stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]
-    out.data({"checkpoint_dir": store.url, "dry_run": dry_run, "checkpoints": rows, "swept": swept})
+    about = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
+    out.data({**about, "checkpoints": rows, "swept": swept})
     if not out.as_json:
         _print(out, run, rows, swept, dry_run)
+        if freed_bytes:
+            out.print(f"Freed {size(freed_bytes)} of this host's memory: snapshots of the run, which storage has.")
+        elif not swept and all(row["verdict"] == "stays" for row in rows):
+            out.print("There is nothing to remove.")
     if stuck:
         out.fail()
 
@@ -99,12 +104,13 @@ def _unnamed(store: Store, state: State) -> list[str]:
     return sorted({*orphans(store, state), *set(state.retired).intersection(store.names(""))})
 
 
-def _execute(config: CheckpointConfig) -> list[Verdict]:
+def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
+    """Prune; return the verdicts, and how many bytes of snapshots in memory are freed."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(config) as ckpt:
         try:
-            return ckpt.prune()
+            return ckpt.prune(), ckpt.freed_bytes
         except OwnedError as error:
             error.hint = "A run that is training prunes itself. --dry-run only looks."
             raise
@@ -147,5 +153,3 @@ def _print(out: Output, run: Run, rows: list[dict[str, Any]], swept: list[str], 
         )
     elif parts:
         out.print(f"{'Would remove' if dry_run else 'Removed'} {', and '.join(parts)}.")
-    else:
-        out.print("There is nothing to remove.")
