@@ -42,7 +42,7 @@ class Saver:
     """Take snapshots and see to it that they are committed.
 
     `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    that this process knows to have committed a checkpoint; `cadence` the automatic one, from the first step on.
+    known here to have committed a checkpoint; `cadence` the automatic one, from the first step on.
     """
 
     def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
@@ -172,11 +172,12 @@ class Saver:
         if self._pipeline.stuck:
             return False
         owner, self._owner, gone = self._owner, None, self._pruner.deleted
-        if owner is not None:
-            # Fenced: there is nothing to release. Else an error under way is the one to report, and the next owner sees
-            # that this process is gone, or that its heartbeat grows old.
-            with suppress(FencedError, StoreError, CommitUncertainError):
-                self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
+        with suppress(StoreError, CommitUncertainError):  # the next owner sees that this process is gone, or silent
+            try:
+                if owner is not None:
+                    self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
+            except FencedError:
+                self._generations.close(keep=False)  # what a fenced process has in memory is no part of the run
         return True
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.errors import ConfigError, FencedError, StoreError
 from ckpt_tasks.state.memory import MemoryDirectory, private_root, sweep
 from tests.crash.memory_loop import state_of, step_of
 
@@ -134,3 +134,22 @@ def test_a_snapshot_of_another_user_is_not_restored(
     assert whose in caplog.text
     assert "Snapshots are kept in this process's own memory" in caplog.text
     assert seal.read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_a_fenced_process_leaves_no_snapshots_in_memory(
+    run_dir: Path, memory: Path, error: type[Exception] | None
+) -> None:
+    """P67: what a process trained that has lost its run is not kept: its memory is free at its end, in error or not."""
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
+    with suppress(FencedError, ZeroDivisionError), Checkpointer(config) as fenced:
+        fenced.save(1, state_of(1, SIZE))
+        (seal,) = memory.rglob("seal.json")
+        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None), take_over=True) as other:
+            other.restore(state_of(0, SIZE))
+            if error is not None:
+                raise error
+            with pytest.raises(FencedError):
+                fenced.save(2, state_of(2, SIZE))
+    assert not seal.exists()
+    assert [*memory.rglob("*.safetensors")] == []
