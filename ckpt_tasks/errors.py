@@ -84,7 +84,12 @@ class StateError(CkptError):
 
 
 class NonFiniteError(StateError):
-    """A metric is NaN or infinite, and `on_non_finite` says to stop; `key` is its name."""
+    """A metric is NaN or infinite, and `on_non_finite` says to stop; `key` is its name.
+
+    `rolls_back`: the next restore goes back to an older checkpoint, so that another attempt may help.
+    """
+
+    rolls_back: bool = False
 
 
 class UnsupportedStateError(StateError, TypeError):

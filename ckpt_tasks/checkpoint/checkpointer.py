@@ -132,9 +132,10 @@ class Checkpointer:
         self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
         known = candidates = self.checkpoints()
         in_memory = self._generations.found(known)
-        if step is not None:
-            candidates = [Run(self._history, self._run_key).find(step)]
-            in_memory = [one for one in in_memory if one.checkpoint.manifest_digest == candidates[0].manifest_digest]
+        if step is not None or self._finite.failed_step is not None:
+            candidates = self._finite.older(known) if step is None else [Run(self._history, self._run_key).find(step)]
+            digests = {one.manifest_digest for one in candidates}
+            in_memory = [one for one in in_memory if one.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
             self._knows_line = True
             self._saver.restored(None)
@@ -146,8 +147,9 @@ class Checkpointer:
             self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged, in_memory=in_memory
         )
         if report.skipped or report.damaged:
-            passed = [[passed_step, reason] for passed_step, reason in report.skipped]
-            self.note("fallback", step=found.step, skipped=passed, damaged=list(report.damaged))
+            self.note("fallback", step=found.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
+        if step is None and (failed_step := self._finite.went_back(found.step)) is not None:
+            self.note("rollback", step=found.step, failed=failed_step)
         self.last_restore, self._knows_line = report, True
         self._at.restored(found.step, found.epochs)
         self._saver.restored(generation.slot if generation is not None else None)

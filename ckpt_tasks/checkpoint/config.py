@@ -45,7 +45,8 @@ class CheckpointConfig:
     a save. A flush of which the store has taken nothing for `flush_timeout_s` seconds is stuck: saves then stay in
     memory until it ends. `save()`, `wait()`, the end of the block (after an error too), SIGTERM and the end of the
     interpreter wait for a flush until it is stuck.
-    `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError.
+    `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError;
+    after "rollback", which raises it too, the next restore goes back to the newest checkpoint with finite metrics.
 
     `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there
     before they are sent, and are read from there where they are good; what the store has not got when the process ends
@@ -124,7 +125,7 @@ class CheckpointConfig:
             raise ConfigError(f"local_dir must be a directory or None, not {self.local_dir!r}")
         choices = {
             "on_flush_failure": ("raise", "warn"),
-            "on_non_finite": ("warn", "stop"),
+            "on_non_finite": ("warn", "stop", "rollback"),
             "best_mode": ("min", "max"),
         }
         for name, known in choices.items():

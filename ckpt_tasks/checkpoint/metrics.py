@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_tasks.errors import NonFiniteError, StateError
+from ckpt_tasks.format.records import Checkpoint
 
 __all__ = ["FiniteMetrics", "checked_metrics"]
+
+_MOST_ROLLBACKS = 3
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -22,15 +25,24 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class FiniteMetrics:
-    """Look at the metrics of every step, and warn or stop where one is NaN or infinite.
+    """Look at the metrics of every step, and warn, stop or go back where one is NaN or infinite.
 
     A stretch of such steps is one warning. A tensor on a device is looked at only when its step is saved, which reads
     it anyway: reading waits for the device.
     """
 
     def __init__(self, on_non_finite: str):
-        self._stops = on_non_finite == "stop"
+        self._on_non_finite = on_non_finite
         self._warned = False
+        self._failed_step: int | None = None  # the last bad step: the next restore goes back
+        self._furthest = -1  # the highest bad step since training last got past one
+        self._rollbacks = 0
+        self._limit: int | None = None  # the step of the last rollback: the next one goes back further
+
+    @property
+    def failed_step(self) -> int | None:
+        """The bad step from which the next restore has to go back; None: there is none."""
+        return self._failed_step
 
     def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
         """Raise NonFiniteError, or warn once a stretch; `saving`: also read what lies on a device."""
@@ -40,20 +52,51 @@ class FiniteMetrics:
             if saving or not isinstance(value, torch.Tensor) or value.is_cpu
         }
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
-        if not bad:
-            self._warned = self._warned and not numbers  # a step that says nothing does not end a stretch
-            return
-        said = ", ".join(f"{name} is {numbers[name]}" for name in bad)
-        if self._stops:
+        if bad:
+            self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
+        elif numbers:  # a step that says nothing does not end a stretch
+            self._warned, self._failed_step = False, None
+            if step > self._furthest:
+                self._rollbacks, self._limit = 0, None
+
+    def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints to go back to: with finite metrics, before the bad step and the last rollback.
+
+        Raises NonFiniteError where there is none, or after three rollbacks that did not get past the bad step.
+        """
+        assert self._failed_step is not None
+        limit = self._failed_step if self._limit is None else min(self._failed_step, self._limit)
+        found = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
+        if self._rollbacks >= _MOST_ROLLBACKS or not found:
+            why = f"{self._rollbacks} rollbacks did not help" if found else "there is no older checkpoint to go back to"
             raise NonFiniteError(
-                f"{said}, and on_non_finite is 'stop': this step is not saved",
-                step=step,
-                key=bad[0],
-                hint="The checkpoints before it stand. Restore an older one, and change what made it diverge.",
+                f"a metric is NaN or infinite again, and {why}",
+                step=self._failed_step,
+                hint="Change what makes it diverge: a program that is deterministic does the same again.",
             )
-        if not self._warned:
-            _log.warning("Step %d: %s; training goes on, and such a step is never the best one", step, said)
-        self._warned = True
+        return found
+
+    def went_back(self, step: int) -> int | None:
+        """Count a restore of a step as a rollback, if there was a bad step; return that one."""
+        failed_step, self._failed_step = self._failed_step, None
+        if failed_step is not None:
+            self._rollbacks, self._limit = self._rollbacks + 1, step
+        return failed_step
+
+    def _act(self, step: int, said: str, key: str) -> None:
+        if self._on_non_finite == "warn":
+            if not self._warned:
+                _log.warning("Step %d: %s; training goes on, and such a step is never the best one", step, said)
+            self._warned = True
+            return
+        hint = "The checkpoints before it stand. Restore an older one, and change what made it diverge."
+        if self._on_non_finite == "rollback":
+            self._failed_step, self._furthest = step, max(step, self._furthest)
+            hint = "Call restore(): it goes back to the newest checkpoint with finite metrics."
+        message = f"{said}, and on_non_finite is {self._on_non_finite!r}: this step is not saved"
+        error = NonFiniteError(message, step=step, key=key, hint=hint)
+        error.rolls_back = self._on_non_finite == "rollback"
+        raise error
 
 
 def _number(name: str, value: Any) -> float:

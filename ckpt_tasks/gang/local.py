@@ -44,12 +44,13 @@ class Program(Protocol):
 def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import "module:Factory" and return the factory, which is not called: nothing is built yet.
 
-    Raises ProgramError where the name leads nowhere, the factory does not accept `params`, or it is a class that lacks
-    what a program needs.
+    Raises ProgramError where the name leads nowhere, the factory does not accept `params` (if they are known: not
+    None), or it is a class that lacks what a program needs.
     """
     factory = find_named(name, what="program", kind="Factory", error=ProgramError)
     try:
-        inspect.signature(factory).bind(**(params or {}))
+        if params is not None:
+            inspect.signature(factory).bind(**params)
     except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
         hint = "They are the run's recorded ones, and over them those that were given: is it the run's own program?"
         raise ProgramError(f"{name} cannot be called with these parameters: {error}", hint=hint) from error

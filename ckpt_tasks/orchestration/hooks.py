@@ -248,7 +248,8 @@ def _may_help(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 def _helps(error: object) -> bool:
     """Say whether another attempt may help; what is no exception comes from a task that returned a failed state."""
-    return not (isinstance(error, Exception) and any(isinstance(cause, PERMANENT) for cause in _causes(error)))
+    causes = [*_causes(error)] if isinstance(error, Exception) else []
+    return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 
 
 _SESSIONS: WeakKeyDictionary[Checkpointer, StateSession] = WeakKeyDictionary()

@@ -199,6 +199,21 @@ def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Pat
     assert [one.step for one in at.checkpoints()] == [5, 0]
 
 
+def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, tmp_path: Path) -> None:
+    """P20, P73: the retry trains on from an older checkpoint each time, and the end is as without it; three at most."""
+    run(tmp_path / "whole", 12)
+    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "rollback"}
+    failures = str(tmp_path / "bad")
+    params = {"bad_from": 8, "bad_times": 2, "failures": failures}
+    how: dict[str, Any] = {"program": DIVERGING, "checkpoint": checkpoint, "retry_delay_s": 0.0}
+    assert run(run_dir, 12, params=params, **how).step == 12
+    assert [one.run_count for one in task_runs()] == [1, 3, 1]
+    at = open_run(str(run_dir))
+    events = [at.history.read_entry(n)[0].event for n in range(at.head().next_n)]
+    assert [(e["step"], e["failed"]) for e in events if e.get("note") == "rollback"] == [(5, 8), (0, 8)]
+    assert_equal(run_dir, tmp_path / "whole")
+
+
 def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P20, P67: by default the run goes on, says so once, and its best checkpoint is one with numbers."""
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "best_metric": "loss"}

@@ -80,12 +80,19 @@ class Tiny:
 
 
 class Diverging(Tiny):
-    """The same, whose loss is NaN from a step on."""
+    """The same, whose loss is NaN from a step on; with `bad_times`, in so many steps (the file `failures` counts)."""
 
-    def __init__(self, *, bad_from: int, **rest: Any):
+    def __init__(self, *, bad_from: int, bad_times: int | None = None, failures: str = "", **rest: Any):
         super().__init__(**rest)
-        self._bad_from = bad_from
+        self._bad_from, self._bad_times, self._bad = bad_from, bad_times, Path(failures)
 
     def train_step(self) -> dict[str, float]:
         metrics = super().train_step()
-        return {**metrics, "loss": float("nan")} if int(self.state["steps"]) >= self._bad_from else metrics
+        if int(self.state["steps"]) < self._bad_from:
+            return metrics
+        if self._bad_times is not None:
+            times = len(self._bad.read_text()) if self._bad.exists() else 0
+            if times >= self._bad_times:
+                return metrics
+            self._bad.write_text("x" * (times + 1))
+        return {**metrics, "loss": float("nan")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_a_checkpoint_with_a_bad_metric_is_never_the_best(run_dir: Path) -> None
 
 def test_the_choices_are_these() -> None:
     """Another word for `on_non_finite` is refused."""
-    with pytest.raises(ConfigError, match="on_non_finite must be 'warn' or 'stop'"):
+    with pytest.raises(ConfigError, match="on_non_finite must be 'warn' or 'stop' or 'rollback'"):
         CheckpointConfig(checkpoint_dir="x", on_non_finite="ignore")
 
 
@@ -90,3 +91,64 @@ def test_a_numpy_integer_is_a_step(run_dir: Path, kind: Any) -> None:
         for odd in (True, np.True_, 4.0, "4", None, torch.tensor(4.5), -1):
             with pytest.raises(StateError, match="a step is a whole number"):
                 ckpt.step(odd, state())  # type: ignore[arg-type]
+
+
+def loop(ckpt: Checkpointer, bad: Callable[[int, int], bool], total: int) -> tuple[dict[str, Any], list[int]]:
+    """Train, and restore where a loss is bad, as `bad` says of a step and the rollbacks so far; return the restores."""
+    live: dict[str, Any] = {"w": torch.zeros(()), "n": 0}
+    restores = [ckpt.restore(live)]
+    step = restores[0]
+    while step < total:
+        live["w"] += 1
+        live["n"] += 1
+        try:
+            ckpt.step(step + 1, live, metrics={"loss": NAN if bad(step + 1, len(restores) - 1) else 1.0})
+        except NonFiniteError:
+            restores.append(step := ckpt.restore(live))
+            continue
+        ckpt.wait()  # a newer snapshot may take the place of one that waits
+        step += 1
+    return live, restores
+
+
+def notes_of(directory: Path) -> list[tuple[int, int]]:
+    history = open_run(str(directory)).history
+    events = [history.read_entry(n)[0].event for n in range(history.head().next_n)]
+    return [(event["step"], event["failed"]) for event in events if event.get("note") == "rollback"]
+
+
+def test_a_rollback_goes_further_back_each_time_until_training_gets_past(run_dir: Path) -> None:
+    """P20: the next restore takes the newest finite checkpoint, then an older one; each is noted in the ledger."""
+    with opened(run_dir, step_interval=2, on_non_finite="rollback") as ckpt:
+        live, restores = loop(ckpt, lambda step, rollbacks: step == 7 and rollbacks < 3, 12)
+        assert restores == [0, 6, 4, 2]
+        assert (float(live["w"]), live["n"]) == (12.0, 12)
+        assert [one.step for one in ckpt.checkpoints()][:6] == [12, 10, 8, 6, 4, 2]
+    assert notes_of(run_dir) == [(6, 7), (4, 7), (2, 7)]
+
+
+def test_rollbacks_that_do_not_help_end(run_dir: Path) -> None:
+    """P20: three at most for one place; a later bad step has three of its own; without a checkpoint there is none."""
+    with opened(run_dir / "again", step_interval=1, on_non_finite="rollback") as ckpt:
+        with pytest.raises(NonFiniteError, match="3 rollbacks did not help") as caught:
+            loop(ckpt, lambda step, _: step == 7, 12)
+        assert not caught.value.rolls_back
+    assert notes_of(run_dir / "again") == [(6, 7), (5, 7), (4, 7)]
+    with opened(run_dir / "later", step_interval=1, on_non_finite="rollback") as ckpt:
+        bad = {5: (0, 1), 9: (2, 3, 4)}
+        _, restores = loop(ckpt, lambda step, rollbacks: rollbacks in bad.get(step, ()), 12)
+        assert restores == [0, 4, 3, 8, 7, 6]
+    first = opened(run_dir / "first", step_interval=1, on_non_finite="rollback")
+    with first as ckpt, pytest.raises(NonFiniteError, match="no older checkpoint"):
+        loop(ckpt, lambda step, _: step == 1, 12)
+
+
+def test_a_rollback_passes_over_what_was_not_finite(run_dir: Path) -> None:
+    """P20: a checkpoint that an earlier process committed with a NaN is not gone back to."""
+    with opened(run_dir) as ckpt:
+        for step, loss in ((1, 1.0), (2, NAN), (3, 1.0)):
+            ckpt.save(step, {"w": torch.full((), float(step)), "n": step}, metrics={"loss": loss})
+    with opened(run_dir, on_non_finite="rollback") as ckpt:
+        live, restores = loop(ckpt, lambda step, rollbacks: step == 4 and rollbacks < 2, 5)
+        assert restores == [3, 3, 1]
+        assert float(live["w"]) == 5.0
