@@ -187,6 +187,7 @@ def test_who_may_not_delete_may_save(place: Place) -> None:
     with place.run(max_num_checkpoints=1) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
+        ckpt._pruner.finish(60)
         assert [one.step for one in ckpt.checkpoints()] == [3]
         assert any("checkpoint_000000000001" in name for name in place.past.names())
         place.chaos.off(denied)

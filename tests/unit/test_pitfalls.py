@@ -171,10 +171,12 @@ def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None
         for step in range(5):
             ckpt.save(step, state)
             ckpt.restore(state)
+        ckpt._pruner.finish(60)
         before = resources()
         for step in range(5, 45):
             ckpt.save(step, state)
             ckpt.restore(state)
+        ckpt._pruner.finish(60)
         # Not ==: a thread that another test left may have ended meanwhile.
         assert all(now <= then for now, then in zip(resources(), before, strict=True))
     assert all(now <= then for now, then in zip(resources()[:2], start[:2], strict=True))  # the heartbeat has ended
@@ -186,6 +188,7 @@ def test_a_state_that_grows_takes_the_memory_of_its_size(fast_dir: Path) -> None
     with opened(fast_dir / "grows", max_num_checkpoints=1) as ckpt:
         for step in range(1, 13):
             ckpt.save(step, {"history": torch.zeros(step << 18)})  # 12 MiB in the end, 78 MiB in all
+        ckpt._pruner.finish(60)
         assert resources()[3] - start[3] < 2 * (12 << 20) + (1 << 20)  # two slots of the last size
 
 
@@ -206,6 +209,7 @@ def test_the_ranking_of_a_run_survives_a_restart(run_dir: Path) -> None:
     with Checkpointer(options) as ckpt:
         ckpt.restore(state)
         ckpt.save(6, state)
+        ckpt._pruner.finish(60)
         assert [c.step for c in ckpt.checkpoints()] == [6, 1]
     assert open_run(str(run_dir)).find("best").step == 1
 
@@ -218,11 +222,13 @@ def test_a_checkpoint_that_is_read_stays_until_it_has_been_read(run_dir: Path) -
         with run.lease(run.find(1), "a reader"):
             for step in (2, 3, 4):
                 ckpt.save(step, state_of(step))
+            ckpt._pruner.finish(60)
             assert [c.step for c in ckpt.checkpoints()] == [4, 1]
             target = state_of(UNTOUCHED)
             run.restore(run.find(1), target)
             assert fingerprint(target) == EXPECTED[1]
         ckpt.save(5, state_of(5))
+        ckpt._pruner.finish(60)
         assert [c.step for c in ckpt.checkpoints()] == [5]
 
 

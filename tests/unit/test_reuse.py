@@ -138,6 +138,7 @@ def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path) -
         stored = ckpt._saver._stored
         ckpt.save(2, _model(2, frozen=2))
         ckpt.save(3, _model(3, frozen=3))
+        ckpt._pruner.finish(60)
         assert stored is not None
         last = ckpt.last_commit
         assert last is not None

@@ -46,6 +46,7 @@ def test_entries_become_moments(run_dir: Path) -> None:
     with Checkpointer(config(run_dir, max_num_checkpoints=1)) as ckpt:
         ckpt.save(0, some_state(0))
         ckpt.save(10, some_state(10), metrics={"loss": 0.5})
+        ckpt._pruner.finish(60)
         ckpt.note("failure", step=10, why="RuntimeError: <b>no</b>")
         ckpt.note("mine", about="nothing that a time line shows")
     run = open_run(str(run_dir))
