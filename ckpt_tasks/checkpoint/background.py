@@ -1,21 +1,16 @@
-"""Work behind a commit, which no save waits for: one thread that takes the newest request, and readers for it.
-
-All of them are daemon threads. Python waits for those of an executor before it ends, however long their work is.
-"""
+"""Work behind a commit, which no save waits for: one thread that takes the newest request."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ckpt_tasks.state.niceness import be_nice
 
-__all__ = ["Background", "CancelledWorkError", "in_threads"]
+__all__ = ["Background", "CancelledWorkError"]
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class CancelledWorkError(Exception):
@@ -77,28 +72,3 @@ class Background(Generic[_T]):
                 self._work(argument)
             except CancelledWorkError:
                 continue
-
-
-def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
-    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it."""
-    left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
-
-    def run() -> None:
-        while not errors:
-            try:
-                place, item = left.popleft()
-            except IndexError:
-                return
-            try:
-                results[place] = work(item)
-            except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
-                errors.append(error)
-
-    started = [threading.Thread(target=run, name=name, daemon=True) for _ in range(min(threads, len(left)))]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [result for _, result in sorted(results.items())]

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_tasks.checkpoint.background import in_threads
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
@@ -35,6 +34,7 @@ from ckpt_tasks.format.keys import (
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = [

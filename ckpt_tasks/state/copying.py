@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -56,11 +56,17 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         yield shared
         return
-    with ThreadPoolExecutor(THREADS - 1, thread_name_prefix="ckpt-copy") as threads:
-        others = [threads.submit(_move, shared) for _ in range(THREADS - 1)]
+    others = [threading.Thread(target=_move, args=(shared,), name="ckpt-copy", daemon=True) for _ in range(THREADS - 1)]
+    started = []
+    try:
+        with suppress(RuntimeError):  # no further thread can be had: this one makes all the copies
+            for other in others:
+                other.start()
+                started.append(other)
         yield shared
-    for other in others:
-        other.result()
+    finally:
+        for other in started:
+            other.join()  # the memory is the caller's again
 
 
 def _move(moves: Iterable[Move]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ckpt_tasks.format.image import ImageLayout
 from ckpt_tasks.state.copying import LARGE_BYTES, THREADS, is_plain
 from ckpt_tasks.state.snapshot import SnapshotPlan, storable
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.publishing import write_at
 
 __all__ = ["FirstCopy"]
@@ -39,8 +39,7 @@ class FirstCopy:
         made_bytes = sum(tensor.nbytes for tensor in self._tensors.values() if not is_plain(tensor))
         if self._plan.devices or made_bytes > _MOST_MADE_BYTES:
             return False
-        with ThreadPoolExecutor(min(THREADS, len(files)), thread_name_prefix="ckpt-first") as threads:
-            list(threads.map(lambda file: self._write(files[file[1]], *file), self._plan.files))
+        in_threads(lambda file: self._write(files[file[1]], *file), self._plan.files, THREADS, "ckpt-first")
         self.done = True
         return True
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,3 +178,29 @@ def test_what_a_process_leaves_at_its_end(case: Case, way: str, style: str) -> N
 def test_every_way_to_end_on_every_store(case: Case, way: str, style: str) -> None:
     """P69, P72: the same for each way of ending, with a block, with close() and with neither, on each store."""
     check(case, way, style)
+
+
+AFTER_MAIN = """
+    import threading, torch
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+
+    def train():
+        threading.main_thread().join()
+        ckpt = Checkpointer(CheckpointConfig(checkpoint_dir={run!r}, step_interval=1, memory_dir={memory!r},
+                                             max_num_checkpoints=1))
+        for step in (1, 2, 3):
+            ckpt.step(step, {{"weights": torch.full((12 << 20,), float(step))}})
+
+    threading.Thread(target=train).start()
+"""
+
+
+def test_a_thread_may_train_after_the_main_one(tmp_path: Path, memory: Path) -> None:
+    """P72: when the main thread has returned, Python's executors refuse work; saves that copy in threads go on."""
+    code = textwrap.dedent(AFTER_MAIN).format(run=str(tmp_path / "run"), memory=str(memory))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    run = open_run(str(tmp_path / "run"))
+    assert run.checkpoints()[0].step == 3
+    assert (owner := run.head().state.owner) is not None
+    assert owner.released

@@ -1,0 +1,42 @@
+"""Share work among daemon threads.
+
+Not an executor's: Python shuts executors down before it waits for threads that train on and before it calls atexit
+functions, refuses them work from then on, and waits for what they have begun, however long that takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+__all__ = ["in_threads"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
+    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it."""
+    left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
+
+    def run() -> None:
+        while not errors:
+            try:
+                place, item = left.popleft()
+            except IndexError:
+                return
+            try:
+                results[place] = work(item)
+            except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
+                errors.append(error)
+
+    started = [threading.Thread(target=run, name=name, daemon=True) for _ in range(min(threads, len(left)))]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [result for _, result in sorted(results.items())]
