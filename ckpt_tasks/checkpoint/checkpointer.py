@@ -287,8 +287,7 @@ class Checkpointer:
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
-        The newest checkpoint that is kept is read back first unless one that is kept has been verified before: the
-        last good one is never removed for the sake of one that nobody has read.
+        The newest checkpoint that is kept is read back first, unless one that is kept has been verified before.
         """
         owner = None if dry_run else self._own()
         self.wait()

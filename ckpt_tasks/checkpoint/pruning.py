@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ckpt_tasks.checkpoint.background import Background, CancelledWorkError
@@ -22,7 +22,7 @@ from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.checkpoint.upkeep import delete_retired, missing_metric, orphans, plan_prune, retire, verify_checkpoint
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
-from ckpt_tasks.format.ledger import Owner, State, lineage
+from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 
 __all__ = ["Pruner"]
@@ -57,8 +57,11 @@ class Pruner:
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
         """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
+        return self._plan(self._history.head(), going_on_from)
+
+    def _plan(self, head: Head, going_on_from: str | None) -> list[Verdict]:
         known, in_use = frozenset(self.verified), self.in_use()
-        verdicts = plan_prune(self._history.head(), self._policy, verified=known, restored_from=going_on_from)
+        verdicts = plan_prune(head, self._policy, verified=known, restored_from=going_on_from)
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 
     def new_owner(self) -> None:
@@ -108,32 +111,35 @@ class Pruner:
             # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
             # does not count, or nothing newer would ever be read.
             head = self._history.head()
+            check_owner(head.state.owner, owner)
             wanted = plan_prune(head, self._policy, restored_from=going_on_from)
             if not all(v.keep for v in wanted):
                 self._warn_of_best(head)
                 if not self._knows_good(wanted):
-                    self._verify_newest(owner, check)
-            unnamed = [] if self._swept else self._orphans(owner)
-            verdicts = self._retire(owner, going_on_from, unnamed, check)
-            state = self._history.head().state
-            check_owner(state.owner, owner)
-            self.deleted = delete_retired(self._history.store, _checked(state.retired, check))
+                    self._verify(lineage(head.state.live)[0], owner, check)
+            unnamed = [] if self._swept else self._orphans(head.state)
+            verdicts, given_up = self._retire(head, owner, going_on_from, unnamed, check)
+            self.deleted |= delete_retired(self._history.store, given_up, check)
             if not self._swept:
                 self._drop_unfinished(owner)
                 self._swept = len(unnamed) < _MOST_ORPHANS
             return verdicts
 
     def _retire(
-        self, owner: Owner, going_on_from: str | None, unnamed: list[str], check: Callable[[], None]
-    ) -> list[Verdict]:
+        self, head: Head, owner: Owner, going_on_from: str | None, unnamed: list[str], check: Callable[[], None]
+    ) -> tuple[list[Verdict], tuple[str, ...]]:
+        """Retire what goes; return the verdicts, and what is given up by now, which may be deleted at any time."""
+        given_up = tuple(name for name in head.state.retired if name not in self.deleted)
         with self.retiring:
-            verdicts = self.plan(going_on_from)
+            verdicts = self._plan(head, going_on_from)
             going = verdicts if self._knows_good(verdicts) else []
             check()
             if unnamed or not all(v.keep for v in going):
                 # Before the first delete: this process may stall below, and others commit what it is about to delete.
-                retire(self._history, owner, going, self.deleted, unnamed)
-        return verdicts
+                struck_off = self.deleted
+                given_up += retire(self._history, owner, going, struck_off, unnamed, head=head)
+                self.deleted -= struck_off
+        return verdicts, given_up
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""
@@ -144,10 +150,8 @@ class Pruner:
 
         self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
 
-    def _orphans(self, owner: Owner) -> list[str]:
+    def _orphans(self, state: State) -> list[str]:
         """List what dead owners left, so many at once as fit into an entry; one look is enough while it shrinks."""
-        state = self._history.head().state
-        check_owner(state.owner, owner)
         given_up = frozenset(state.retired)
         return [name for name in orphans(self._history.store, state) if name not in given_up][:_MOST_ORPHANS]
 
@@ -169,20 +173,13 @@ class Pruner:
             # Not every store lists unfinished uploads, nor to everybody who may write: the rest is pruned all the same.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
-    def _verify_newest(self, owner: Owner, check: Callable[[], None]) -> None:
-        newest = lineage(self._history.head().state.live)[0]
+    def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> None:
         faults = verify_checkpoint(self._history.store, newest, check)
         if not faults:
             self.verified.add(newest.manifest_digest)
             return
         event = {"kind": "note", "note": "damaged", "step": newest.step, "faults": faults[:5]}
         self._history.append(event, lambda state, n: state, owner=owner)
-
-
-def _checked(names: Iterable[str], check: Callable[[], None]) -> Iterator[str]:
-    for name in names:
-        check()
-        yield name
 
 
 def _kept(verdict: Verdict) -> Verdict:

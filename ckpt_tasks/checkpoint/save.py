@@ -15,6 +15,7 @@ import operator
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex
@@ -22,13 +23,14 @@ from typing import NamedTuple, SupportsIndex
 import torch
 
 from ckpt_tasks.checkpoint.history import History, now_iso
+from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, IndexRow, coverage_faults, write_index
+from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
-from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.snapshot import Image
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 
+_AT_ONCE = 8  # requests to a store that is far away
 _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
 
 
@@ -207,13 +210,12 @@ def reuse(part: Part, stored: Stored | None) -> Part:
 
 @uncollected()
 def describe(saving: Saving, parts: Sequence[Part]) -> Described:
-    """Make index and manifest of what the ranks hand in; nothing is written.
+    """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
 
     Raises IntegrityError where a rank or a region is missing and UnsupportedStateError where one would be too large.
     """
     rows, objects = _combine(parts, saving.world_size)
     index_bytes = write_index(rows)
-    _check_size(index_bytes, MAX_INDEX_BYTES, "index")
     place = attempt_prefix(saving.attempt) + INDEX_NAME
     manifest = Manifest(
         run_key=saving.run_key,
@@ -232,15 +234,22 @@ def describe(saving: Saving, parts: Sequence[Part]) -> Described:
         },
     )
     manifest_bytes = manifest.to_bytes()
-    _check_size(manifest_bytes, MAX_MANIFEST_BYTES, "manifest")
-    return Described(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
+    described = Described(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
+    # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
+    open_checkpoint(_Description(described), described.checkpoint(parent=None, n=0, cost_s=0.0))
+    return described
 
 
 def write_description(store: Store, described: Described) -> None:
     """Write index and manifest, once every object has its size; everything but the ledger entry is durable then."""
     manifest = described.manifest
-    for record in manifest.objects:
-        size_bytes = store.size(record.name)
+    names = [record.name for record in manifest.objects]
+    if store.near or len(names) < 2:
+        sizes = [*map(store.size, names)]
+    else:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-size") as threads:
+            sizes = [*threads.map(store.size, names)]
+    for record, size_bytes in zip(manifest.objects, sizes, strict=True):
         if size_bytes != record.size_bytes:
             raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
     store.put(manifest.index.name, [described.index_bytes])
@@ -288,13 +297,34 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _check_size(data: bytes, most: int, what: str) -> None:
-    # What a reader would refuse must not be committed.
-    if len(data) > most:
-        raise UnsupportedStateError(
-            f"the checkpoint's {what} would have {len(data)} bytes, more than the {most} that are read",
-            hint="Keep large values in tensors.",
-        )
+class _Description:
+    """The index and the manifest of a checkpoint that is not written yet, as a store of these two objects."""
+
+    url = ""
+    near = True
+    gap_bytes = 0
+
+    def __init__(self, described: Described):
+        manifest = described.manifest
+        self._objects = {
+            manifest.index.name: described.index_bytes,
+            attempt_prefix(described.saving.attempt) + MANIFEST_NAME: described.manifest_bytes,
+        }
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = self._objects[name]
+        if len(data) > max_bytes:
+            raise UnsupportedStateError(
+                f"the checkpoint's {_last(name)} would have {len(data)} bytes, more than the {max_bytes} that are read",
+                hint="Keep large values in tensors.",
+            )
+        return data
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        into[:] = self._objects[name][begin : begin + into.nbytes]
+
+    def size(self, name: str) -> int:
+        return len(self._objects[name])
 
 
 def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], list[ObjectRecord]]:
@@ -302,7 +332,4 @@ def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], li
     if ranks != list(range(world_size)):
         raise IntegrityError(f"ranks {ranks} handed in their parts, 0 to {world_size - 1} were expected")
     rows = [row for part in sorted(parts, key=lambda part: part.rank) for row in part.rows]
-    faults = coverage_faults(rows)
-    if faults:
-        raise IntegrityError(f"what the ranks wrote does not make whole tensors: {'; '.join(faults[:5])}")
     return rows, [record for part in parts for record in part.objects]

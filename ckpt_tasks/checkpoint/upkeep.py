@@ -12,6 +12,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +49,7 @@ __all__ = [
     "verify_run_directory",
 ]
 
-_FAR_READS = 8
+_FAR_REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 
     if store.near:
         return [fault for run in runs for fault in faults_of(run)]
-    return [fault for faults in in_threads(faults_of, runs, _FAR_READS, "ckpt-verify") for fault in faults]
+    return [fault for faults in in_threads(faults_of, runs, _FAR_REQUESTS, "ckpt-verify") for fault in faults]
 
 
 def verify_run_directory(history: History) -> RunFaults:
@@ -223,14 +224,17 @@ def retire(
     verdicts: Iterable[Verdict],
     deleted: frozenset[str],
     unnamed: Sequence[str] = (),
+    *,
+    head: Head | None = None,
 ) -> tuple[str, ...]:
     """Take the checkpoints that a plan removes out of the ledger, and give their objects up with the `unnamed` ones.
 
-    Returns the objects to delete, manifests first. None of them may be deleted before this returns.
+    Returns the objects to delete, manifests first. None of them may be deleted before this returns. `head` is the
+    ledger's newest entry as the plan was made from it.
     """
     going = {v.manifest_digest for v in verdicts if not v.keep}
     names: list[str] = []
-    head = history.head()
+    head = head or history.head()
     for checkpoint in head.state.live:
         if checkpoint.manifest_digest in going:
             attempt = parse_attempt(checkpoint.manifest)
@@ -256,16 +260,34 @@ def retire(
     return tuple(retired)
 
 
-def delete_retired(store: Store, names: Iterable[str]) -> frozenset[str]:
-    """Delete retired objects and return those that are gone; one that cannot be deleted now is left to a later try."""
-    gone = set()
-    for name in names:
+def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None] = lambda: None) -> frozenset[str]:
+    """Delete retired objects, manifests first, and return those that are gone; the others are left to a later try.
+
+    `check` stops it by what it raises.
+    """
+
+    def delete(name: str) -> str | None:
+        check()
         try:
             store.delete(name)
         except CkptError:
-            continue
-        gone.add(name)
-    return frozenset(gone)
+            return None
+        return name
+
+    rest, manifests = _parted(names, lambda name: name.endswith(f"/{MANIFEST_NAME}"))
+    if store.near:
+        return frozenset(filter(None, map(delete, [*manifests, *rest])))
+    with ThreadPoolExecutor(_FAR_REQUESTS, thread_name_prefix="ckpt-delete") as threads:
+        gone = [*threads.map(delete, manifests)]
+        return frozenset(filter(None, [*gone, *threads.map(delete, rest)]))
+
+
+def _parted(names: Iterable[str], of_second: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    first: list[str] = []
+    second: list[str] = []
+    for name in names:
+        (second if of_second(name) else first).append(name)
+    return first, second
 
 
 def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from ckpt_tasks.checkpoint import ownership
 from ckpt_tasks.checkpoint.observing import ENTRIES_READ, happening, observe, recent, summarize
 from ckpt_tasks.checkpoint.ownership import acquire, identify
 from ckpt_tasks.errors import FormatVersionError
+from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.policy.cadence import Observed
@@ -198,8 +200,11 @@ def test_only_the_newest_entries_are_read(told: Told) -> None:
 
 def test_older_entries_are_not_even_read(told: Told) -> None:
     """What lies before the newest entries costs nothing: one that cannot be understood is not met."""
-    entry = replace(told.entries[-1], n=1, event={"kind": "of a later version"})
-    told.history.store.put_if_absent(ledger_name(1), entry.to_bytes()[0])
+    entry = replace(told.entries[-1], n=1)
+    body = json.loads(entry.to_bytes()[0]) | {"event": {"kind": "of a later version"}}
+    del body["digest"]
+    data = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+    told.history.store.put_if_absent(ledger_name(1), data)
     told.entries.append(entry)
     trained(told, 3, every_s=60.0, steps=1, **COSTS)
     assert len(recent(told.history, 3)) == 3
