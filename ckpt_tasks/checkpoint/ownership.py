@@ -33,7 +33,9 @@ from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
 
-__all__ = ["Heartbeat", "acquire", "damage", "identify", "why_free"]
+__all__ = ["NEVER_OWNED", "Heartbeat", "acquire", "damage", "identify", "why_free"]
+
+NEVER_OWNED = "it has had no owner"
 
 RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits that long and a bit
 _POLL_S = 0.25
@@ -61,7 +63,7 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
     `silent_s` is how long it has shown no life, None where that is not known.
     """
     if owner is None:
-        return "it has had no owner"
+        return NEVER_OWNED
     if owner.released:
         return "its owner released it"
     if (owner.host, owner.machine_id) == (me.host, me.machine_id) and _same_system(owner, me):
@@ -135,7 +137,7 @@ def acquire(
     while True:
         head = history.head()
         owner = head.state.owner
-        free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else "it has had no owner"
+        free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else NEVER_OWNED
         if free or take_over:
             break
         assert owner is not None

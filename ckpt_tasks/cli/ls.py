@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.cli.kept import kept_because
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
 from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.pages.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ckpt_tasks.checkpoint.history import Head
     from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State
@@ -98,16 +100,8 @@ def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> Non
         return
     out.print(title(run))
     columns = _metric_columns(rows)
-    metrics = [printable(name) if not suite else f"{suite}\n{printable(name)}" for suite, name in columns]
-    listing = table("step", "saved", *metrics, "size", "cost", "kept because", right=("step", *metrics, "size", "cost"))
-    for row in rows:
-        values = (_metric(row, *column) for column in columns)
-        why = "\n".join(
-            printable(reason) for reason in (*(["left behind"] if row["abandoned"] else []), *row["kept_because"])
-        )
-        cells = (str(row["step"]), age(row["saved_at"]), *values, size(row["size_bytes"]), span(row["cost_s"]), why)
-        listing.add_row(*cells, style="dim" if row["abandoned"] else "")
-    out.print(listing if rows else Text("\nThere is no checkpoint yet.\n"))
+    choices = (_listing(rows, columns[:shown]) for shown in range(min(len(columns), _METRICS_SHOWN), -1, -1))
+    out.print(widest(choices) if rows else Text("\nThere is no checkpoint yet.\n"))
     out.print(Text(_holder(head.state.owner), style="dim"))
     origin = head.state.origin
     if origin is not None:
@@ -124,6 +118,20 @@ def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> Non
         out.print(*(Text(f"  {name}", style="yellow") for name in head.damaged))
 
 
+def _listing(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> Table:
+    metrics = [printable(name) if not suite else f"{suite}\n{printable(name)}" for suite, name in columns]
+    numbers = ("step", *metrics, "size", "cost")
+    listing = table("step", "saved", *metrics, "size", "cost", "kept because", right=numbers, whole=("saved",))
+    for row in rows:
+        values = (_metric(row, *column) for column in columns)
+        why = "\n".join(
+            printable(reason) for reason in (*(["left behind"] if row["abandoned"] else []), *row["kept_because"])
+        )
+        cells = (str(row["step"]), age(row["saved_at"]), *values, size(row["size_bytes"]), span(row["cost_s"]), why)
+        listing.add_row(*cells, style="dim" if row["abandoned"] else "")
+    return listing
+
+
 def title(run: Run, which: str = "") -> Any:
     """Return the line that says which run this is."""
     from rich.text import Text
@@ -133,12 +141,18 @@ def title(run: Run, which: str = "") -> Any:
 
 
 def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    # Two of the evaluations, which checkpoints are compared by, and then those of training; all of them are in --json.
-    evaluated = dict.fromkeys(
-        (suite, name) for row in rows for suite, found in row["evaluations"].items() for name in found
-    )
-    own = dict.fromkeys(("", name) for row in rows for name in row["metrics"])
-    return [*[*evaluated][:_EVALUATIONS_SHOWN], *own][:_METRICS_SHOWN]
+    """Return (suite, metric) by worth: training's first, two of evaluations, the others of training; --json has all."""
+    from ckpt_tasks.pages.picture import sort_metrics
+
+    own = [("", name) for name in sort_metrics({name for row in rows for name in row["metrics"]})]
+    suites = dict.fromkeys(suite for row in rows for suite in row["evaluations"])
+    evaluated = [
+        (suite, name)
+        for suite in suites
+        for name in sort_metrics({name for row in rows for name in row["evaluations"].get(suite, {})})
+    ]
+    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite before all else
+    return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:]]
 
 
 def _metric(row: dict[str, Any], suite: str, name: str) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["JsonOption", "Output", "console", "output", "printable", "table"]
+__all__ = ["JsonOption", "Output", "console", "output", "printable", "table", "widest"]
 
 _FIRST_ANSWER_S = 15.0  # of a store that is asked for the first time; what is under way waits out longer outages
+_LONGEST_WORD = 20
+_HEADER_STYLE = "dim"
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -48,7 +50,7 @@ class Output:
         if not self.as_json:
             screen = console()
             for part in parts:
-                screen.print(part)
+                screen.print(_with_whole_words(part, screen))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -93,16 +95,49 @@ def _only_our_log() -> Iterator[None]:
         logging.getLogger().removeHandler(silence)
 
 
-def table(*headings: str, right: tuple[str, ...] = ()) -> Table:
-    """Make a table in the house's style; the columns named in `right` hold numbers."""
+def widest(tables: Iterable[Table]) -> Table:
+    """Return the first of these tables that fits the screen without a word being broken, else the last one."""
+    screen, chosen = console(), None
+    for chosen in tables:
+        if _fits(chosen, screen):
+            break
+    assert chosen is not None
+    return chosen
+
+
+def table(*headings: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+    """Make a table in the house's style; columns in `right` hold numbers, and neither they nor `whole` ones wrap."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", pad_edge=False, padding=(0, 1))
+    made = Table(box=box.SIMPLE_HEAD, header_style=_HEADER_STYLE, border_style="dim", pad_edge=False, padding=(0, 1))
     for heading in headings:
         numbers = heading in right
-        made.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+        kept = numbers or heading in whole
+        made.add_column(heading, justify="right" if numbers else "left", no_wrap=kept, overflow="fold")
     return made
+
+
+def _with_whole_words(part: RenderableType, screen: Console) -> RenderableType:
+    """Let no column of a table become narrower than its words, as far as the screen has room for that."""
+    from rich.table import Table
+
+    if isinstance(part, Table) and part.header_style == _HEADER_STYLE and not _fits(part, screen):
+        for column in part.columns:
+            column.min_width = None
+    return part
+
+
+def _fits(made: Table, screen: Console) -> bool:
+    """Give every column that wraps the width of its longest word, or of 20 characters; say if all have room then."""
+    from rich.measure import Measurement
+
+    for column in made.columns:
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        pieces = [piece for cell in cells for piece in (cell.splitlines() if column.no_wrap else cell.split())]
+        longest = max(map(len, pieces), default=0)
+        column.min_width = longest if column.no_wrap else min(longest, _LONGEST_WORD)
+    return Measurement.get(screen, screen.options.update(max_width=1000), made).minimum <= screen.width
 
 
 def _print_error(error: CkptError, out: Output) -> None:

@@ -79,7 +79,7 @@ def _shares(made: Report) -> Any:
     from ckpt_tasks.pages.report import SHARES_MEAN
     from ckpt_tasks.pages.words import fine_span, percent
 
-    listing = table("", "time", "part", "", "", right=("time", "part"))
+    listing = table("", "time", "part", "", "means", right=("time", "part"), whole=("",))
     for name, seconds, part in made.shares:
         cells = (name, fine_span(seconds), percent(part), "█" * round(_BAR * part), SHARES_MEAN[name])
         listing.add_row(*cells, style="bold" if name == "useful" else "")

@@ -17,11 +17,11 @@ from ckpt_tasks.pages.words import fine_span, number, percent, printable, utc
 
 __all__ = ["draw_run", "main_metric", "sort_metrics"]
 
-_WIDTH, _HEIGHT = 900, 360
+_WIDTH, _HEIGHT = 900, 372
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # the axes
 _LEGEND = 22
 _STRIP, _THICK = 260, 10  # where the time went, as it went
-_SUMS = 316  # and summed up
+_SUMS = 328  # and summed up
 _MOST_VALUE = 1e300  # beyond it differences would be infinite
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
@@ -83,6 +83,7 @@ def draw_run(course: Course, *, heading: str) -> str:
         f'<rect class="ckr-back" width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
         *_bands(course, x),
         *_axes(course, x, y, (low, high) if losses or evaluations else None),
+        *_axis_titles(name),
         f'<clipPath id="frame"><rect {frame}/></clipPath>',
         *_ticks(course, x),
         *_curve(losses, x, y),
@@ -152,6 +153,14 @@ def _axes(course: Course, x: Scale, y: Scale, ends: tuple[float, float] | None) 
         label = fine_span(n * every_s).replace(".0 ", " ") if n else "0"
         yield text(x(n * every_s), _STRIP + 26, label, anchor="middle", size=12, css="ckr-pale", fill=PALE)
     yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckr-axis" stroke="#888888"/>'
+
+
+def _axis_titles(name: str | None) -> Iterator[str]:
+    along, up = (_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2
+    yield text(along, _STRIP + 44, "time since the start", anchor="middle", size=12, css="ckr-pale", fill=PALE)
+    if name:
+        title = text(0, 0, printable(name)[:_NAME_SHOWN], anchor="middle", size=12, css="ckr-pale", fill=PALE)
+        yield f'<g transform="translate(16 {up:.0f}) rotate(-90)">{title}</g>'
 
 
 def _curve(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:

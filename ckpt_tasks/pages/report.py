@@ -9,13 +9,15 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from html import escape
 from statistics import median
 from typing import Any
 
 from ckpt_tasks.checkpoint.goodput import Course, follow
-from ckpt_tasks.checkpoint.timeline import Timeline
+from ckpt_tasks.checkpoint.ownership import NEVER_OWNED
+from ckpt_tasks.checkpoint.timeline import Moment, Timeline
 from ckpt_tasks.format.ledger import Checkpoint, State, lineage
 from ckpt_tasks.pages.picture import draw_run, sort_metrics
 from ckpt_tasks.pages.words import count, fine_span, number, percent, printable, size, utc
@@ -84,11 +86,12 @@ class Report:
         """Return what is known of the run in numbers, by name."""
         course, commits = self.course, [one.moment for one in self.course.of("commit")]
         deaths, failures = len(course.deaths), len(course.of("failure"))
+        taken = count(len(course.of("taken", "lost")), "time")
         runs = len({one.moment.flow_run_id for one in course.of("taken", "lost") if one.moment.flow_run_id})
         found = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
-            ("taken up", f"{count(len(course.of('taken', 'lost')), 'time')} by {count(runs, 'flow run')}"),
+            ("taken up", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
             ("evaluations", f"{len(course.of('evaluation')):,}"),
         ]
         if course.placed:
@@ -118,10 +121,7 @@ class Report:
     def happenings(self) -> list[tuple[str, str, str]]:
         """Return (time, what, why) of the newest failures, resumes and fall-backs, newest first."""
         found = [one.moment for one in self.course.of(*_SAID)]
-        return [
-            (utc(one.at_s), _SAID[one.what] + (f" at step {one.step:,}" if one.step is not None else ""), one.text)
-            for one in reversed(found[-_HAPPENINGS_SHOWN:])
-        ]
+        return [(utc(one.at_s), *_said(one)) for one in reversed(found[-_HAPPENINGS_SHOWN:])]
 
     def data(self) -> dict[str, Any]:
         """Return the facts for programs."""
@@ -141,6 +141,13 @@ class Report:
             "copied": self.timeline.copied,
             "entries": {"damaged": self.timeline.damaged, "older": self.timeline.older},
         }
+
+
+def _said(one: Moment) -> tuple[str, str]:
+    """Return what happened and why; the first start of a run is no resume."""
+    if one.what == "taken" and one.text == NEVER_OWNED:
+        return "started", ""
+    return _SAID[one.what] + (f" at step {one.step:,}" if one.step is not None else ""), one.text
 
 
 def make_report(
@@ -233,13 +240,15 @@ _STYLE = """
 :root{color-scheme:light dark;--ink:#222;--pale:#667;--rule:#ddd;--back:#fff}
 @media (prefers-color-scheme:dark){:root{--ink:#e4e4e7;--pale:#a1a1aa;--rule:#3a3c42;--back:#1c1d20}}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;color:var(--ink);
-background:var(--back);max-width:940px;margin:2rem auto;padding:0 1rem}
+background:var(--back);max-width:1400px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .4rem}p{margin:.3rem 0 1rem;color:var(--pale)}
 svg{max-width:100%;height:auto}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--pale);text-align:left}
-th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap}
+th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);vertical-align:top;white-space:nowrap}
+th{vertical-align:bottom}
+td.n,th.n{text-align:right}th.n{white-space:normal}
+td.w,th.w{white-space:normal;overflow-wrap:anywhere;min-width:10rem}
 """
 
 
@@ -250,6 +259,7 @@ def to_html(report: Report) -> str:
     shares = [(share, SHARES_MEAN[share], fine_span(s), percent(part)) for share, s, part in report.shares]
     words = {"kept because", "", "saved (UTC)"}
     numbers = {n for n, column in enumerate(columns) if column not in words}
+    texts = {n for n, column in enumerate(columns) if column == "kept because"}
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
@@ -260,22 +270,31 @@ def to_html(report: Report) -> str:
         f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
         *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
         draw_run(report.course, heading=report.run_key),
-        _html_table("Where the time went", ("", "", "time", "part"), shares, {2, 3}),
-        _html_table("In numbers", (), report.facts(), set()),
-        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), set()),
-        _html_table("Checkpoints", columns, rows, numbers),
+        _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
+        _html_table("In numbers", (), report.facts(), texts={1}),
+        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={1, 2}),
+        _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),
         "</body></html>",
     ]
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[int]) -> str:
+def _html_table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: AbstractSet[int] = frozenset(),
+    texts: AbstractSet[int] = frozenset(),
+) -> str:
+    """Write a table. Columns of `texts` wrap, where they have to within a word; no other column does."""
     if not rows:
         return ""
+    css = {**dict.fromkeys(numbers, ' class="n"'), **dict.fromkeys(texts, ' class="w"')}
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        marked = ((' class="n"' if n in numbers else "", escape(printable(cell))) for n, cell in enumerate(cells))
-        return "<tr>" + "".join(f"<{tag}{css}>{cell}</{tag}>" for css, cell in marked) + "</tr>"
+        marked = ((css.get(n, ""), escape(printable(cell))) for n, cell in enumerate(cells))
+        return "<tr>" + "".join(f"<{tag}{mark}>{cell}</{tag}>" for mark, cell in marked) + "</tr>"
 
     headings = line("th", head) if any(head) else ""
     body = "\n".join(line("td", row) for row in rows)

@@ -6,6 +6,7 @@ import math
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -141,3 +142,22 @@ def test_show_refuses_a_damaged_manifest(run_dir: Path) -> None:
     flip(only(run_dir, "checkpoint_*/*/manifest.json"), 100)
     answer = ckpt("show", run_dir, "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "IntegrityError")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_word_is_broken_on_a_narrow_screen(run_dir: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics that have no room are left out, training's loss last; ages, names and headings stay whole."""
+    with Checkpointer(config(run_dir, best_metric="heldout_loss")) as made:
+        made.save(100, some_state(), metrics={"grad_norm": 0.5, "learning_rate": 0.1, "loss": 1.25})
+    run = open_run(str(run_dir))
+    for suite in ("quick", "full"):
+        run.record_evaluation(run.find("latest"), suite, {"heldout_bytes": 87420.0, "heldout_loss": 1.5})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ckpt("ls", run_dir).out.splitlines()
+    assert max(map(len, lines)) <= max(columns, len(lines[0]))
+    table = " ".join(" ".join(lines[1:]).split())
+    for whole in ("step", "saved", "kept because", "size", "cost", "newest", "now", "KiB"):
+        assert whole in table
+    shown = [name for name in ("loss", "heldout_loss", "grad_norm", "heldout_bytes") if f" {name} " in table]
+    assert shown == ["loss", "heldout_loss"]
+    assert table.count("heldout_loss") == {60: 1, 80: 2, 120: 3}[columns]  # one of them says why it is kept

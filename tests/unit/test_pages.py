@@ -6,6 +6,7 @@ import base64
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -256,3 +257,40 @@ def test_ticks_are_round_and_few(lowest: float, width: float) -> None:
     assert 1 <= len(ticks) <= 12
     room = (highest - lowest) * 1e-6
     assert all(lowest - room <= tick <= highest + room for tick in ticks)
+
+
+def test_the_first_start_is_no_resume() -> None:
+    """A run that has had no owner is started; a later process resumes it, and why is said."""
+    report = report_of(broken(run_of(3.0, 2.0)))
+    assert report.happenings()[-1][1:] == ("started", "")
+    assert "it has had no owner" not in to_html(report) + to_markdown(report)
+    assert any("taken over" in what or what.startswith("resumed") for _, what, _ in report.happenings()[:-1])
+
+
+def test_a_run_without_flow_runs_counts_none() -> None:
+    """A plain loop's run is taken up so many times, and no flow run is spoken of."""
+    moments = [replace(one, flow_run_id=None) for one in run_of(3.0)]
+    assert dict(report_of(moments).facts())["taken up"] == "1 time"
+    assert dict(report_of(run_of(3.0)).facts())["taken up"] == "1 time by 1 flow run"
+
+
+def test_axes_have_titles() -> None:
+    """The time line says what both of its axes are, within its frame."""
+    picture = drawn(follow(run_of(3.0, 2.0, name="loss")))
+    titles = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "time since the start" in titles
+    [turned] = [
+        group for group in picture.iter("{http://www.w3.org/2000/svg}g") if "rotate" in group.get("transform", "")
+    ]
+    assert "".join(turned.itertext()) == "loss"
+
+
+def test_only_columns_of_texts_break_words() -> None:
+    """A table that is wider than the page scrolls: with every column breakable, a browser made one letter wide."""
+    page = to_html(report_of(run_of(3.0, 2.0)))
+    rules = dict(re.findall(r"^([^{}\n]+)\{([^{}]*)\}", page.partition("</style>")[0], re.MULTILINE))
+    breaking = [name for name, rule in rules.items() if "overflow-wrap" in rule or "word-break" in rule]
+    assert breaking == ["td.w,th.w"]
+    assert "min-width" in rules["td.w,th.w"]
+    assert "white-space:nowrap" in rules["th,td"]
+    assert re.search(r"<td>from, to</td><td class=\"w\">", page)
