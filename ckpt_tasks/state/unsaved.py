@@ -19,7 +19,8 @@ from ckpt_tasks.state.living import live_objects
 __all__ = ["warn_of_unsaved"]
 
 _log = logging.getLogger("ckpt_tasks")
-_warned: WeakSet[Any] = WeakSet()
+_warned: WeakSet[DataLoader[Any]] = WeakSet()
+_empty: set[tuple[str, type]] = set()  # by name: an object may have no hash, and no weak reference
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the first gradient
 
 
@@ -37,8 +38,8 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
         )
     for name, value in flat(state).items():
-        if _saves_nothing(value) and value not in _warned:
-            _warned.add(value)
+        if (name, type(value)) not in _empty and _saves_nothing(value):
+            _empty.add((name, type(value)))
             _log.warning(
                 "Nothing of %s is saved: the state_dict() of this %s is empty. If it counts something, make its state "
                 "persistent, or give it a state_dict()",
@@ -56,7 +57,10 @@ def _saves_nothing(value: Any) -> bool:
     kind = kind_of(value)
     if kind == "module":
         return any(map(_has_attributes, value.modules())) and not value.state_dict()
-    return kind == "stateful" and not isinstance(value, _MAY_BE_EMPTY) and value.state_dict() == {}
+    if kind != "stateful" or isinstance(value, _MAY_BE_EMPTY):
+        return False
+    state = value.state_dict()
+    return isinstance(state, Mapping) and not state
 
 
 def _has_attributes(module: nn.Module) -> bool:

@@ -190,7 +190,12 @@ class Empty:
         pass
 
 
-@pytest.mark.parametrize("make", [Accuracy, Empty, lambda: [Empty(), nn.Linear(1, 1)]])
+@dataclass
+class Unhashed(Empty):
+    """One that has no hash."""
+
+
+@pytest.mark.parametrize("make", [Accuracy, Empty, lambda: [Unhashed(), nn.Linear(1, 1)]])
 def test_what_saves_nothing_is_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
     """P20: a metric whose state_dict() is empty is not saved as nothing without a word; the warning comes once."""
     quiet = {
