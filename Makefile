@@ -10,6 +10,8 @@ STAMP := .venv/.installed
 SERVERS_STAMP := .venv/servers/.installed
 CEPH_STAMP := .venv/ceph/.installed
 AZURITE_STAMP := .venv/azurite/.installed
+# Other interpreters that `make test-all` tries what needs no torch with, where they are there.
+PYTHONS := 3.12 3.13
 AZURITE := azurite@3.37.0
 # Two names for one thing: pip up to 25.2 reads the first for build requirements too, later ones read the second.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -18,7 +20,7 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install servers train test test-all test-e2e bench bench-s3 check format clean
+.PHONY: help install servers pythons train test test-all test-e2e bench bench-s3 check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -38,6 +40,13 @@ $(SERVERS_STAMP): tests/servers/requirements.txt | $(STAMP)
 	@touch $@
 
 servers: $(SERVERS_STAMP) $(CEPH_STAMP) $(AZURITE_STAMP) ## fetch every server that tests use: from PyPI, Debian (unpacked only) and npm
+
+pythons: $(PYTHONS:%=.venv/python%/.installed) ## make an environment without torch for every other interpreter that is here
+
+.venv/python%/.installed: pyproject.toml constraints.txt | $(STAMP)
+	@found=$$(command -v python$* || ls -d "$$HOME"/.pyenv/versions/$*.*/bin/python 2>/dev/null | tail -1); \
+		if [ -z "$$found" ]; then echo "no Python $* here: it is not tried"; else \
+		"$$found" -m venv .venv/python$* && $(PIP_ENV) .venv/python$*/bin/python -m pip install --quiet prefect 'fastapi<=0.150' 'sqlalchemy<2.1' && touch $@; fi
 
 $(CEPH_STAMP): tests/servers/provision.py | $(STAMP)
 	$(BIN)/python -m tests.servers.provision .venv/ceph
@@ -63,7 +72,7 @@ format: install ## rewrite the sources as `check` wants them
 test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
-test-all: check servers ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
+test-all: check servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
 	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
 
 test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: more than half an hour

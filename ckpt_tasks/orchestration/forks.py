@@ -28,6 +28,11 @@ def _forget_exit_hooks() -> None:
 
 
 def _is_prefects(hook: Any) -> bool:
-    owner = getattr(getattr(hook, "func", hook), "__self__", None)  # hooks are partials of bound methods
     # __class__, not type(): Prefect's services may stand behind proxies
-    return str(getattr(getattr(owner, "__class__", None), "__module__", "")).startswith("prefect.")
+    owners = [getattr(function, "__self__", None) for function in _called_by(hook)]
+    return any(str(getattr(getattr(one, "__class__", None), "__module__", "")).startswith("prefect.") for one in owners)
+
+
+def _called_by(hook: Any) -> list[Any]:
+    """Return the functions behind a hook: Python 3.11 wraps one into a partial, 3.12 and newer into a lambda."""
+    return [getattr(hook, "func", hook), *(cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())]

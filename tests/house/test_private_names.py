@@ -1,0 +1,88 @@
+"""docs/PRIVATE.md names every private name of another package that we use, and the test that fails when it changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.house.sources import ROOT, files, parse
+
+PAGE = (ROOT / "docs" / "PRIVATE.md").read_text(encoding="utf-8")
+FOUND = PAGE.partition("## Found by the test")[2].partition("## Kept by hand")[0]
+SHIPPED = files("ckpt_tasks", "flows", "deployments", suffix=".py")
+PUBLIC = {"_replace", "_asdict"}  # of named tuples
+TESTS = sorted(set(re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", PAGE)))
+
+
+def is_private(name: str) -> bool:
+    return bool(re.fullmatch(r"_(?!_)\w{1,}", name)) and name not in PUBLIC
+
+
+@cache
+def ours() -> frozenset[str]:
+    """Return every private name that our own sources define."""
+    found: set[str] = set()
+    for path in SHIPPED:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                found.add(node.attr)
+    return frozenset(found)
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in {"self", "cls"}
+
+
+def foreign(tree: ast.AST) -> Iterator[str]:
+    """Yield private names that are looked up on something, or imported, and that nothing of ours defines."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            super_of = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
+            names = [node.attr] if super_of or node.attr not in ours() else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if node.value not in ours() else []
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            names = [name for name in names if name not in ours()]
+        yield from filter(is_private, names)
+
+
+def used() -> set[str]:
+    return {name for path in SHIPPED for name in foreign(parse(path))}
+
+
+def test_every_private_name_is_on_the_page() -> None:
+    """What we use of others' private names is listed, and what is listed is used."""
+    listed = set(re.findall(r"`(_\w+)`", FOUND))
+    assert used() - listed == set(), "add them to docs/PRIVATE.md, each with a test"
+    assert listed - used() - ours() == set(), "take them off docs/PRIVATE.md"
+
+
+@pytest.mark.parametrize(("name", "path"), TESTS)
+def test_its_test_is_there(name: str, path: str) -> None:
+    """Each test that the page names exists where the page says."""
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_row_has_a_test() -> None:
+    """No row of the page goes without a test."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| of ")]
+    assert [row for row in rows if "](../tests/" not in row] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from torch._dynamo import reset", "engine._private", "getattr(engine, '_private')", "super()._own()"],
+)
+def test_a_private_name_is_seen(source: str) -> None:
+    """However it is written: imported, looked up, named in a text, or inherited."""
+    assert [*foreign(ast.parse(source))]
