@@ -68,7 +68,7 @@ class CkptError(Exception):
         where = [f"step {self.step}" if self.step is not None else "", f"at {self.key}" if self.key else ""]
         place = ", ".join(part for part in where if part)
         text = f"{self.message} ({place})" if place else self.message
-        return f"{text}. {self.hint}" if self.hint else text
+        return _printable(f"{text}. {self.hint}" if self.hint else text)
 
 
 class ConfigError(CkptError, ValueError):
@@ -126,7 +126,7 @@ class StateMismatchError(StateError):
             ("different", self.different),
         )
         parts = [f"{name}: {_some(keys)}" for name, keys in lists if keys]
-        return "; ".join([super().__str__(), *parts])
+        return "; ".join([super().__str__(), *map(_printable, parts)])
 
 
 class RunMismatchError(CkptError):
@@ -161,7 +161,7 @@ class NoGoodCheckpointError(IntegrityError):
         self.reasons = reasons
 
     def __str__(self) -> str:
-        return "; ".join([super().__str__(), *(f"step {step}: {why}" for step, why in self.reasons)])
+        return "; ".join([super().__str__(), *(_printable(f"step {step}: {why}") for step, why in self.reasons)])
 
 
 class StoreError(CkptError, OSError):
@@ -203,6 +203,12 @@ class FencedError(OwnerError):
 
 class NoProgressError(CkptError):
     """Attempt after attempt ended without a new committed step."""
+
+
+def _printable(text: str) -> str:
+    """Return a text without control characters but for line ends: keys and names come from states and directories."""
+    plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
+    return text if text.isprintable() else "".join(plain)
 
 
 def _some(keys: tuple[str, ...], most: int = 6) -> str:

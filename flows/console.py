@@ -30,7 +30,7 @@ from ckpt_tasks.gang.local import find_program
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
-from flows.screen import EvaluationLine, LiveLine, print_evaluation, print_evaluations, print_run
+from flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 
 __all__ = ["main", "main_evaluate"]
 
@@ -42,7 +42,7 @@ _PROGRAM = "flows.programs.byte_lm:ByteLM"
 def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) -> int:
     """Train from the command line; return the exit status: 0 means that the run is complete."""
     options = _train_options(arguments)
-    out = Console(highlight=False)
+    out = Screen()
     with _exit_status(out, options) as status:
         config, params = _config(options), _params(options)
         check_program(config, options.program)
@@ -78,7 +78,7 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
     parser.add_argument("--promote", metavar="MODULE:FUNCTION", help="called with a new best checkpoint")
     parser.add_argument("--promote-params", default="{}", metavar="JSON", help="further arguments of that function")
     options = _finish(parser, arguments)
-    out = Console(highlight=False)
+    out = Screen()
     with _exit_status(out, None) as status:
         asked = {name: getattr(options, name) for name in ("which", "suite", "limit", "promote")}
         asked |= {"promote_params": _object("--promote-params", options.promote_params)}

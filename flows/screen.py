@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,13 +17,24 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
 from ckpt_tasks.pages.picture import sort_metrics
-from ckpt_tasks.pages.words import clock, fine_span
+from ckpt_tasks.pages.words import clock, fine_span, printable
 
-__all__ = ["EvaluationLine", "LiveLine", "print_evaluation", "print_evaluations", "print_run"]
+__all__ = ["EvaluationLine", "LiveLine", "Screen", "print_evaluation", "print_evaluations", "print_run"]
 
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3
 _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "pruned meanwhile"}
+
+
+class Screen(Console):
+    """A console that prints texts as they are: in a metric's name brackets are no markup, and codes move no cursor."""
+
+    def __init__(self, **options: Any):
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text to be printed; every text passes here, those in the cells of tables too."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
 class LiveLine:
@@ -66,7 +77,7 @@ class LiveLine:
     def text(self, progress: Progress) -> str:
         """Return the line: step, metrics, speed, time left, the last commit and what training waited for it."""
         parts = [f"step {progress.step}/{self._total}"]
-        parts += [f"{name} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
+        parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
         if progress.amount:
             parts.append(_speed(self._rate or 0.0, progress.unit))
         parts.append(f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}")

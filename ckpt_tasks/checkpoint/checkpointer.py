@@ -44,9 +44,8 @@ class Checkpointer:
     FencedError at its next save. `take_over` takes it from an owner that may be alive. `flow_run_id` names the flow run
     that this process belongs to; another attempt of the same flow run waits for this one to let go.
 
-    A save blocks training for one copy of the state into memory; a thread writes and commits it. What fails there is
-    raised by the next call. The copies outlive the process where there is a memory directory, and the next one on this
-    host restores from them.
+    A save blocks training for one copy of the state into memory; a thread writes and commits it. The next call raises
+    what fails there. The copies outlive the process where there is a memory directory, for the next one on this host.
 
     As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and hands the
     signal on; at the end it waits for what is on its way and lets the run directory go.

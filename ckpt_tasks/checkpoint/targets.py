@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["split_target"]
 
@@ -23,5 +24,6 @@ def split_target(text: str) -> tuple[str, int | str | None]:
     if which.isascii() and which.isdecimal():
         return directory, int(which)
     raise ConfigError(
-        f"{text!r} names neither a directory nor a checkpoint", hint="Write DIR@500, DIR@latest or DIR@best."
+        f"{without_secrets(text)!r} names neither a directory nor a checkpoint",
+        hint="Write DIR@500, DIR@latest or DIR@best.",
     )

@@ -35,7 +35,7 @@ from ckpt_tasks.checkpoint.upkeep import plan_prune
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.pages.picture import sort_metrics
 from ckpt_tasks.pages.report import in_markdown, make_report, to_markdown
-from ckpt_tasks.pages.words import clock, fine_span, number
+from ckpt_tasks.pages.words import clock, fine_span, number, printable
 
 __all__ = ["RunPages", "artifact_key"]
 
@@ -134,7 +134,8 @@ class RunPages:
         page = get_current_settings().ui_url
         where = f"{page.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if page else None
         about = f"The checkpoints of {name}, newest first." + (f" [The run's report]({where})" if where else "")
-        self._put("checkpoints", "table", json.dumps(report.checkpoints), about)
+        rows = [{printable(name): printable(cell) for name, cell in row.items()} for row in report.checkpoints]
+        self._put("checkpoints", "table", json.dumps(rows), about)
         if first and where:
             get_run_logger().info("Report: %s", where)
 

@@ -8,7 +8,7 @@ nowhere else. Prefect's server and its workers import this module when they star
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import httpx
@@ -20,24 +20,13 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, Field, HttpUrl, ValidationError, model_validator
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.storage.answers import without_secrets
 from ckpt_tasks.storage.places import Place
+from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
 __all__ = ["CheckpointStore", "resolve"]
 
 _RUN_KEY = "{run_key}"
 _NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; anything else could be another address of its API
-_SECRET_OPTIONS = frozenset({
-    "account_key",
-    "aws_secret_access_key",
-    "aws_session_token",
-    "client_secret",
-    "connection_string",
-    "password",
-    "sas_token",
-    "secret",
-    "token",
-})  # fmt: skip
 _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
 
 
@@ -93,9 +82,8 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
 
     def block_initialization(self) -> None:
         """Refuse what would fail later, or could be read by others; Prefect calls this after validation."""
-        for where, value in _strings("storage_options", self.storage_options):
-            if where.rpartition(".")[2] in _SECRET_OPTIONS or without_secrets(value) != value:
-                raise ConfigError(f"{where} holds a secret that everybody could read", hint="Put it under secrets.")
+        for where in secret_options(self.storage_options):
+            raise ConfigError(f"{where} holds a secret that everybody could read", hint="Put it under secrets.")
         scheme, separator, path = self.url.partition("://")
         if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
             shown = without_secrets(self.url)
@@ -152,7 +140,7 @@ def _block(name: str) -> CheckpointStore:
         raise StoreError(
             f"the block {name!r:.80} cannot be read: {why:.300}",
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
-        ) from error
+        ) from None  # the client's words may hold a password of that URL
     try:
         return CheckpointStore.model_validate(document.data)
     except ValidationError as error:
@@ -166,15 +154,3 @@ def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
         if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):
             both[key] = _merged(options[key], over[key])
     return both
-
-
-def _strings(where: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield every text within options, and where it is."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(f"{where}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(where, item)
-    elif isinstance(value, str):
-        yield where, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,11 @@ from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.storage.secrets import secret_options
 
 __all__ = ["BatchLength", "config_of_run", "position_of_run"]
 
+_log = logging.getLogger("ckpt_tasks")
 _FIRST_STEPS = 10  # before a step has been timed
 _GROWTH = 8  # the first steps after a start are slow ones: believe them step by step
 
@@ -24,6 +27,10 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
     if config.run_key not in (None, run_key):
         raise ConfigError(
             f"run_key is {run_key!r} and checkpoint.run_key {config.run_key!r}", hint="Set only one of them."
+        )
+    for where in secret_options(config.storage_options):
+        _log.warning(
+            "%s is a secret, and a flow's parameters are kept by Prefect as they are: use block://NAME.", where
         )
     keyed = replace(config, run_key=run_key)  # checks the key, before it becomes part of a path
     return replace(keyed, checkpoint_dir=os.fspath(config.checkpoint_dir).replace("{run_key}", run_key))

@@ -42,7 +42,7 @@ from ckpt_tasks.policy.health import (
     judge_tags,
     judge_threads,
 )
-from ckpt_tasks.storage.answers import without_secrets
+from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["ask_pool", "ask_server", "check_prefect", "clock_of", "read_automations"]
 

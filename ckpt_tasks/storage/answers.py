@@ -7,13 +7,13 @@ answer itself is looked at: its status and its code.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["answer_of", "as_ours", "is_expired", "without_secrets"]
+__all__ = ["answer_of", "as_ours", "is_expired"]
 
 _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
@@ -55,8 +55,6 @@ _OURS_TO_MEND = frozenset({
     "DefaultCredentialsError",
     "ClientAuthenticationError",
 })  # fmt: skip
-# In a URL: who asks, with a password, and what stands after the question mark (a signature).
-_SECRET = re.compile(r"(?<=://)[^/\s@]*@|[^/\s@:]+:[^/\s@]+@|(?<=[\w/])\?[^\s\"']+")
 _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "azure", "google", "gcsfs", "urllib3", "requests")
 
 
@@ -91,11 +89,6 @@ def is_expired(error: BaseException) -> bool:
     return answer_of(error)[1] in _EXPIRED
 
 
-def without_secrets(text: str) -> str:
-    """Return a client's words without the passwords and signatures of the URLs in them."""
-    return _SECRET.sub("", text)
-
-
 def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer that an exception, or one behind it, stands for; (None, "") for none."""
     for one in _behind(error):
@@ -113,7 +106,7 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
 
 
 def _without_answer(error: BaseException, name: str) -> StoreError:
-    names = {type(one).__name__ for one in _behind(error)}
+    names = {kind.__name__ for one in _behind(error) for kind in type(one).__mro__}
     roots = {type(one).__module__.partition(".")[0] for one in _behind(error)}
     mend = bool(names & _OURS_TO_MEND)
     known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))

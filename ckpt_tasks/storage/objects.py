@@ -25,11 +25,12 @@ from fsspec.asyn import sync
 
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
-from ckpt_tasks.storage.answers import as_ours, is_expired, without_secrets
+from ckpt_tasks.storage.answers import as_ours, is_expired
 from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.progress import moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
+from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
 __all__ = ["SCHEMES", "ObjectStore"]
 
@@ -74,19 +75,22 @@ class ObjectStore:
     near = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        parts = urlsplit(url)
+        parts, shown = urlsplit(url), without_secrets(url)
+        if "@" in url:  # of a secret with a slash in it no rule says where it ends
+            hint = "Credentials come from storage_options, a profile or the environment: write s3://bucket/directory."
+            raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
         # One string is enough to make fsspec open quite something else (simplecache::http://…).
-        if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or "@" in parts.netloc:
-            shown = without_secrets(url)
+        if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
             raise ConfigError(f"{shown!r:.200} is no place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
         if not parts.netloc or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
-            raise ConfigError(f"{url!r:.200} names no bucket and directory", hint="Write s3://bucket/directory.")
+            raise ConfigError(f"{shown!r:.200} names no bucket and directory", hint="Write s3://bucket/directory.")
         self.url = f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
         self._protocol = SCHEMES[parts.scheme]
         self._bucket = parts.netloc
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = dict(storage_options or {})
+        self._redactor = Redactor(self._options)
         self._single_writer = False
         self._opening = threading.Lock()
         self._opened: tuple[Any, Requests] | None = None
@@ -209,13 +213,17 @@ class ObjectStore:
                 return result
             with _IN_MEMORY:
                 return _drive(work(requests))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             if is_expired(error):
                 self._opened = None  # the next try reads the credentials anew
             ours = as_ours(error, name)
-            if ours is error:
-                raise
-            raise ours from error
+            ours.message = self._redactor.text(ours.message)
+            ours.args = (ours.message,)
+            if ours is not error or ours.__cause__ is not None:
+                ours.__cause__ = self._redactor.cause(ours.__cause__ or error)
+            failure = ours.with_traceback(None)
+        failure.__context__ = None
+        raise failure  # here, and not above: an error that is raised there would keep the client's own one
 
     def _requests(self) -> tuple[Any, Requests]:
         with self._opening:
@@ -248,8 +256,8 @@ class ObjectStore:
             extra = _EXTRAS.get(self._protocol, self._protocol)
             raise ConfigError(f"{self.url} needs pip install 'ckpt-tasks[{extra}]'") from error
         except (TypeError, ValueError) as error:
-            why = without_secrets(str(error))
-            raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}") from error
+            why = self._redactor.text(str(error))
+            raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}") from None
 
 
 class _Measured:

@@ -17,6 +17,7 @@ from typing import Any
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["GROUP", "Place", "find_place", "first_answer_s"]
 
@@ -85,6 +86,7 @@ def _check_slashes(name: str) -> None:
     if not colon or rest.startswith("//"):
         return
     if scheme == "file" or scheme in _SCHEMES or entry_points(group=GROUP, name=scheme):
+        name, rest = without_secrets(name), without_secrets(rest)
         do = f"Write {scheme}://{rest.lstrip('/')}, or ./{name} if it is a directory."
         if scheme == "file":
             do = f"Write {rest}, or ./{name} if it is a directory."

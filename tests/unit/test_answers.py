@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import traceback
 from typing import Any
 
 import aiohttp
@@ -12,14 +14,19 @@ from azure.core.exceptions import HttpResponseError, ServiceRequestError
 from gcsfs.retry import HttpError
 from s3fs.errors import translate_boto_error
 
+from ckpt_tasks.checkpoint.reading import open_store
+from ckpt_tasks.checkpoint.targets import split_target
 from ckpt_tasks.errors import (
     CkptError,
+    ConfigError,
     IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
 )
-from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired, without_secrets
+from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
 NAME = "ledger/1.json"
 
@@ -258,3 +265,60 @@ def test_expired_credentials_are_known() -> None:
 def test_urls_lose_passwords_and_signatures(text: str, left: str) -> None:
     """Clients put the whole URL into their messages."""
     assert without_secrets(text) == left
+
+
+@pytest.mark.parametrize("password", ["pass@word", "sla/sh", "sl/a@sh", "c:o:l", "p%40ss"])
+@pytest.mark.parametrize("form", ["s3://KEY:{}@bucket/run", "s3://KEY:{}@bucket/run@500", "at http://KEY:{}@h:9/x."])
+def test_no_character_of_a_password_stays(form: str, password: str) -> None:
+    """Whatever stands in a password, no part of it and no user stays in a text with its URL."""
+    shown = without_secrets(form.format(password))
+    assert "KEY" not in shown
+    assert all(part not in shown for part in (password, *password.replace("/", "@").split("@")) if len(part) > 1)
+
+
+SECRETS = {"key": "KEYhush", "secret": "se/cr+et@hush", "token": "tok:hush", "client_kwargs": {"password": "pw hush"}}
+
+
+def test_a_redactor_knows_the_values() -> None:
+    """However a client words a secret that it was given, it goes; what is short or public stays."""
+    redactor = Redactor({**SECRETS, "endpoint_url": "http://me:hush9@host", "region_name": "eu-west"})
+    for secret in ("KEYhush", "se/cr+et@hush", "se%2Fcr%2Bet%40hush", "tok:hush", "pw hush", "hush9"):
+        assert "hush" not in redactor.text(f"the client says <{secret}>, in eu-west")
+        assert "eu-west" in redactor.text(f"the client says <{secret}>, in eu-west")
+        cause = redactor.cause(ValueError(f"no {secret}"))
+        assert "hush" not in "".join(traceback.format_exception(cause))
+        assert "ValueError" in str(cause)
+
+
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "s3": ("s3://bucket/run", {"key": "KEYhush", "secret": "se/cr@hush", "endpoint_url": "http://127.0.0.1:9"}),
+    "azure": ("az://box/run", {"account_name": "me", "account_key": "not base64, hush"}),
+    "gcs": ("gs://bucket/run", {"token": {"private_key": "keyhush", "type": "service_account"}, "project": "p"}),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_client_tells_its_secrets(client: str) -> None:
+    """Whatever a store's client raises, our error and all that is behind it in a traceback hold no secret."""
+    url, options = CLIENTS[client]
+    store = ObjectStore(url, options)
+    with pytest.raises(CkptError) as caught:
+        store.get("format.json", 100)
+    error: BaseException | None = caught.value
+    assert "hush" not in "".join(traceback.format_exception(caught.value, chain=True))
+    while error is not None:
+        assert "hush" not in f"{error} {error!r} {error.args} {vars(error)}"
+        error = error.__cause__ or error.__context__
+    if client != "s3":
+        assert not getattr(caught.value, "transient", False)  # nothing but other credentials helps
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:hush@bucket/run", "s3://KEY:hu/sh@bucket/run", "s3://KEY:hush@b/run@500"])
+def test_a_url_with_a_password_is_refused_without_it(url: str) -> None:
+    """A place whose URL has a user is refused, also where its password looks like a directory."""
+    with pytest.raises(ConfigError) as caught:
+        open_store(split_target(url)[0])
+    assert not re.search("KEY|hu", "".join(traceback.format_exception(caught.value))[-200:])
+    with pytest.raises(ConfigError) as caught:
+        split_target(f"{url}@newest")
+    assert not re.search("KEY|hu", str(caught.value))

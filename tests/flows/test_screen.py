@@ -1,0 +1,57 @@
+"""Names from outside on a terminal, in logs and in errors: no brackets are markup, and no code reaches them."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError
+from ckpt_tasks.gang.session import Progress
+from ckpt_tasks.orchestration.config import config_of_run
+from ckpt_tasks.orchestration.evaluate import EvaluationResult
+from flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
+
+NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_metric_has_any_name(name: str, terminal: bool) -> None:
+    """Whatever a metric is called, the lines and tables of a flow show it as it is, and no code of it."""
+    file = io.StringIO()
+    out = Screen(file=file, force_terminal=terminal, width=200, color_system=None)
+    line = LiveLine(out, 10)
+    progress = Progress(step=10, step_s=0.1, metrics={name: 0.5}, amount=1.0, unit="samples", commit=None)
+    line(progress)
+    out.print(line.text(progress))
+    result = EvaluationResult(step=1, suite="quick", manifest_digest="0" * 32, metrics={name: 0.5}, outcome="recorded")
+    print_evaluation(out, result)
+    print_evaluations(out, "quick", [result])
+    shown = file.getvalue()
+    plain = name if name.isprintable() else name[:3]
+    assert shown.count(plain) >= 3
+    assert "evil\x1b" not in shown
+    assert not [c for c in shown if not (c.isprintable() or c == "\n")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_error_names_keys_without_their_codes(name: str) -> None:
+    """A key in an error's text, which logs and servers keep, holds no control character."""
+    for error in (
+        IntegrityError(f"changed {name}", key=name, hint=name),
+        StateMismatchError("differs", missing=(name,)),
+        NoGoodCheckpointError("none", reasons=((1, name),)),
+    ):
+        assert str(error).isprintable()
+
+
+def test_secrets_in_the_parameters_of_a_flow_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Prefect keeps a flow's parameters as they are: the log names each option that is a secret, and not its value."""
+    options = {"key": "AKIA", "secret": "hush", "client_kwargs": {"region_name": "eu"}}
+    with caplog.at_level(logging.WARNING, logger="ckpt_tasks"):
+        config_of_run(CheckpointConfig(checkpoint_dir="s3://b/r", storage_options=options), "run")
+    assert [record.getMessage().split(" is a secret")[0] for record in caplog.records] == ["storage_options.secret"]
+    assert "hush" not in caplog.text
