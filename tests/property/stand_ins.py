@@ -14,17 +14,18 @@ from datetime import datetime, tzinfo
 from functools import lru_cache, partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import tenacity
 
 from ckpt_tasks.checkpoint import (
+    background,
     checkpointer,
     history,
     opening,
     ownership,
     pipeline,
+    pruning,
     reading,
     restore,
     save,
@@ -51,7 +52,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
         patch.setattr(module, "time", clock(schedule))
     for module in (history, ownership, reading, save):
         patch.setattr(module, "secrets", names)
-    for module in (ownership, pipeline, saver):
+    for module in (background, ownership, pipeline, pruning, saver):
         patch.setattr(module, "threading", threads)
     patch.setattr(history, "datetime", SimpleNamespace(now=partial(_now, schedule)))
     # Every process lives on a host of its own, or they would be told from each other by a number that is the test's.
@@ -60,9 +61,9 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(history, "_dice", schedule.rng)
     # What a dataclass makes by default was bound when the class was made.
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
-    for module in (pipeline, saver):
+    for module in (background, pipeline, saver):
         patch.setattr(module, "be_nice", lambda: None)  # it would be the test's own thread
-    patch.setattr(pipeline, "_live", WeakSet())  # at the end of the interpreter there is no schedule to wait on
+    patch.setattr(saver, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
     patch.setattr(checkpointer, "find_place", lambda *_: SimpleNamespace(open=store, single_writer=False))
     # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))

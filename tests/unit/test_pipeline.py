@@ -291,7 +291,7 @@ def test_many_snapshots_leave_nothing_behind(run_dir: Path) -> None:
 def _resources() -> tuple[int, int]:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and any(
-        t.name in ("ckpt-flush", "ckpt-seal", "ckpt-take") for t in threading.enumerate()
+        t.name in ("ckpt-flush", "ckpt-seal", "ckpt-take", "ckpt-prune") for t in threading.enumerate()
     ):
         time.sleep(0.01)
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
