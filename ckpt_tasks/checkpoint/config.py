@@ -38,13 +38,13 @@ class CheckpointConfig:
     also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
     over from another host.
 
-    `memory_dir` is where snapshots lie: "auto" is /dev/shm where it has room, a directory of your own is used whatever
-    it has, None keeps them in the process's own memory, which ends with it. `on_flush_failure` says what a save that
-    the store fails in the background does: "raise" in the next `step()`, or "warn" and go on. Raised all the same: the
-    loss of the run, an uncertain commit, a damaged object, whatever is no StoreError, and what those meet who wait for
-    a save. A flush of which the store has taken nothing for `flush_timeout_s` seconds is stuck: saves then stay in
-    memory until it ends. `save()`, `wait()`, the end of the block (after an error too), SIGTERM and the end of the
-    interpreter wait for a flush until it is stuck.
+    `memory_dir` is where snapshots lie: "auto" is /dev/shm where it, the machine and its container have room, a
+    directory of your own is used whatever it has, None keeps them in the process's own memory, which ends with it.
+    `on_flush_failure` says what a save that the store fails in the background does: "raise" in the next `step()`, or
+    "warn" and go on. Raised all the same: the loss of the run, an uncertain commit, a damaged object, whatever is no
+    StoreError, and what those meet who wait for a save. A flush of which the store has taken nothing for
+    `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends. `save()`, `wait()`, the end of the
+    block (after an error too), SIGTERM and the end of the interpreter wait for a flush until it is stuck.
     `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError;
     after "rollback", which raises it too, the next restore goes back to the newest checkpoint with finite metrics.
 

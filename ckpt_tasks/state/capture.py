@@ -23,7 +23,7 @@ from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, curren
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
-__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
+__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "may_draw", "plan_restore"]
 
 # Memory that two groups share belongs to the first of these, so that a module can be restored from its own files.
 # A data loader may draw from a generator where its state is asked for, so generators come after it.
@@ -46,7 +46,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
         parameters = named_parameters(modules_of(state))
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
-            with undisturbed() if _may_draw(state[name]) else nullcontext():
+            with undisturbed() if may_draw(state[name]) else nullcontext():
                 found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:
@@ -55,7 +55,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)))
 
 
-def _may_draw(value: Any) -> bool:
+def may_draw(value: Any) -> bool:
     """Say whether code that is neither torch's nor ours gives the state of a value."""
     kind = kind_of(value)
     if kind == "module":

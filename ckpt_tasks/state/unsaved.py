@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from ckpt_tasks.state.capture import may_draw
 from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.gradients import Gradients
 from ckpt_tasks.state.kinds import kind_of
 from ckpt_tasks.state.living import live_objects
+from ckpt_tasks.state.rng import undisturbed
 
 __all__ = ["warn_of_unsaved"]
 
@@ -38,7 +41,9 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
         )
     for name, value in flat(state).items():
-        if (name, type(value)) not in _empty and _saves_nothing(value):
+        with undisturbed() if may_draw(value) else nullcontext():
+            nothing = (name, type(value)) not in _empty and _saves_nothing(value)
+        if nothing:
             _empty.add((name, type(value)))
             _log.warning(
                 "Nothing of %s is saved: the state_dict() of this %s is empty. If it counts something, make its state "

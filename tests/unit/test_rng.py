@@ -79,6 +79,14 @@ def test_a_capture_draws_nothing() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(state["model"].parameters(), grads, strict=True))
 
 
+def test_a_first_save_draws_nothing(run_dir: Path) -> None:
+    """P11: what is asked of an object before the first commit, for warnings too, leaves every stream where it was."""
+    before = save({})
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:
+        ckpt.save(1, {"drawing": Drawing()})
+    assert_same(save({}).tensors, before.tensors)
+
+
 def _drawn(stop: threading.Event, drawn: dict[str, list[Any]]) -> None:
     while not stop.is_set():
         drawn["python"].append(random.getrandbits(64))
