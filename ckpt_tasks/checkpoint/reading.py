@@ -204,7 +204,7 @@ class Run:
         policy = RetentionPolicy(keep_best=1, best_metric=wanted, best_mode=mode)
         ranked = rank_best(newest_first, policy, state.evaluated)
         if not ranked:
-            raise CheckpointNotFoundError(f"no checkpoint has the metric {wanted!r}")
+            raise CheckpointNotFoundError(f"no checkpoint whose metrics are all finite has {wanted!r}")
         return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)
 
     def notes(self) -> list[Mapping[str, Any]]:
