@@ -104,16 +104,15 @@ def rank_best(
 ) -> list[Candidate]:
     """Return the best `keep_best` checkpoints, best first; ties go to the newer.
 
-    One without a value, or with any metric that is NaN or infinite, is never among them.
+    One without a finite value, or that was saved with a metric that is not finite, is never among them.
     """
     if not policy.keep_best or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0
     scored = []
     for place, candidate in enumerate(newest_first):
-        own = {**candidate.metrics, **metrics.get(candidate.manifest_digest, {})}
-        value = own.get(policy.best_metric)
-        if value is not None and all(map(math.isfinite, own.values())):
+        value = {**candidate.metrics, **metrics.get(candidate.manifest_digest, {})}.get(policy.best_metric)
+        if value is not None and all(map(math.isfinite, (value, *candidate.metrics.values()))):
             scored.append((sign * value, place, candidate))
     scored.sort(key=lambda item: item[:2])
     return [candidate for _, _, candidate in scored[: policy.keep_best]]
