@@ -7,6 +7,7 @@ heartbeat is older than the timeout.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary, ref
 
 from ckpt_tasks.checkpoint.history import Head, History, check_owner, now_iso
 from ckpt_tasks.errors import (
@@ -137,6 +140,11 @@ def acquire(
     while True:
         head = history.head()
         owner = head.state.owner
+        if not take_over and owner is not None and _is_held_here(owner):
+            raise OwnedError(
+                "another Checkpointer of this process holds the run directory",
+                hint="close() that one first, or pass take_over=True to fence it.",
+            )
         free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else NEVER_OWNED
         if free or take_over:
             break
@@ -190,8 +198,11 @@ class Heartbeat:
     """Renew a sign of life while this process owns the directory, and notice when it no longer does.
 
     A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once another
-    owner stands in the ledger, so that training stops before its next commit would tell it.
+    owner stands in the ledger, so that training stops before its next commit would tell it. Whoever owns the directory
+    refers to this: without it the thread ends.
     """
+
+    held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # by the owner's id
 
     def __init__(self, history: History, owner: Owner, timeout_s: float):
         self.fenced: FencedError | None = None
@@ -201,17 +212,18 @@ class Heartbeat:
         self._stop = threading.Event()
         with suppress(StoreError):  # until the first one, the time of the taking counts
             self._beat()
-        self._thread = threading.Thread(target=self._run, name="ckpt-heartbeat", daemon=True)
+        self.held_here[owner.id] = self
+        arguments = (ref(self), self._stop, self._every_s)
+        self._thread = threading.Thread(
+            target=_look_again_and_again, args=arguments, name="ckpt-heartbeat", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread; the sign of life grows old from now on."""
+        self.held_here.pop(self._owner.id, None)
         self._stop.set()
         self._thread.join(timeout=self._every_s)
-
-    def _run(self) -> None:
-        while self.fenced is None and not self._stop.wait(self._every_s):
-            self.look()
 
     def look(self) -> None:
         """Look whether this process still owns the directory, and show life; the thread does so again and again."""
@@ -226,6 +238,22 @@ class Heartbeat:
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": time.time()})
         self._history.store.replace(heartbeat_name(self._owner.epoch), body)
+
+
+def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s: float) -> None:
+    while not stop.wait(every_s):
+        beating = heart()
+        if beating is None or beating.fenced is not None:
+            return
+        beating.look()
+        del beating
+
+
+def _is_held_here(owner: Owner) -> bool:
+    """Say whether an owner is this process, and something in it still holds the directory."""
+    if owner.id in Heartbeat.held_here:
+        gc.collect()  # what nobody can use any more, and close, must not stand in the way
+    return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
 
 
 class _Signs:

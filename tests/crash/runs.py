@@ -75,6 +75,12 @@ def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: An
     return ckpt
 
 
+def died(ckpt: Checkpointer) -> None:
+    """Leave a Checkpointer as the death of its process does: nothing is released, and its heart beats no more."""
+    if ckpt._heartbeat is not None:
+        ckpt._heartbeat.stop()
+
+
 def train(root: Root, *steps: int, **more: Any) -> None:
     """Restore and save at each of the steps, then let the directory go."""
     with opened(root, **more) as ckpt:

@@ -21,6 +21,7 @@ from tests.crash.runs import (
     EXPECTED,
     UNTOUCHED,
     check_run,
+    died,
     fingerprint,
     head_of,
     opened,
@@ -65,6 +66,7 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
         calls = FailingCalls(n, mode)
         ckpt = opened(root, calls=calls)
         reported, error = live_through(ckpt)
+        died(ckpt)
         newest = max(head_of(root).live, key=lambda c: c.n).step
         assert newest in (3, 4)
         assert newest == 4 or reported != 4, calls.where

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.checkpoint.history import History, now_iso
-from ckpt_tasks.errors import OwnedError, StoreError
+from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingReads
@@ -115,3 +115,22 @@ def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path, ti
     assert heart.fenced is None
     assert ckpt.save(2, {"x": 2}).step == 2
     ckpt.close()
+
+
+def test_a_second_checkpointer_of_a_process_does_not_fence_the_first(run_dir: Path) -> None:
+    """P33: what trains in this process is not pushed out by mistake: only when it has closed, is gone, or on demand."""
+    first, second = mine(run_dir), mine(run_dir, owner_timeout_s=0.001)
+    first.save(1, {"x": 1})
+    for attempt in (lambda: second.restore({"x": 0}), lambda: second.save(2, {"x": 2}), second.prune):
+        with pytest.raises(OwnedError, match="another Checkpointer of this process") as caught:
+            attempt()
+        assert "take_over=True" in str(caught.value)
+    assert first.save(2, {"x": 2}).step == 2
+    first.close()
+    assert second.restore({"x": 0}) == 2
+    third = mine(run_dir, take_over=True)
+    assert third.restore({"x": 0}) == 2
+    with pytest.raises(FencedError):
+        second.save(3, {"x": 3})
+    del third
+    assert mine(run_dir).restore({"x": 0}) == 2
