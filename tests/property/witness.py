@@ -12,8 +12,17 @@ from dataclasses import replace
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import IntegrityError, StoreError
-from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, ledger_name, parse_attempt, parse_ledger_name
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.keys import (
+    FORMAT_NAME,
+    LEDGER_PREFIX,
+    MANIFEST_NAME,
+    ledger_name,
+    parse_attempt,
+    parse_ledger_name,
+)
 from ckpt_tasks.format.ledger import Entry, State, lineage
+from ckpt_tasks.format.manifest import Manifest
 from tests.property.disk import Disk
 
 __all__ = ["Witness"]
@@ -178,9 +187,20 @@ class Witness:
             self.check(not self.leased(before, digest), f"{where} takes step {step}, which is leased")
         needed = {name for digest in kept for name in self._objects.get(digest, ())}
         given_up = {name for one in gone for name in self._objects.get(one.manifest_digest, ())} - needed
+        given_up -= self._maybe_committed(after)
         self.check(given_up <= set(after.retired), f"{where} does not name {sorted(given_up - set(after.retired))}")
         self._retired |= set(after.retired)
         self._struck_off(before, after, where)
+
+    def _maybe_committed(self, state: State) -> set[str]:
+        """Name what checkpoints are made of that only an entry which cannot be read may have committed."""
+        names: set[str] = set()
+        for name, data in self._disk.objects.items():
+            attempt = parse_attempt(name)
+            if attempt and attempt.epoch <= state.spared_epochs and name.endswith(f"/{MANIFEST_NAME}"):
+                manifest = Manifest.from_bytes(bytes(data), digest=digest_hex(bytes(data)), name=name)
+                names |= {record.name for record in manifest.objects}
+        return names
 
     def _struck_off(self, before: State, after: State, where: str) -> None:
         off = set(before.retired) - set(after.retired)
