@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -19,6 +18,7 @@ from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.policy.ranges import Span, merge_spans
 from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = ["DownloadedTensors"]
@@ -68,14 +68,7 @@ class DownloadedTensors:
 
     def _get(self, rows: Sequence[IndexRow]) -> None:
         reads = [*_reads([row for row in rows if row not in self._fetched], self._store.gap_bytes)]
-        with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-download") as threads:
-            waiting = [threads.submit(self._read, read) for read in reads]
-            try:
-                for done in waiting:
-                    done.result()
-            finally:
-                for left in waiting:
-                    left.cancel()
+        in_threads(self._read, reads, _IN_FLIGHT, "ckpt-download")
         self._fetched.update(rows)
 
     def _read(self, read: _Read) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 
@@ -11,6 +10,7 @@ from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.keys import LEDGER_PREFIX, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.state.threads import in_threads
 
 __all__ = ["newest_first"]
 
@@ -25,10 +25,10 @@ def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, s
     Ever more of them are read at a time: a caller that stops early has read few.
     """
     numbers, batch_size = _numbers(history, since), _FEWEST
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-ledger") as threads:
-        while batch := [*islice(numbers, batch_size)]:
-            yield from (entry for entry in threads.map(partial(_entry, history), batch) if entry is not None)
-            batch_size = min(2 * batch_size, _MOST)
+    while batch := [*islice(numbers, batch_size)]:
+        entries = in_threads(partial(_entry, history), batch, _THREADS, "ckpt-ledger")
+        yield from (entry for entry in entries if entry is not None)
+        batch_size = min(2 * batch_size, _MOST)
 
 
 def _numbers(history: History, since: int) -> Iterator[int]:

@@ -12,7 +12,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +24,7 @@ from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.state.copying import is_plain
 from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = ["StoredTensors"]
@@ -189,18 +189,7 @@ def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[lis
 
 
 def _run(jobs: Sequence[_Job]) -> None:
-    if len(jobs) < 2:
-        for job in jobs:
-            job()
-        return
-    with ThreadPoolExecutor(min(_READERS, len(jobs)), thread_name_prefix="ckpt-restore") as threads:
-        waiting = [threads.submit(job) for job in jobs]
-        try:
-            for done in waiting:
-                done.result()
-        finally:
-            for left in waiting:
-                left.cancel()
+    in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
 
 
 def _run_bytes(run: Sequence[IndexRow]) -> int:

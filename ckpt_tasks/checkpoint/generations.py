@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from ckpt_tasks.state.memory import (
 from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 
@@ -270,8 +270,7 @@ class MappedTensors:
     def fetch(self) -> None:
         share = -(-len(self._rows) // (4 * _READERS)) or 1
         shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-verify") as threads:
-            list(threads.map(lambda rows: _verify(rows, self._maps), shares))
+        in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")
         fills, self._fills = self._fills, []
         self.copy(fills)
 

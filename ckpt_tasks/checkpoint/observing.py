@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -20,6 +19,7 @@ from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
+from ckpt_tasks.state.threads import in_threads
 
 __all__ = ["ENTRIES_READ", "Happening", "LearningCadence", "happening", "observe", "recent", "summarize"]
 
@@ -96,8 +96,7 @@ def recent(history: History, most: int = ENTRIES_READ) -> deque[Happening]:
     if history.store.near:
         read = [*map(partial(_read, history), numbers)]
     else:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-ledger") as threads:
-            read = [*threads.map(partial(_read, history), numbers)]
+        read = in_threads(partial(_read, history), numbers, _AT_ONCE, "ckpt-ledger")
     return deque((one for one in read if one is not None), maxlen=most)
 
 

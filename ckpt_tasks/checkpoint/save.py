@@ -15,7 +15,6 @@ import operator
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex
@@ -34,6 +33,7 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.snapshot import Image
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = [
@@ -247,8 +247,7 @@ def write_description(store: Store, described: Described) -> None:
     if store.near or len(names) < 2:
         sizes = [*map(store.size, names)]
     else:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-size") as threads:
-            sizes = [*threads.map(store.size, names)]
+        sizes = in_threads(store.size, names, _AT_ONCE, "ckpt-size")
     for record, size_bytes in zip(manifest.objects, sizes, strict=True):
         if size_bytes != record.size_bytes:
             raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)

@@ -5,12 +5,12 @@ A segment never changes. What was read or put once is not read again while it is
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StateError
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES
 from ckpt_tasks.format.live import Segment, read_segment, write_segment
+from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Segments"]
@@ -32,8 +32,7 @@ class Segments:
         if self._store.near or len(missing) < _FEW:
             read = [*map(self._get, missing)]
         else:
-            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-ledger") as threads:
-                read = [*threads.map(self._get, missing)]
+            read = in_threads(self._get, missing, _AT_ONCE, "ckpt-ledger")
         if len(known) > 2 * len(segments) + _FEW:  # those of entries that are past
             known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
         self._known = known = known | {segment.digest: segment for segment in read}

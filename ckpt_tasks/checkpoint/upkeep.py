@@ -12,7 +12,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -277,9 +276,8 @@ def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None]
     rest, manifests = _parted(names, lambda name: name.endswith(f"/{MANIFEST_NAME}"))
     if store.near:
         return frozenset(filter(None, map(delete, [*manifests, *rest])))
-    with ThreadPoolExecutor(_FAR_REQUESTS, thread_name_prefix="ckpt-delete") as threads:
-        gone = [*threads.map(delete, manifests)]
-        return frozenset(filter(None, [*gone, *threads.map(delete, rest)]))
+    gone = in_threads(delete, manifests, _FAR_REQUESTS, "ckpt-delete")
+    return frozenset(filter(None, [*gone, *in_threads(delete, rest, _FAR_REQUESTS, "ckpt-delete")]))
 
 
 def _parted(names: Iterable[str], of_second: Callable[[str], bool]) -> tuple[list[str], list[str]]:

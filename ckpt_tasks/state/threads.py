@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from typing import TypeVar
 
 __all__ = ["in_threads"]
@@ -18,7 +19,11 @@ _R = TypeVar("_R")
 
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
-    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it."""
+    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it.
+
+    The calling thread is one of the `threads`. It does all the work where the process may start none: at the
+    interpreter's end from Python 3.12 on.
+    """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 
     def run() -> None:
@@ -32,9 +37,16 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
             except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
                 errors.append(error)
 
-    started = [threading.Thread(target=run, name=name, daemon=True) for _ in range(min(threads, len(left)))]
-    for thread in started:
-        thread.start()
+    started: list[threading.Thread] = []
+    for _ in range(min(threads, len(left)) - 1):
+        # With the context of the caller, so that what a store has taken counts as progress of the caller's write.
+        thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        started.append(thread)
+    run()
     for thread in started:
         thread.join()
     if errors:
