@@ -23,10 +23,11 @@ from prefect.settings import get_current_settings
 from rich.console import Console
 
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.forked import check_program, effective_params, recorded_params
+from ckpt_tasks.checkpoint.forked import check_program, recorded_params
 from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.gang.local import find_program
+from ckpt_tasks.gang.parameters import effective_params
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
@@ -46,7 +47,8 @@ def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) ->
     with _exit_status(out, options) as status:
         config, params = _config(options), _params(options)
         check_program(config, options.program)
-        find_program(options.program, effective_params(recorded_params(config), params))
+        factory = find_program(options.program)
+        find_program(options.program, effective_params(factory, recorded_params(config), params))
         start = position_of_run(config, options.steps)
         result = _announce(out, options, start)
         if result is None:

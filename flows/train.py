@@ -11,8 +11,9 @@ from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.forked import check_program, effective_params, fork_run, recorded_params
+from ckpt_tasks.checkpoint.forked import check_program, fork_run, recorded_params
 from ckpt_tasks.gang.local import LocalSession, find_program
+from ckpt_tasks.gang.parameters import effective_params
 from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.events import announce
@@ -66,11 +67,11 @@ def train(
         stay_as_decided()
     with crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
-        find_program(program)
+        factory = find_program(program)
         check_program(config, program)
         if fork_from is not None:
             fork_run(fork_from, config, params)
-        params = effective_params(recorded_params(config), params)
+        params = effective_params(factory, recorded_params(config), params)
         find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0

@@ -20,7 +20,6 @@ from ckpt_tasks.storage.places import find_place
 
 __all__ = [
     "check_program",
-    "effective_params",
     "fork_run",
     "params_before_fork",
     "params_of",
@@ -53,11 +52,6 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     except StateError:
         if not _is_forked(history):  # else another process of the same flow run was faster
             raise
-
-
-def effective_params(recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return with what a program is built: what the run has recorded, and over it what is given now."""
-    return {**(recorded or {}), **(given or {})}
 
 
 def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:

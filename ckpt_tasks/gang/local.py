@@ -16,6 +16,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.gang.changed import Settings, alike, apply_settings, changed_settings, settings_of
+from ckpt_tasks.gang.parameters import params_before
 from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.state.flat import objects_of
 from ckpt_tasks.state.rng import seed_streams, undisturbed
@@ -32,6 +33,8 @@ class Program(Protocol):
     `state` names what is saved (modules, optimizer, scheduler, sampler …). `train_step` is one optimizer step on the
     next data; it returns metrics, and the count of what it went through under the name in `unit`, if the program has
     one (else "samples"). `evaluate` must change nothing and draw no number from the training's random streams.
+    `recorded_params`, if there is one, names the parameters that may come from the run's ledger although they are texts
+    or objects; a path or a host's name is better given by the deployment (docs/OPERATING.md).
     """
 
     state: dict[str, Any]
@@ -232,11 +235,12 @@ class LocalSession(StateSession):
                 hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --set NAME=VALUE.",
             )
 
-    def _settings_with(self, params: Mapping[str, Any]) -> Settings:
+    def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
         """Build the program with the parameters of before, too: what they set is seen in no other way."""
         with undisturbed():
             try:
-                found = settings_of(build_program(self._name, params).state)
+                before = params_before(find_program(self._name), recorded, self._params)
+                found = settings_of(build_program(self._name, before).state)
             except ProgramError as error:
                 hint = "What a change of parameters does is seen by building the program with those of before, too."
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error

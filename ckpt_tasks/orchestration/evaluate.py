@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.checkpoint.forked import effective_params
 from ckpt_tasks.checkpoint.leasing import LEASE_S, leased
 from ckpt_tasks.checkpoint.reading import Run, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.local import build_from_seed
+from ckpt_tasks.gang.local import build_from_seed, find_program
+from ckpt_tasks.gang.parameters import effective_params
 from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
 from ckpt_tasks.state.flat import flat
@@ -155,15 +155,15 @@ def evaluate_checkpoint(
 ) -> EvaluationResult:
     """Evaluate a checkpoint once per suite; a second call returns what is recorded and changes nothing.
 
-    Only the program's modules are restored, into a program that is built with the run's recorded parameters, and
-    `params` over them. Raises ProgramError, CheckpointNotFoundError where the checkpoint is pruned by now, and what the
-    restore raises.
+    Only the program's modules are restored, into a program that is built with `params`, and with what the run records
+    of its other parameters (`effective_params`). Raises ProgramError, CheckpointNotFoundError where the checkpoint is
+    pruned by now, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
         return recorded
     with leased(run, checkpoint, holder, lease_s):
-        built_with = effective_params(run.head().state.params, params)
+        built_with = effective_params(find_program(program), run.head().state.params, params)
         metrics = _measure(run, checkpoint, program, built_with, suite)
         new = run.record_evaluation(checkpoint, suite, metrics)
     if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):

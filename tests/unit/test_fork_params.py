@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.fork import checked_params
-from ckpt_tasks.checkpoint.forked import check_program, effective_params, fork_run, record_program, recorded_params
+from ckpt_tasks.checkpoint.forked import check_program, fork_run, record_program, recorded_params
 from ckpt_tasks.errors import (
     ConfigError,
     IntegrityError,
@@ -21,8 +21,9 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.gang.local import LocalSession
+from ckpt_tasks.gang.parameters import effective_params
 from tests.unit.cli_runs import only, tree
-from tests.unit.forks import PROGRAM, config, fork, run_of, states, train, two_steps
+from tests.unit.forks import PROGRAM, Scheduled, config, fork, run_of, states, train, two_steps
 
 NOTE = {"kind": "note", "note": "x"}
 ORIGIN = {"url": "u", "run_key": "a", "step": 1, "manifest_digest": "m", "identity": "i", "set": {}, "params": None}
@@ -44,7 +45,7 @@ def test_changed_parameters_really_apply(run_dir: Path, b: Path, schedule: str) 
     old = {"lr": 0.02, "schedule": schedule, "warmup": 2}
     train(run_dir, 3, old)
     fork(run_dir, 3, b, {"lr": 0.0002, "weight_decay": 0.25})
-    params = effective_params(recorded_params(config(b)), None)
+    params = effective_params(Scheduled, recorded_params(config(b)), {"schedule": schedule})
     assert params == {**old, "lr": 0.0002, "weight_decay": 0.25}
     rate = 0.0001 if schedule == "step" else 0.0002
     for _ in range(2):  # the first process ends before it has committed
