@@ -1,27 +1,26 @@
-"""Who else holds the memory of a plain value: live modules and optimizers, in the state or outside of it.
+"""Who else holds the memory of a plain value: a module or an optimizer, in the state or outside of it.
 
 `module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's is
 not: its numbers are copies, and its tensors come with the first step. A restore into it would restore nothing, so it is
 refused, and so are the state_dicts of schedules and scalers.
+
+Who holds a tensor is not looked for: a list of all live objects, as the garbage collector gives it, makes
+`tuple(x for x in …)` fail in every other thread, and takes half a second in a large process.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.state.living import live_objects
 from ckpt_tasks.state.values import DICTS
 
-__all__ = ["Owners", "refuse_copies_of_state"]
+__all__ = ["belongs_to_another", "refuse_copies_of_state"]
 
 _CONTAINERS = frozenset({*DICTS, list, tuple, deque})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
@@ -31,22 +30,19 @@ _OF_OTHERS = {
 }
 
 
-class Owners:
-    """The memory of every module and optimizer that lives in this process.
+def belongs_to_another(value: Any) -> bool:
+    """Say whether a tensor is another one's whole memory under a second name, as `state_dict()` gives parameters."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+        return False
+    if value._base is not None:
+        base = value._base
+        return (base.shape, base.stride(), base.data_ptr()) == (value.shape, value.stride(), value.data_ptr())
+    whole = value.untyped_storage().nbytes() == value.nbytes
+    return not value.is_meta and whole and _uses(value) > _uses(torch.empty(1))
 
-    The garbage collector lists them: a state gives a dict of tensors, and not the object that holds them too.
-    """
 
-    def own(self, value: Any) -> bool:
-        """Say whether a tensor or an array lies in the memory of a live module or optimizer."""
-        if isinstance(value, np.ndarray):
-            return False
-        return _memory(value) in self._memories
-
-    @cached_property
-    def _memories(self) -> frozenset[tuple[torch.device, int]]:
-        holders: list[nn.Module | Optimizer] = [*live_objects(nn.Module), *live_objects(Optimizer)]
-        return frozenset(_memory(tensor) for one in holders for tensor in _tensors_of(one))
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
@@ -57,9 +53,8 @@ def refuse_copies_of_state(value: Any, name: str) -> None:
     for what, keys in _OF_OTHERS.items():
         if type(value) in DICTS and keys <= value.keys():
             _refuse(name, what)
-    owners = Owners()
     for path, one in _dicts(value, name):
-        if _is_of_an_optimizer(one) and _is_live(one, owners):
+        if _is_of_an_optimizer(one) and _is_live(one):
             _refuse(path, "an optimizer")
         if isinstance(one, OrderedDict) and hasattr(one, "_metadata"):
             extra = [key for key in one if str(key).endswith("_extra_state")]
@@ -94,26 +89,11 @@ def _is_of_an_optimizer(value: Mapping[Any, Any]) -> bool:
     return isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
-def _is_live(value: Mapping[Any, Any], owners: Owners) -> bool:
-    entries = value["state"].values() if isinstance(value["state"], dict) else ()
-    tensors = [t for entry in entries if isinstance(entry, dict) for t in entry.values() if isinstance(t, torch.Tensor)]
-    return not tensors or any(map(owners.own, tensors))
+def _is_live(value: Mapping[Any, Any]) -> bool:
+    """Say whether a live optimizer holds what it keeps for its parameters, or has none yet to keep."""
+    entries = value["state"]
+    return not entries or max(_references(entries)) > max(_references({0: {}}))
 
 
-def _tensors_of(one: nn.Module | Optimizer) -> Iterator[torch.Tensor]:
-    if isinstance(one, nn.Module):
-        held = vars(one)
-        for tensors in (held.get("_parameters"), held.get("_buffers")):
-            yield from (t for t in (tensors or {}).values() if _has_memory(t))
-    else:
-        for entry in vars(one).get("state", {}).values():
-            if isinstance(entry, dict):
-                yield from (t for t in entry.values() if _has_memory(t))
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
-
-
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+def _references(entries: Mapping[Any, Any]) -> list[int]:
+    return [sys.getrefcount(entry) for entry in entries.values()]

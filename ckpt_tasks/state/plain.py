@@ -20,7 +20,7 @@ from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.groups import Differences, Guard, Maker, Stored
-from ckpt_tasks.state.owners import Owners, refuse_copies_of_state
+from ckpt_tasks.state.owners import belongs_to_another, refuse_copies_of_state
 from ckpt_tasks.state.sources import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
 from ckpt_tasks.state.values import DICTS, REFILLED, array_view, is_scalar, pack, unpack_key
@@ -72,7 +72,7 @@ class PlainPart:
             self._kept[place] = view
         differences.missing += [_text(place) for place in strict if place != top]
 
-    def compare_rest(self, differences: Differences, owners: Owners) -> None:
+    def compare_rest(self, differences: Differences) -> None:
         """Decide for every other tensor whether it keeps its memory; what a live module owns has to."""
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not _must_fit(place, live)}
@@ -81,17 +81,17 @@ class PlainPart:
                 continue
             live = rest.get(place)
             if live is None:
-                if beside and all(map(owners.own, beside)):
+                if beside and all(map(belongs_to_another, beside)):
                     differences.unexpected.append(_text(place))
             elif self._fits(place, live, ref, differences.stored):
                 del rest[place]
-            elif self._must_keep(live, owners):
+            elif self._must_keep(live):
                 del rest[place]
                 if not ref.array and (why := difference(live, *differences.stored[ref.key])):
                     differences.differ(_text(place), why)
                 else:
                     differences.differ(_text(place), "it belongs to a live object, and cannot be copied into")
-        differences.missing += [_text(place) for place, live in rest.items() if self._must_keep(live, owners)]
+        differences.missing += [_text(place) for place, live in rest.items() if self._must_keep(live)]
 
     def prepare(self, source: TensorSource) -> None:
         """Make what is new, and ask for the copies."""
@@ -133,8 +133,8 @@ class PlainPart:
         self._kept[place] = view
         return True
 
-    def _must_keep(self, live: Any, owners: Owners) -> bool:
-        return owners.own(live) and not (isinstance(live, torch.Tensor) and self._copies.is_bound(live))
+    def _must_keep(self, live: Any) -> bool:
+        return belongs_to_another(live) and not self._copies.is_bound(live)
 
     def _made(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
         kind = type(tree)

@@ -26,7 +26,6 @@ from ckpt_tasks.state.groups import Differences, Guard, Maker, Part, Saved, Stor
 from ckpt_tasks.state.kinds import kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
-from ckpt_tasks.state.owners import Owners
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
 from ckpt_tasks.state.sources import TensorSource
@@ -124,7 +123,7 @@ def plan_restore(
         if group.kind not in _KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
-    copies, owners = Copies(), Owners()
+    copies = Copies()
     with undisturbed(), uncollected():
         try:
             parts = _parts(state, wanted, differences, copies)
@@ -135,7 +134,7 @@ def plan_restore(
             part.compare(differences)
         for part in parts.values():
             if isinstance(part, PlainPart):
-                part.compare_rest(differences, owners)
+                part.compare_rest(differences)
     differences.raise_any()
     return RestorePlan(parts, keys, copies)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +18,6 @@ from ckpt_tasks.state.capture import may_draw
 from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.gradients import Gradients
 from ckpt_tasks.state.kinds import kind_of
-from ckpt_tasks.state.living import live_objects
 from ckpt_tasks.state.rng import undisturbed
 
 __all__ = ["warn_of_unsaved"]
@@ -28,9 +29,10 @@ _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the
 
 
 def warn_of_unsaved(state: Mapping[str, Any]) -> None:
-    """Warn of every live DataLoader that shuffles by itself, and of every object whose `state_dict()` is empty.
+    """Warn of a DataLoader that shuffles by itself, and of every object whose `state_dict()` is empty.
 
-    The garbage collector lists the loaders: a training loop has its own in a variable, a program in an attribute.
+    A loader is looked for where training is: in the variables of the functions that are running, and in the attributes
+    of the objects and the items of the lists that these hold.
     """
     loaders = [loader for loader in _shuffling_loaders() if loader not in _warned]
     for loader in loaders:
@@ -54,8 +56,23 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
 
 
 def _shuffling_loaders() -> list[DataLoader[Any]]:
-    # torchdata's loader has samplers of its own.
-    return [one for one in live_objects(DataLoader) if isinstance(vars(one).get("sampler"), RandomSampler)]
+    loaders: dict[int, DataLoader[Any]] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("ckpt_tasks.checkpoint"):
+            for value in frame.f_locals.values():
+                for one in (value, *_inside(value)):
+                    # torchdata's loader has samplers of its own.
+                    if isinstance(one, DataLoader) and isinstance(vars(one).get("sampler"), RandomSampler):
+                        loaders[id(one)] = one
+        frame = frame.f_back
+    return [*loaders.values()]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if type(value) in (list, tuple):
+        return tuple(value)
+    return tuple(vars(value).values()) if type(type(value)) is type and hasattr(value, "__dict__") else ()
 
 
 def _saves_nothing(value: Any) -> bool:
