@@ -21,6 +21,7 @@ class Tiny:
     """
 
     unit = "rows"
+    recorded_params = ("failures",)  # a text: what is given at the first start goes on without being given again
 
     def __init__(
         self,
