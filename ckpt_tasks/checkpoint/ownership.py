@@ -140,7 +140,7 @@ def acquire(
     while True:
         head = history.head()
         owner = head.state.owner
-        if not take_over and owner is not None and _is_held_here(owner):
+        if not take_over and owner is not None and not owner.released and _is_held_here(owner):
             raise OwnedError(
                 "another Checkpointer of this process holds the run directory",
                 hint="close() that one first, or pass take_over=True to fence it.",

@@ -32,13 +32,11 @@ _OF_OTHERS = {
 
 def belongs_to_another(value: Any) -> bool:
     """Say whether a tensor is another one's whole memory under a second name, as `state_dict()` gives parameters."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    if value._base is not None:
-        base = value._base
-        return (base.shape, base.stride(), base.data_ptr()) == (value.shape, value.stride(), value.data_ptr())
-    whole = value.untyped_storage().nbytes() == value.nbytes
-    return not value.is_meta and whole and _uses(value) > _uses(torch.empty(1))
+    if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
+        return False  # a view: its base holds the memory
+    return _uses(value) > _uses(torch.empty(1))
 
 
 def _uses(tensor: torch.Tensor) -> int:
