@@ -345,7 +345,7 @@ def test_no_progress_ends_the_resuming(run_dir: Path) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError):
             attempt("one")
-    with pytest.raises(NoProgressError, match="6 starts and failures in a row"):
+    with pytest.raises(NoProgressError, match="5 starts and failures in a row"):
         attempt("one")
     with pytest.raises(RuntimeError):
         attempt("two")
