@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,8 +80,9 @@ def assert_same(one: Any, other: Any, path: str = "it") -> None:
         assert [type(key) for key in one] == [type(key) for key in other], path
         for key in one:
             assert_same(one[key], other[key], f"{path}/{key}")
-    elif isinstance(one, (list, tuple)):
+    elif isinstance(one, (list, tuple, deque)):
         assert len(one) == len(other), path
+        assert not isinstance(one, deque) or one.maxlen == other.maxlen, path
         for n, (a, b) in enumerate(zip(one, other, strict=True)):
             assert_same(a, b, f"{path}/{n}")
     elif hasattr(one, "tobytes"):

@@ -66,6 +66,7 @@ def test_a_reused_object_outlives_the_checkpoint_that_wrote_it(run_dir: Path) ->
     with _opened(run_dir, max_num_checkpoints=1) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, _model(step))
+        ckpt._pruner.finish(60)
         assert len(_bases(run_dir)) == 1
         assert _restored(run_dir) == (0.5, 4.0)
         assert _whole(run_dir)
