@@ -68,11 +68,11 @@ def test_shared_memory_is_used_where_two_snapshots_and_a_little_more_fit(shared:
 def test_shared_memory_is_not_used_where_the_machine_has_less(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the file system promises the machine may not have: the lesser of the two counts."""
 
-    def meminfo(path: str, **_: Any) -> io.StringIO:
-        assert path == "/proc/meminfo"
+    def meminfo(path: Path, **_: Any) -> io.StringIO:
+        assert path == Path("/proc/meminfo")
         return io.StringIO("MemTotal: 9999999 kB\nMemFree: 9999999 kB\nMemAvailable: 32768 kB\n")
 
-    monkeypatch.setattr("ckpt_tasks.state.memory.open", meminfo, raising=False)
+    monkeypatch.setattr("ckpt_tasks.state.room.open", meminfo, raising=False)
     assert {size: default_directory(size * MIB) for size in (15, 20)} == {15: shared, 20: None}
 
 
