@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -31,8 +30,7 @@ _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the
 def warn_of_unsaved(state: Mapping[str, Any]) -> None:
     """Warn of a DataLoader that shuffles by itself, and of every object whose `state_dict()` is empty.
 
-    A loader is looked for where training is: in the variables of the functions that are running, and in the attributes
-    of the objects and the items of the lists that these hold.
+    The garbage collector lists the loaders: a training loop has its own in a variable, a program in an attribute.
     """
     loaders = [loader for loader in _shuffling_loaders() if loader not in _warned]
     for loader in loaders:
@@ -56,23 +54,16 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
 
 
 def _shuffling_loaders() -> list[DataLoader[Any]]:
-    loaders: dict[int, DataLoader[Any]] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("ckpt_tasks.checkpoint"):
-            for value in frame.f_locals.values():
-                for one in (value, *_inside(value)):
-                    # torchdata's loader has samplers of its own.
-                    if isinstance(one, DataLoader) and isinstance(vars(one).get("sampler"), RandomSampler):
-                        loaders[id(one)] = one
-        frame = frame.f_back
-    return [*loaders.values()]
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if type(value) in (list, tuple):
-        return tuple(value)
-    return tuple(vars(value).values()) if type(type(value)) is type and hasattr(value, "__dict__") else ()
+    # Every object refers to its class. frame.f_locals would keep the variables of the loop alive: the batch and
+    # the graph of this step.
+    kinds: set[type] = set()
+    new: list[type] = [DataLoader]
+    while new:
+        kinds.add(kind := new.pop())
+        new += set(type.__subclasses__(kind)) - kinds
+    loaders = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+    # torchdata's loader has samplers of its own.
+    return [one for one in loaders if isinstance(vars(one).get("sampler"), RandomSampler)]
 
 
 def _saves_nothing(value: Any) -> bool:
