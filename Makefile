@@ -44,7 +44,8 @@ servers: $(SERVERS_STAMP) $(CEPH_STAMP) $(AZURITE_STAMP) ## fetch every server t
 pythons: $(PYTHONS:%=.venv/python%/.installed) ## make an environment without torch for every other interpreter that is here
 
 .venv/python%/.installed: pyproject.toml constraints.txt | $(STAMP)
-	@found=$$(command -v python$* || ls -d "$$HOME"/.pyenv/versions/$*.*/bin/python 2>/dev/null | tail -1); \
+	@found=$$(for it in python$* "$$HOME"/.pyenv/versions/$*.*/bin/python; do \
+		"$$it" -c '' 2>/dev/null && { echo "$$it"; break; }; done); \
 		if [ -z "$$found" ]; then echo "no Python $* here: it is not tried"; else \
 		"$$found" -m venv .venv/python$* && $(PIP_ENV) .venv/python$*/bin/python -m pip install --quiet prefect 'fastapi<=0.150' 'sqlalchemy<2.1' && touch $@; fi
 
