@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -47,6 +48,9 @@ os.environ |= {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
+
+# A shell that starts the tests in the background (nohup, &) has SIGINT ignored, and every child would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
