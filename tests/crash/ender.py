@@ -75,6 +75,9 @@ def end(ckpt: Checkpointer, way: str) -> None:
         while True:
             time.sleep(0.01)
             if ckpt._entered and ckpt._interrupt.pending is not None:
+                if way == "SIGINT twice":
+                    say("seen")
+                    time.sleep(60)  # the second one does not wait for a step
                 ckpt.step(ckpt.position + 1, {"weights": torch.full((SIZE,), 4.0), "step": ckpt.position + 1})
 
 
