@@ -15,12 +15,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tasks.checkpoint.background import Background, CancelledWorkError
-from ckpt_tasks.checkpoint.history import Head, History, check_owner
+from ckpt_tasks.checkpoint.history import History, check_owner
 from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.upkeep import delete_retired, missing_metric, orphans, plan_prune, retire, verify_checkpoint
-from ckpt_tasks.errors import FencedError, StoreError
+from ckpt_tasks.checkpoint.upkeep import (
+    Retirement,
+    delete_retired,
+    missing_metric,
+    orphans,
+    plan_prune,
+    retire,
+    verify_checkpoint,
+)
+from ckpt_tasks.errors import CkptError, FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
@@ -57,12 +66,29 @@ class Pruner:
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
         """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
-        return self._plan(self._history.head(), going_on_from)
+        return self._plan(self._history.head().state, going_on_from)
 
-    def _plan(self, head: Head, going_on_from: str | None) -> list[Verdict]:
-        known, in_use = frozenset(self.verified), self.in_use()
-        verdicts = plan_prune(head, self._policy, verified=known, restored_from=going_on_from)
+    def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
+        known, in_use = frozenset(self.verified), {base, *self.in_use()}
+        verdicts = plan_prune(state, self._policy, verified=known, restored_from=going_on_from)
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
+
+    def _agreed(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
+        """Plan, and remove nothing unless one that stays is known to be good."""
+        verdicts = self._plan(state, going_on_from, base)
+        return verdicts if self._knows_good(verdicts) else []
+
+    def with_commit(self, state: State, checkpoint: Checkpoint) -> Retirement:
+        """Prepare what the entry retires that commits a checkpoint upon `state`.
+
+        The checkpoint that was the newest stays: until the entry stands, other saves choose it to reuse its objects.
+        """
+        store, after = self._history.store, state.with_checkpoint(checkpoint, frozenset())
+        plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
+        try:
+            return Retirement(store, after, plan, self.deleted)
+        except CkptError:  # no list of names, say: the prune behind the commit meets that too, and logs it
+            return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
         """Look for what dead owners left once more: the directory was another's in between."""
@@ -70,9 +96,9 @@ class Pruner:
 
     # ── behind a commit ──────────────────────────────────────────────────────────────────────────────────────
 
-    def follow(self, owner: Owner, going_on_from: str) -> None:
-        """Prune soon, after a commit; nothing is raised: what fails is logged, and tried again after the next one."""
-        self._behind.request((owner, going_on_from))
+    def follow(self, owner: Owner, state: State) -> None:
+        """Prune soon, after a commit that led to `state`; what fails is logged, and tried again after the next one."""
+        self._behind.request((owner, state))
 
     def finish(self, limit_s: float) -> None:
         """Wait at most `limit_s` for the prune that follows the last commit; what is left is the next owner's."""
@@ -82,13 +108,13 @@ class Pruner:
         """Stop the prune that follows the last commit, and wait at most `limit_s` until it has."""
         self._behind.cancel(limit_s)
 
-    def _follow(self, request: tuple[Owner, str]) -> None:
-        owner, going_on_from = request
+    def _follow(self, request: tuple[Owner, State]) -> None:
+        owner, state = request
         try:
             while self.unnoted:
                 self._history.append(self.unnoted[0], lambda state, n: state, owner=owner)
                 self.unnoted.popleft()
-            self.run(owner, going_on_from, self._behind.check)
+            self._run(owner, state, state.live[-1].manifest_digest, self._behind.check)
         except (CancelledWorkError, FencedError):
             return  # not wanted any more; the next save meets the new owner
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
@@ -100,46 +126,41 @@ class Pruner:
 
     # ── a prune ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def run(self, owner: Owner, going_on_from: str | None, check: Callable[[], None] | None = None) -> list[Verdict]:
+    def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
-        `check` stops it by what it raises. Raises FencedError where the directory is another's by now; nothing is
-        deleted then.
+        Raises FencedError where the directory is another's by now; nothing is deleted then.
         """
-        check = check or (lambda: None)
+        head = self._history.head()
+        check_owner(head.state.owner, owner)
+        state = head.state.sparing(head.spared_epochs)
+        self._run(owner, state, going_on_from, lambda: None)
+        return self._plan(state, going_on_from)
+
+    def _run(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
+        """Prune as `run` does, from a state that this owner has seen; `check` stops it by what it raises."""
         with self._one:
             # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
             # does not count, or nothing newer would ever be read.
-            head = self._history.head()
-            check_owner(head.state.owner, owner)
-            wanted = plan_prune(head, self._policy, restored_from=going_on_from)
+            wanted = plan_prune(state, self._policy, restored_from=going_on_from)
             if not all(v.keep for v in wanted):
-                self._warn_of_best(head)
+                self._warn_of_best(state)
                 if not self._knows_good(wanted):
-                    self._verify(lineage(head.state.live)[0], owner, check)
-            unnamed = [] if self._swept else self._orphans(head.state)
-            verdicts, given_up = self._retire(head, owner, going_on_from, unnamed, check)
+                    self._verify(lineage(state.live)[0], owner, check)
+            unnamed = [] if self._swept else self._orphans(state)
+            given_up = [name for name in state.retired if name not in self.deleted]
+            with self.retiring:
+                check()
+                plan = partial(self._agreed, going_on_from=going_on_from)
+                retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed)
+                if unnamed or retirement.checkpoints:
+                    # Before the first delete: this process may stall, and others commit what it is about to delete.
+                    given_up += retire(self._history, owner, retirement)
+                    self.deleted -= retirement.deleted
             self.deleted |= delete_retired(self._history.store, given_up, check)
             if not self._swept:
                 self._drop_unfinished(owner)
                 self._swept = len(unnamed) < _MOST_ORPHANS
-            return verdicts
-
-    def _retire(
-        self, head: Head, owner: Owner, going_on_from: str | None, unnamed: list[str], check: Callable[[], None]
-    ) -> tuple[list[Verdict], tuple[str, ...]]:
-        """Retire what goes; return the verdicts, and what is given up by now, which may be deleted at any time."""
-        given_up = tuple(name for name in head.state.retired if name not in self.deleted)
-        with self.retiring:
-            verdicts = self._plan(head, going_on_from)
-            going = verdicts if self._knows_good(verdicts) else []
-            check()
-            if unnamed or not all(v.keep for v in going):
-                # Before the first delete: this process may stall below, and others commit what it is about to delete.
-                struck_off = self.deleted
-                given_up += retire(self._history, owner, going, struck_off, unnamed, head=head)
-                self.deleted -= struck_off
-        return verdicts, given_up
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""
@@ -155,8 +176,8 @@ class Pruner:
         given_up = frozenset(state.retired)
         return [name for name in orphans(self._history.store, state) if name not in given_up][:_MOST_ORPHANS]
 
-    def _warn_of_best(self, head: Head) -> None:
-        missing = None if self._warned else missing_metric(head.state, self._policy)
+    def _warn_of_best(self, state: State) -> None:
+        missing = None if self._warned else missing_metric(state, self._policy)
         if missing is not None:
             _log.warning("None is kept as the best: %s", missing)
             self._warned = True

@@ -23,6 +23,7 @@ import torch
 
 from ckpt_tasks.checkpoint.history import History, now_iso
 from ckpt_tasks.checkpoint.opening import open_checkpoint
+from ckpt_tasks.checkpoint.upkeep import Retirement
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
@@ -261,12 +262,12 @@ def commit(
     *,
     parent: str | None,
     cost_s: float,
-    deleted: frozenset[str],
+    retirement: Retirement,
     observed: Mapping[str, object],
 ) -> Entry:
     """Put the ledger entry: the one instant at which the checkpoint begins to exist, as the last of its live ones.
 
-    `cost_s` is how long training waited. `deleted` names retired objects that are gone. `observed` goes into the
+    `cost_s` is how long training waited. `retirement` takes older checkpoints out. `observed` goes into the
     entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
     the old one; after CommitUncertainError nobody can know yet. Whatever it raises, the objects stay: the entry may
     still arrive.
@@ -279,9 +280,12 @@ def commit(
         gone = named.intersection(state.retired) | {name for name in described.reuses if not state.keeps(name)}
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
-        return state.with_checkpoint(described.checkpoint(parent=parent, n=n, cost_s=cost_s), deleted)
+        checkpoint = described.checkpoint(parent=parent, n=n, cost_s=cost_s)
+        return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
 
     event = {**observed, "kind": "commit", "step": manifest.step}
+    if retirement.checkpoints:
+        event["retires"] = retirement.checkpoints
     return history.append(event, change, owner=described.saving.owner)
 
 

@@ -310,11 +310,12 @@ class Saver:
             self.cadence.learn(entry)
         if self._generations.copies is not None:
             self._generations.copies.retain(entry.state.live)
-        self._pruner.follow(snapshot.saving.owner, saved.manifest_digest)
+        self._pruner.follow(snapshot.saving.owner, entry.state)
 
     def _save(self, snapshot: Snapshot) -> Entry:
         """Write a snapshot and commit it."""
-        state = self._history.head().state
+        head = self._history.head()
+        state = head.state.sparing(head.spared_epochs)
         check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
         try:
             self._copy(snapshot)
@@ -324,21 +325,17 @@ class Saver:
                 check_owner(self._history.head().state.owner, snapshot.saving.owner)
             steps.discard(self._history.store, snapshot.saving.attempt)
             raise
-        superseded, deleted = self._pipeline.superseded, self._pruner.deleted
+        superseded = self._pipeline.superseded
+        parent = self.parent.manifest_digest if self.parent else None
+        new = described.checkpoint(parent=parent, n=head.next_n, cost_s=snapshot.stall_s)
+        retirement = self._pruner.with_commit(state, new)
+        flush_s = round(time.monotonic() - snapshot.taken_s, 6)
+        observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
         entry = steps.commit(
-            self._history,
-            described,
-            parent=self.parent.manifest_digest if self.parent else None,
-            cost_s=snapshot.stall_s,
-            deleted=deleted,
-            observed={
-                **snapshot.observed,
-                "flush_s": round(time.monotonic() - snapshot.taken_s, 6),
-                **({"superseded": superseded} if superseded else {}),
-            },
+            self._history, described, parent=parent, cost_s=snapshot.stall_s, retirement=retirement, observed=observed
         )
         self._pipeline.told(superseded)
-        self._pruner.deleted -= deleted
+        self._pruner.deleted -= retirement.deleted
         self._stored = (
             entry.state.live[-1].manifest_digest,
             steps.Stored.of(described.manifest.objects, described.rows),

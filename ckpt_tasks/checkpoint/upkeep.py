@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_tasks.checkpoint.history import Head, History
+from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
@@ -38,6 +38,7 @@ from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = [
+    "Retirement",
     "RunFaults",
     "delete_retired",
     "missing_metric",
@@ -175,14 +176,14 @@ def orphans(store: Store, state: State) -> list[str]:
     return found
 
 
-def _reused_by_spared(store: Store, head: Head) -> frozenset[str]:
+def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
     """Name the objects that checkpoints reuse which only a damaged ledger entry may have listed."""
     found: set[str] = set()
-    for name in store.names("") if head.spared_epochs else ():
+    for name in store.names("") if state.spared_epochs else ():
         attempt = parse_attempt(name)
-        if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or head.state.keeps(name):
+        if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or state.keeps(name):
             continue
-        if attempt.epoch <= head.spared_epochs:
+        if attempt.epoch <= state.spared_epochs:
             with suppress(IntegrityError, ObjectNotFoundError):  # a checkpoint without its manifest is no loss more
                 data = store.get(name, MAX_MANIFEST_BYTES)
                 found |= {one.name for one in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects}
@@ -190,14 +191,14 @@ def _reused_by_spared(store: Store, head: Head) -> frozenset[str]:
 
 
 def plan_prune(
-    head: Head,
+    state: State,
     policy: RetentionPolicy,
     *,
     verified: frozenset[str] = frozenset(),
     restored_from: str | None = None,
 ) -> list[Verdict]:
     """Decide what stays and why; reads nothing and changes nothing."""
-    state, now = head.state, time.time()
+    now = time.time()
     return plan_retention(
         lineage(state.live),
         policy,
@@ -217,46 +218,55 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
     return f"no checkpoint has the metric {policy.best_metric!r}: there is {known}"
 
 
-def retire(
-    history: History,
-    owner: Owner,
-    verdicts: Iterable[Verdict],
-    deleted: frozenset[str],
-    unnamed: Sequence[str] = (),
-    *,
-    head: Head | None = None,
-) -> tuple[str, ...]:
-    """Take the checkpoints that a plan removes out of the ledger, and give their objects up with the `unnamed` ones.
+class Retirement:
+    """What one ledger entry takes out of a run: the checkpoints that `plan` removes, and their objects.
 
-    Returns the objects to delete, manifests first. None of them may be deleted before this returns. `head` is the
-    ledger's newest entry as the plan was made from it.
+    The objects are listed here, of what the plan removes from `state`; `unnamed` ones, which no checkpoint names, are
+    given up with them. `deleted` names what was given up before and is gone.
     """
-    going = {v.manifest_digest for v in verdicts if not v.keep}
-    names: list[str] = []
-    head = head or history.head()
-    for checkpoint in head.state.live:
-        if checkpoint.manifest_digest in going:
-            attempt = parse_attempt(checkpoint.manifest)
-            assert attempt is not None
-            prefix = attempt_prefix(attempt)
-            inside = history.store.names(prefix)
-            names += sorted(inside, key=lambda name: name != prefix + MANIFEST_NAME)
-            names += checkpoint.reuses
-    retired: list[str] = []
-    spared = _reused_by_spared(history.store, head)
 
-    def change(state: State, n: int) -> State:
-        # What was leased or pinned since the plan was made stays.
-        now = time.time()
-        held = {*state.pins, *(lease.manifest_digest for lease in state.leases if lease.expires_at > now)}
-        gone = frozenset(going - held)
-        after = state.retire(gone, (), deleted)
-        given_up = (name for name in (*names, *unnamed) if not after.keeps(name) and name not in spared)
-        retired[:] = dict.fromkeys(given_up)
-        return state.retire(gone, tuple(retired), deleted)
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        plan: Callable[[State], Iterable[Verdict]],
+        deleted: frozenset[str],
+        unnamed: Sequence[str] = (),
+    ):
+        self.deleted = deleted
+        self.given_up: tuple[str, ...] = ()
+        going = _going(plan(state))
+        self._plan = plan
+        self._objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
+        self._unnamed = unnamed
+        self._spared = _reused_by_spared(store, state) if going or unnamed else frozenset()
 
-    history.append({"kind": "retire", "checkpoints": sorted(going)}, change, owner=owner)
-    return tuple(retired)
+    @property
+    def checkpoints(self) -> list[str]:
+        """The identities of what the plan removes."""
+        return sorted(self._objects)
+
+    def apply(self, state: State) -> State:
+        """Return the state after the entry, and remember as `given_up` what may be deleted then, manifests first.
+
+        What the plan would keep by now stays: it has been leased, pinned or evaluated meanwhile.
+        """
+        gone = _going(self._plan(state)).intersection(self._objects) if self._objects else frozenset()
+        after = state.retire(gone, (), self.deleted)
+        names = [name for digest, objects in self._objects.items() if digest in gone for name in objects]
+        given_up = (name for name in (*names, *self._unnamed) if not after.keeps(name) and name not in self._spared)
+        self.given_up = tuple(dict.fromkeys(given_up))
+        return state.retire(gone, self.given_up, self.deleted)
+
+
+def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str, ...]:
+    """Take checkpoints out of the ledger in an entry of its own; return the objects to delete, manifests first.
+
+    None of them may be deleted before this returns.
+    """
+    event = {"kind": "retire", "checkpoints": retirement.checkpoints}
+    history.append(event, lambda state, n: retirement.apply(state), owner=owner)
+    return retirement.given_up
 
 
 def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None] = lambda: None) -> frozenset[str]:
@@ -286,6 +296,17 @@ def _parted(names: Iterable[str], of_second: Callable[[str], bool]) -> tuple[lis
     for name in names:
         (second if of_second(name) else first).append(name)
     return first, second
+
+
+def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
+    return frozenset(v.manifest_digest for v in verdicts if not v.keep)
+
+
+def _objects_of(store: Store, checkpoint: Checkpoint) -> list[str]:
+    attempt = parse_attempt(checkpoint.manifest)
+    assert attempt is not None
+    prefix = attempt_prefix(attempt)
+    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *checkpoint.reuses]
 
 
 def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:

@@ -81,7 +81,7 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     head, store = run.head(), run.history.store
     before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}
     swept = _unnamed(store, head.state)
-    verdicts, freed_bytes = (plan_prune(head, config.retention_policy), 0) if dry_run else _execute(config)
+    verdicts, freed_bytes = (plan_prune(head.state, config.retention_policy), 0) if dry_run else _execute(config)
     left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
     rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
     stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]

@@ -157,7 +157,7 @@ class RunPages:
         return " · ".join(parts)
 
     def _kept(self, head: Head) -> dict[str, str]:
-        verdicts = plan_prune(head, self._ckpt.config.retention_policy)
+        verdicts = plan_prune(head.state, self._ckpt.config.retention_policy)
         return {
             v.manifest_digest: ", ".join(v.reasons) if v.keep else f"until the next prune: {v.reasons[0]}"
             for v in verdicts

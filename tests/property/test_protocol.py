@@ -20,7 +20,6 @@ from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, Owner, State
-from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.port import Store
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
@@ -121,11 +120,12 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
         *,
         parent: str | None,
         cost_s: float,
-        deleted: frozenset[str],
+        retirement: upkeep.Retirement,
         observed: Mapping[str, object],
     ) -> Entry:
         def change(state: State, n: int) -> State:
-            return state.with_checkpoint(described.checkpoint(parent=parent, n=n, cost_s=cost_s), deleted)
+            checkpoint = described.checkpoint(parent=parent, n=n, cost_s=cost_s)
+            return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
 
         event = {**observed, "kind": "commit", "step": described.manifest.step}
         return history.append(event, change, owner=described.saving.owner)
@@ -134,12 +134,11 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
 
 
 def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def retire(history: History, owner: Owner, verdicts: list[Verdict], deleted: frozenset[str]) -> tuple[str, ...]:
-        going = {verdict.manifest_digest for verdict in verdicts if not verdict.keep}
+    def retire(history: History, owner: Owner, retirement: upkeep.Retirement) -> tuple[str, ...]:
         for checkpoint in history.head().state.live:
-            if checkpoint.manifest_digest in going:
+            if checkpoint.manifest_digest in retirement.checkpoints:
                 upkeep.delete_retired(history.store, history.store.names(checkpoint.manifest.rpartition("/")[0] + "/"))
-        return upkeep.retire(history, owner, verdicts, deleted)
+        return upkeep.retire(history, owner, retirement)
 
     patch.setattr(pruning, "retire", retire)
 

@@ -22,7 +22,7 @@ from ckpt_tasks.format.keys import (
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import Entry, State, lineage
+from ckpt_tasks.format.ledger import Checkpoint, Entry, State, lineage
 from ckpt_tasks.format.manifest import Manifest
 from tests.property.disk import Disk
 
@@ -155,9 +155,7 @@ class Witness:
         self.check(not lost, f"{where}: live checkpoints need what is retired: {sorted(lost)}")
 
     def _commit(self, before: State, after: State, entry: Entry, where: str) -> None:
-        *old, new = after.live
-        same = [replace(one, abandoned=False) for one in before.live]
-        self.check([replace(one, abandoned=False) for one in old] == same, f"{where} changes older checkpoints")
+        new = after.live[-1]
         digest, attempt = new.manifest_digest, parse_attempt(new.manifest)
         self.check(digest not in self.committed, f"{where}: entry {self.committed.get(digest)} had committed it")
         self.check(new.n == entry.n, f"{where} says that it is entry {new.n}")
@@ -173,17 +171,22 @@ class Witness:
         whole = sizes == {record.name: record.size_bytes for record in manifest.objects}
         self.check(whole, f"{where}: step {new.step} is not whole: {sizes}")
         self._objects[digest] = frozenset((new.manifest, manifest.index.name, *sizes))
-        self._struck_off(before, after, where)
+        self._retire(before, after, where, new)
 
-    def _retire(self, before: State, after: State, where: str) -> None:
+    def _retire(self, before: State, after: State, where: str, new: Checkpoint | None = None) -> None:
+        """Check what an entry retires, which may be the commit of `new` too: that marks which lines are abandoned."""
         kept = {one.manifest_digest for one in after.live}
         gone = [one for one in before.live if one.manifest_digest not in kept]
         self.given_up += len(gone)
-        self.check([one for one in before.live if one not in gone] == [*after.live], f"{where} changes what stays")
+        stays, old = [one for one in before.live if one not in gone], [one for one in after.live if one != new]
+        if new is not None:
+            stays, old = ([replace(one, abandoned=False) for one in part] for part in (stays, old))
+        self.check(stays == old, f"{where} changes what stays")
         self.check(bool(after.live) or not before.live, f"{where} takes the last checkpoint")
         for one in gone:
             step, digest = one.step, one.manifest_digest
-            self.check(one != lineage(before.live)[0], f"{where} takes step {step}, the newest")
+            newest = new.parent if new else lineage(before.live)[0].manifest_digest
+            self.check(digest != newest, f"{where} takes step {step}, the newest")
             self.check(digest not in before.pins, f"{where} takes step {step}, which is pinned")
             self.check(not self.leased(before, digest), f"{where} takes step {step}, which is leased")
         needed = {name for digest in kept for name in self._objects.get(digest, ())}

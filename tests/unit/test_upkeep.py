@@ -9,11 +9,11 @@ import pytest
 
 from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import orphans, plan_prune, retire, verify_run_directory
+from ckpt_tasks.checkpoint.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
 from ckpt_tasks.errors import FencedError
-from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
-from ckpt_tasks.format.ledger import Lease, State
-from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, evaluation_name, ledger_name
+from ckpt_tasks.format.ledger import Evaluation, Lease, State
+from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.crash.runs import on_disk, opened, prefix_of, state_of
@@ -56,24 +56,54 @@ def history(run_dir: Path) -> History:
     return ckpt._history
 
 
+def keeping_one(history: History) -> Retirement:
+    def plan(state: State) -> list[Verdict]:
+        return plan_prune(state, KEEP_ONE)
+
+    return Retirement(history.store, history.head().state, plan, frozenset())
+
+
 def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> None:
     """P64, P66: a pin or a lease that came between plan and execution holds the checkpoint and its objects."""
     head = history.head()
     owner, (one, two, three) = head.state.owner, head.state.live
     assert owner is not None
-    verdicts = plan_prune(head, KEEP_ONE)
-    assert [verdict.step for verdict in verdicts if not verdict.keep] == [2, 1]
+    planned, again = keeping_one(history), keeping_one(history)
+    assert planned.checkpoints == sorted([one.manifest_digest, two.manifest_digest])
     history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, "late"), owner=owner)
-    retired = retire(history, owner, verdicts, frozenset())
+    retired = retire(history, owner, planned)
     assert steps(history.head()) == [2, 3]
     assert {name.startswith(prefix_of(one)) for name in retired} == {True}
     assert set(history.head().state.retired) == set(retired)
     with open_run(history.store.url).lease(two, "nightly"):
         history.append({"kind": "pin"}, lambda state, n: state.with_pin(two.manifest_digest, None), owner=owner)
-        retire(history, owner, plan_prune(head, KEEP_ONE), frozenset())
+        assert retire(history, owner, again) == ()
         assert steps(history.head()) == [2, 3]
-    retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
+    retire(history, owner, keeping_one(history))
     assert steps(history.head()) == [three.step]
+
+
+def test_what_became_the_best_since_the_plan_stays(history: History) -> None:
+    """P64: an evaluation that came between plan and execution makes the checkpoint the best, and holds it."""
+    policy = RetentionPolicy(max_num_checkpoints=1, keep_best=1, best_metric="loss")
+    head = history.head()
+    owner, (one, _, _) = head.state.owner, head.state.live
+    assert owner is not None
+    planned = Retirement(history.store, head.state, lambda state: plan_prune(state, policy), frozenset())
+    assert one.manifest_digest in planned.checkpoints
+    table = evaluation_name(1, "quick", "0" * 16)
+    measured = Evaluation(
+        suite="quick",
+        step=1,
+        manifest_digest=one.manifest_digest,
+        metrics={"loss": 0.1},
+        table=table,
+        table_digest="f" * 32,
+        evaluated_at="",
+    )
+    history.append({"kind": "evaluation"}, lambda state, n: state.with_evaluation(measured), owner=None)
+    retire(history, owner, planned)
+    assert steps(history.head()) == [1, 3]
 
 
 def test_an_expired_lease_holds_nothing(history: History) -> None:
@@ -83,7 +113,7 @@ def test_an_expired_lease_holds_nothing(history: History) -> None:
     assert owner is not None
     lease = Lease(id="x", manifest_digest=one.manifest_digest, holder="dead", expires_at=time.time() - 1)
     history.append({"kind": "lease"}, lambda state, n: state.with_lease(lease, 0.0), owner=None)
-    retire(history, owner, plan_prune(history.head(), KEEP_ONE), frozenset())
+    retire(history, owner, keeping_one(history))
     assert steps(history.head()) == [3]
 
 
@@ -110,10 +140,11 @@ def test_a_fenced_process_deletes_nothing(run_dir: Path, history: History) -> No
     """P33, P64: who lost the directory between plan and execution removes neither checkpoint nor object."""
     head = history.head()
     assert head.state.owner is not None
+    planned = keeping_one(history)
     take(history, OTHER)
     before = on_disk(run_dir)
     with pytest.raises(FencedError):
-        retire(history, head.state.owner, plan_prune(head, KEEP_ONE), frozenset())
+        retire(history, head.state.owner, planned)
     assert on_disk(run_dir) == before
 
 
