@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -11,22 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tasks.checkpoint import ownership
 from ckpt_tasks.checkpoint.history import History, now_iso
+from ckpt_tasks.checkpoint.ownership import identify, why_free
 from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingReads
-from tests.unit.test_ownership import mine, owner_in
+from tests.unit.test_ownership import held_by, mine, owner_in
 
 
-def held_elsewhere(root: Path) -> Path:
+def held_elsewhere(root: Path, flow_run_id: str | None = None) -> Path:
     """Make a run with step 1 that a process of another host holds; return its heartbeat's path."""
     first = mine(root)
     first.save(1, {"x": 1})
     first.close()
     history = History(LocalStore(root))
     far = replace(owner_in(root), host="elsewhere", machine_id="elsewhere", id="c" * 32, epoch=2, released=False)
-    far = replace(far, taken_at=now_iso())
+    far = replace(far, taken_at=now_iso(), flow_run_id=flow_run_id)
     history.append({"kind": "owner"}, lambda state, n: replace(state, owner=far), owner=None)
     return root / heartbeat_name(far.epoch)
 
@@ -88,6 +91,30 @@ def test_an_owner_whose_clock_cannot_be_used_and_who_lives_is_not_disturbed(run_
     finally:
         over.set()
         thread.join()
+
+
+def test_a_clock_that_is_ahead_does_not_prolong_the_grace(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P69: the same flow run takes the directory after its grace, whatever its predecessor's clock says."""
+    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.3)
+    held_elsewhere(run_dir, "flow").write_text(untimely("ahead", 0))
+    ckpt = mine(run_dir, flow_run_id="flow", owner_timeout_s=5.0)
+    assert ckpt.restore({"x": 0}) == 1
+    history = History(LocalStore(run_dir))
+    assert "within its grace" in str(history.read_entry(history.head().next_n - 1)[0].event["because"])
+    ckpt.close()
+
+
+@pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": ""}, {"boot_id": "", "pid_namespace": ""}])
+def test_systems_that_nobody_can_name_are_not_the_same(unknown: dict[str, str]) -> None:
+    """P33: where /proc does not say which boot and namespace it is, a process number proves nothing."""
+    me = replace(identify(None), **unknown)
+    assert why_free(replace(me, process_start="12345"), me, 5.0, 120.0) is None
+
+
+def test_who_began_in_the_same_moment_is_another_process() -> None:
+    """P33: a living process that started in the same clock tick as this one keeps its directory."""
+    owner = held_by(os.getppid())
+    assert why_free(owner, replace(identify(None), process_start=owner.process_start), 5.0, 120.0) is None
 
 
 def test_a_heartbeat_that_cannot_be_read_is_no_silence(run_dir: Path) -> None:

@@ -197,7 +197,7 @@ print(why_free(owner, me, 5.0, 120.0))
 def test_a_living_process_that_is_hidden_holds_it(sleeper: subprocess.Popen[bytes], hidepid: str) -> None:
     """P33: where /proc hides other users' processes, one that lives keeps its directory, one that ended does not."""
     owner = held_by(sleeper.pid)
-    hide = f"mount -t proc -o hidepid={hidepid} proc /proc && exec setpriv --reuid 65534 --clear-groups "
+    hide = f"mount -t proc -o hidepid={hidepid} proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "
     told = [sys.executable, "-I", "-c", HIDDEN, str(owner.pid), owner.process_start]
     command = ["unshare", "--mount", "sh", "-c", f'{hide} "$@"', "sh", *told]
     if os.getuid() or subprocess.run([*command[:3], "-c", f"{hide} true"], check=False, capture_output=True).returncode:
