@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, tzinfo
 from uuid import UUID, uuid4
 
 import pytest
-from prefect import flow
+from prefect import flow, tags
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.events import emit_event
-from prefect.events.worker import EventsWorker
 from prefect.states import AwaitingRetry, Cancelling, Completed, Crashed, Pending, Running
 
 from flows.watch import watch
@@ -116,14 +114,41 @@ def test_who_was_to_be_cancelled_and_is_gone_is_cancelled(client: SyncPrefectCli
 
 
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
-    """A running one without a heartbeat is marked as crashed; one that beats, or began just now, is not."""
+    """A running one is marked as crashed without a heartbeat for so long; one that beats, or began just now, is not."""
     silent = made(client, "three", Running())
     beating = made(client, "three", Running())
     assert watch(tag="three", silent_s=300).dead == ()
-    emit_event("prefect.flow-run.heartbeat", resource={"prefect.resource.id": f"prefect.flow-run.{beating}"})
-    EventsWorker.instance().wait_until_empty()
+    until = time.monotonic() + 60
     dead: tuple[str, ...] = ()
-    while not dead:  # once it has been running for three seconds
+    while not dead:  # once it has been running for six seconds
+        assert time.monotonic() < until
+        beat(client, beating)
+        dead = watch(tag="three", silent_s=6, crashed_s=3600).dead
+    assert dead == (name_of(client, silent),)
+    assert (state_of(client, silent), state_of(client, beating)) == ("Crashed", "Running")
+    while name_of(client, beating) not in dead:
+        assert time.monotonic() < until
         dead = watch(tag="three", silent_s=3, crashed_s=3600).dead
-    assert name_of(client, silent) in dead
-    assert state_of(client, silent) == "Crashed"
+    assert state_of(client, beating) == "Crashed"
+
+
+def test_what_crashed_days_ago_is_left_alone(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that crashed more than a day ago is not resumed."""
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Tomorrow:
+            return super().now(tz) + timedelta(hours=25)
+
+    run = made(client, "eight", Running(), Crashed())
+    with monkeypatch.context() as patch:
+        patch.setattr("flows.watch.datetime", Tomorrow)
+        assert watch(tag="eight", crashed_s=0).resumed == ()
+    assert watch(tag="eight", crashed_s=0).resumed == (name_of(client, run),)
+
+
+def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
+    """The watch is a flow run as well: where it has the tag that it looks for, it goes on."""
+    other = made(client, "nine", Running())
+    with tags("nine"):
+        assert watch(tag="nine", silent_s=0).dead == (name_of(client, other),)
