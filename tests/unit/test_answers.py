@@ -26,7 +26,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
 from ckpt_tasks.storage.objects import ObjectStore
-from ckpt_tasks.storage.secrets import Redactor, without_secrets
+from ckpt_tasks.storage.secrets import Redactor, secret_options, without_secrets
 
 NAME = "ledger/1.json"
 
@@ -288,6 +288,31 @@ def test_a_redactor_knows_the_values() -> None:
         cause = redactor.cause(ValueError(f"no {secret}"))
         assert "hush" not in "".join(traceback.format_exception(cause))
         assert "ValueError" in str(cause)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"token": "tok hush\n"}, "invalid header 'tok hush'"),
+        ({"secret": "p%20hush"}, "no user with 'p hush'"),
+        ({"client_kwargs": {"credential": {"value": "keyhush"}}}, "keyhush"),
+        ({"token": "abcd", "secret": "abcdhush"}, "abcdhush"),
+        ({"token": ["keyhush"]}, "keyhush"),
+        ({"endpoint_url": "https://host/c?sig=hush9"}, "sig=hush9 is refused"),
+        ({"conn": "AccountName=me;AccountKey=hush9"}, "hush9 is no base64"),
+        ({"conn": "Name=me;SharedAccessSignature=hush9"}, "hush9 has expired"),
+    ],
+)
+def test_a_redactor_knows_every_form_of_a_value(options: dict[str, Any], said: str) -> None:
+    """Trimmed, decoded, nested, in a list, in a URL or a connection string, and with another secret as its start."""
+    assert "hush" not in Redactor(options).text(said)
+
+
+def test_what_is_short_or_public_is_no_secret() -> None:
+    """A value of two letters stands in every text; a way to log in is no token, but a URL with a password is one."""
+    assert Redactor({"key": "eu"}).text("in eu-west") == "in eu-west"
+    options = {"token": "anon", "endpoint_url": "http://me:hush@host"}
+    assert secret_options(options) == ["storage_options.endpoint_url"]
 
 
 CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {

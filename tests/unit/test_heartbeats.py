@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_a_clock_that_is_ahead_does_not_prolong_the_grace(run_dir: Path, monkeyp
 
 
 @pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": ""}, {"boot_id": "", "pid_namespace": ""}])
-def test_systems_that_nobody_can_name_are_not_the_same(unknown: dict[str, str]) -> None:
+def test_systems_that_nobody_can_name_are_not_the_same(unknown: dict[str, Any]) -> None:
     """P33: where /proc does not say which boot and namespace it is, a process number proves nothing."""
     me = replace(identify(None), **unknown)
     assert why_free(replace(me, process_start="12345"), me, 5.0, 120.0) is None
