@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from ckpt_tasks.checkpoint.save import Described
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint
@@ -47,15 +46,15 @@ class LocalCopies:
                     f"local_dir {self.store.url} holds copies of another run", hint="Give every run one of its own."
                 ) from None
 
-    def write(self, described: Described, images: Mapping[str, memoryview], seal: Seal) -> None:
-        """Make a snapshot durable here, images by name; raise StoreError where the disk refuses."""
-        prefix = attempt_prefix(described.saving.attempt)
-        manifest = described.manifest
-        for record in manifest.objects:
+    def write(self, objects: Mapping[str, memoryview], index: tuple[str, bytes], manifest: bytes, seal: Seal) -> None:
+        """Make a snapshot durable here, shards and index by name; raise StoreError where the disk refuses."""
+        prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
+        for name, body in objects.items():
             with suppress(ObjectExistsError):  # reused: an older checkpoint's copy has it
-                self.store.put(record.name, [images[record.name.rpartition("/")[2]]])
-        self.store.put(manifest.index.name, [described.index_bytes])
-        self.store.put(prefix + MANIFEST_NAME, [described.manifest_bytes])
+                self.store.put(name, [body])
+        name, data = index
+        self.store.put(name, [data])
+        self.store.put(prefix + MANIFEST_NAME, [manifest])
         self.store.put(prefix + SEAL_NAME, [seal.to_bytes()])
         self._newest = prefix
 

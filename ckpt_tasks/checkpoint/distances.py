@@ -99,7 +99,7 @@ def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[Index
             if row_a.box == row_b.box and row_a.digest == row_b.digest:
                 continue
             from ckpt_tasks.state.distance import distance
-            from ckpt_tasks.state.snapshot import tensor_at
+            from ckpt_tasks.state.tensors import tensor_at
 
             one = tensor_at(at_a[0], row_a.dtype, row_a.box.shape, at_a[1])[_slices(row_a.box, box)]
             other = tensor_at(at_b[0], row_b.dtype, row_b.box.shape, at_b[1])[_slices(row_b.box, box)]

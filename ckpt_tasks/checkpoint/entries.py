@@ -12,7 +12,9 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.state.threads import in_threads
 
-__all__ = ["newest_first"]
+__all__ = ["SYNCED", "newest_first"]
+
+SYNCED = "synced"  # the note that a finished copy of a run leaves in the target's ledger
 
 _FEWEST, _MOST = 4, 64  # entries that are read at once
 _LISTED = 16  # names that are listed first; eight times as many in the next list

@@ -35,9 +35,8 @@ from ckpt_tasks.state.memory import (
     private_root,
     sweep,
 )
-from ckpt_tasks.state.snapshot import tensor_at
 from ckpt_tasks.state.sources import TensorSource
-from ckpt_tasks.state.tensors import copy_all
+from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt_tasks.checkpoint.entries import newest_first
+from ckpt_tasks.checkpoint.entries import SYNCED, newest_first
 from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
 from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
 
-__all__ = ["SYNCED", "Lacking", "find_lacking", "in_order", "rank"]
-
-SYNCED = "synced"  # the note that a finished copy leaves in the target's ledger
+__all__ = ["Lacking", "find_lacking", "in_order", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ckpt_tasks.checkpoint.download import DownloadedTensors
 from ckpt_tasks.checkpoint.fetch import StoredTensors
-from ckpt_tasks.checkpoint.generations import Generation
 from ckpt_tasks.checkpoint.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.errors import (
     IntegrityError,
@@ -36,6 +35,28 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
 
 _log = logging.getLogger("ckpt_tasks")
+
+
+class HostSnapshot(Protocol):
+    """A complete snapshot on this host, in memory or in a local directory."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it is or would become."""
+
+    @property
+    def store(self) -> ReadableStore:
+        """Its objects."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+
+    def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
+        """Return the tensors of its `rows`."""
+
+
+_Snapshot = TypeVar("_Snapshot", bound=HostSnapshot)
 
 
 @dataclass(frozen=True)
@@ -62,8 +83,8 @@ def restore_newest(
     partial: bool = False,
     run_key: str | None = None,
     damaged: tuple[str, ...] = (),
-    in_memory: Sequence[Generation] = (),
-) -> tuple[Checkpoint, RestoreReport, Generation | None]:
+    in_memory: Sequence[_Snapshot] = (),
+) -> tuple[Checkpoint, RestoreReport, _Snapshot | None]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
@@ -95,7 +116,7 @@ def restore_newest(
     )
 
 
-def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: Generation | None) -> None:
+def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: HostSnapshot | None) -> None:
     if generation is None:
         place, why = "storage", "this host has no good copy of it"
     else:
@@ -116,8 +137,8 @@ def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: Gen
 
 
 def _sources(
-    candidates: Iterable[Checkpoint], in_memory: Sequence[Generation]
-) -> Iterator[tuple[Checkpoint, Generation | None]]:
+    candidates: Iterable[Checkpoint], in_memory: Sequence[_Snapshot]
+) -> Iterator[tuple[Checkpoint, _Snapshot | None]]:
     committed = list(candidates)
     known = {checkpoint.manifest_digest for checkpoint in committed}
     yield from ((g.checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest not in known)

@@ -349,8 +349,10 @@ class Saver:
             return
         described = snapshot.description()
         images = {image.name: image.bytes for image in snapshot.images.images}
+        objects = {one.name: images[one.name.rpartition("/")[2]] for one in described.manifest.objects}
+        index = described.manifest.index.name, described.index_bytes
         try:
-            copies.write(described, images, self._seal_of(snapshot, described, None))
+            copies.write(objects, index, described.manifest_bytes, self._seal_of(snapshot, described, None))
         except StoreError as error:
             _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 

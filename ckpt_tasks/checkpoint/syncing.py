@@ -21,8 +21,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from ckpt_tasks.checkpoint.entries import SYNCED
 from ckpt_tasks.checkpoint.history import Head, History
-from ckpt_tasks.checkpoint.lacking import SYNCED, Lacking, find_lacking
+from ckpt_tasks.checkpoint.lacking import Lacking, find_lacking
 from ckpt_tasks.checkpoint.leasing import renewable
 from ckpt_tasks.checkpoint.opening import open_checkpoint
 from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ckpt_tasks.checkpoint.entries import SYNCED
 from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.lacking import SYNCED
 from ckpt_tasks.checkpoint.observing import Happening, happening
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, parse_ledger_name

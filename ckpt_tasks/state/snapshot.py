@@ -7,9 +7,7 @@ comes from, and whether it outlives the process, is memory.py's.
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import eq
 
@@ -20,8 +18,9 @@ from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.state.copying import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.state.device import DeviceCopy, Devices
+from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
 
-__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable", "tensor_at"]
+__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
 
 MAX_SHARD_BYTES = 2 << 30
 
@@ -139,21 +138,6 @@ def plan_snapshot(
     return SnapshotPlan(signature, files, devices)
 
 
-def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
-    """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
-    shape = tuple(shape)
-    stored = STORED_DTYPES[dtype]
-    count = math.prod(shape) * math.prod(stored.suffix)
-    if count == 0:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    raw = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=count * stored.itemsize)
-    if not stored.suffix:
-        return raw.view(getattr(torch, dtype)).view(shape)
-    real = raw.view(_REAL[dtype]).view(*shape, *stored.suffix)
-    return torch.view_as_complex(real.clone())
-
-
-_REAL = {"complex128": torch.float64, "complex32": torch.float16}
 # Dtypes that few kernels know: their bits are copied as what they are. This torch may not have all of them.
 _AS_BYTES = frozenset(
     name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
@@ -162,7 +146,7 @@ _AS_BYTES = frozenset(
 
 _VIEWS: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
     **{getattr(torch, name): lambda t: t.view(torch.uint8) for name in _AS_BYTES if hasattr(torch, name)},
-    **{getattr(torch, name): lambda t: torch.view_as_real(t.resolve_conj()) for name in _REAL},
+    **{getattr(torch, name): lambda t: torch.view_as_real(t.resolve_conj()) for name in REAL_DTYPES},
 }
 
 
@@ -171,7 +155,7 @@ def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
     if dtype in _AS_BYTES:
         return tensor_at(buffer, "uint8", shape, slot.begin)
     if STORED_DTYPES[dtype].suffix:
-        stored = {torch.float64: "float64", torch.float16: "float16"}[_REAL[dtype]]
+        stored = {torch.float64: "float64", torch.float16: "float16"}[REAL_DTYPES[dtype]]
         return tensor_at(buffer, stored, (*shape, 2), slot.begin)
     return tensor_at(buffer, dtype, shape, slot.begin)
 

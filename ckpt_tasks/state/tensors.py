@@ -7,6 +7,8 @@ What is copied into an existing tensor takes that tensor's strides.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +23,7 @@ from ckpt_tasks.state.copying import copy_tensors
 
 __all__ = [
     "DTYPES",
+    "REAL_DTYPES",
     "TensorSet",
     "allocate",
     "copy_all",
@@ -31,10 +34,14 @@ __all__ = [
     "refuse",
     "same_bits",
     "strides",
+    "tensor_at",
 ]
 
 # What can be stored, as far as this torch knows it.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
+
+# What a complex dtype is stored as, pairs of it.
+REAL_DTYPES = {"complex128": torch.float64, "complex32": torch.float16}
 
 _RESERVED = "__metadata__"  # not a tensor's name in a safetensors header
 _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
@@ -227,3 +234,17 @@ def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str 
     if here == dtype and tuple(tensor.shape) == tuple(shape):
         return None
     return f"{here}{list(tensor.shape)} here, {dtype}{list(shape)} in the checkpoint"
+
+
+def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
+    """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
+    shape = tuple(shape)
+    stored = STORED_DTYPES[dtype]
+    count = math.prod(shape) * math.prod(stored.suffix)
+    if count == 0:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=count * stored.itemsize)
+    if not stored.suffix:
+        return raw.view(getattr(torch, dtype)).view(shape)
+    real = raw.view(REAL_DTYPES[dtype]).view(*shape, *stored.suffix)
+    return torch.view_as_complex(real.clone())
