@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -114,7 +114,12 @@ class Pruner:
             while self.unnoted:
                 self._history.append(self.unnoted[0], lambda state, n: state, owner=owner)
                 self.unnoted.popleft()
-            self._run(owner, state, state.live[-1].manifest_digest, self._behind.check)
+            with self._one:
+                newest = state.live[-1].manifest_digest
+                if self._swept and all(v.keep for v in plan_prune(state, self._policy, restored_from=newest)):
+                    self._delete(state.retired, self._behind.check)  # by the commit; nothing else is to be asked
+                else:
+                    self._prune(owner, self._newest(owner), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
             return  # not wanted any more; the next save meets the new owner
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
@@ -131,36 +136,44 @@ class Pruner:
 
         Raises FencedError where the directory is another's by now; nothing is deleted then.
         """
-        head = self._history.head()
-        check_owner(head.state.owner, owner)
-        state = head.state.sparing(head.spared_epochs)
-        self._run(owner, state, going_on_from, lambda: None)
+        with self._one:
+            state = self._newest(owner)
+            self._prune(owner, state, going_on_from, lambda: None)
         return self._plan(state, going_on_from)
 
-    def _run(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
-        """Prune as `run` does, from a state that this owner has seen; `check` stops it by what it raises."""
-        with self._one:
-            # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
-            # does not count, or nothing newer would ever be read.
-            wanted = plan_prune(state, self._policy, restored_from=going_on_from)
-            if not all(v.keep for v in wanted):
-                self._warn_of_best(state)
-                if not self._knows_good(wanted):
-                    self._verify(lineage(state.live)[0], owner, check)
-            unnamed = [] if self._swept else self._orphans(state)
-            given_up = [name for name in state.retired if name not in self.deleted]
-            with self.retiring:
-                check()
-                plan = partial(self._agreed, going_on_from=going_on_from)
-                retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed)
-                if unnamed or retirement.checkpoints:
-                    # Before the first delete: this process may stall, and others commit what it is about to delete.
-                    given_up += retire(self._history, owner, retirement)
-                    self.deleted -= retirement.deleted
-            self.deleted |= delete_retired(self._history.store, given_up, check)
-            if not self._swept:
-                self._drop_unfinished(owner)
-                self._swept = len(unnamed) < _MOST_ORPHANS
+    def _newest(self, owner: Owner) -> State:
+        head = self._history.head()
+        check_owner(head.state.owner, owner)
+        return head.state.sparing(head.spared_epochs)
+
+    def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
+        """Prune the newest state, for whoever holds `_one`; `check` stops it by what it raises."""
+        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
+        # does not count, or nothing newer would ever be read.
+        wanted = plan_prune(state, self._policy, restored_from=going_on_from)
+        if not all(v.keep for v in wanted):
+            self._warn_of_best(state)
+            if not self._knows_good(wanted):
+                self._verify(lineage(state.live)[0], owner, check)
+        unnamed = [] if self._swept else self._orphans(state)
+        given_up: tuple[str, ...] = ()
+        with self.retiring:
+            check()
+            plan = partial(self._agreed, going_on_from=going_on_from)
+            retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed)
+            if unnamed or retirement.checkpoints:
+                # Before the first delete: this process may stall, and others commit what it is about to delete.
+                given_up = retire(self._history, owner, retirement)
+                self.deleted -= retirement.deleted
+        self._delete((*state.retired, *given_up), check)
+        if not self._swept:
+            self._drop_unfinished(owner)
+            self._swept = len(unnamed) < _MOST_ORPHANS
+
+    def _delete(self, retired: Iterable[str], check: Callable[[], None]) -> None:
+        """Delete what an entry has given up; it may go at any time."""
+        left = [name for name in retired if name not in self.deleted]
+        self.deleted |= delete_retired(self._history.store, left, check)
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""

@@ -94,6 +94,7 @@ def train(ckpt: Checkpointer, steps: int, size_bytes: int) -> None:
         said = attempt(ckpt.save, step, laden(step, size_bytes))
         sys.stdout.write(said or f"saved {step}\n")
         sys.stdout.flush()
+        ckpt._pruner.finish(60)  # what is stopped in a prune is stopped there, not in a later save
         if said:
             for verb, *given in [
                 (ckpt.save, step, laden(step, size_bytes)),
