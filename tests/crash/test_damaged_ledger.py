@@ -157,6 +157,17 @@ def test_what_a_lost_checkpoint_reuses_is_not_deleted_with_the_checkpoint_that_w
     assert len(list(run_dir.glob("checkpoint_*/*/*.safetensors"))) == 6  # three of step 7, two of step 2, its base
 
 
+def test_a_lost_checkpoint_whose_manifest_is_damaged_too_keeps_no_prune_from_its_work(run_dir: Path) -> None:
+    """P64, P65: what nobody can restore any more does not make the run keep every later checkpoint."""
+    syncs.train(run_dir, 1, 2, of=syncs.state_of)
+    second = next(c for c in head_of(run_dir).live if c.step == 2)
+    for path in (*entries(run_dir)[-2:], run_dir / second.manifest):
+        zero(path)
+    for step in (5, 6, 7):
+        syncs.train(run_dir, step, of=syncs.state_of, max_num_checkpoints=1)
+    assert [c.step for c in head_of(run_dir).live] == [7]
+
+
 def test_the_owner_that_wrote_an_entry_goes_on_from_it_when_it_is_damaged(root: Path) -> None:
     """P35, P49: what this process has read stays the truth; its next entry holds what the damaged one said."""
     _, ckpt = restored(root)
