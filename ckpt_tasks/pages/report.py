@@ -54,7 +54,8 @@ _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
 _TEXT_SHOWN = 200
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>()#+!|~&:/@.]|^-)")  # what could begin something, a bare link as well
+# What could begin something: a mark anywhere, a list at the start, a bare link. A number or a time has none of it.
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +197,8 @@ def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list
 
 
 def in_markdown(words: str) -> str:
-    """Return a text that markdown shows as it stands, on one line and in a table's cell as well."""
-    return _MARKDOWN.sub(r"\\\1", printable(words))
+    """Return a text that markdown shows as it stands, spaces at its ends aside, on one line and in a table's cell."""
+    return _MARKDOWN.sub(r"\\\g<0>", printable(words).strip())
 
 
 def to_markdown(report: Report) -> str:

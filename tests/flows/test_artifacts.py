@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import Artifact, FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.orchestration.artifacts import RunPages, artifact_key
 from flows.train import train
 from tests.unit.cli_runs import save_steps
@@ -76,7 +76,7 @@ def test_a_resume_shows_what_was_before(run_dir: Path, tmp_path: Path) -> None:
     run(run_dir, 10)
     _, after = newest()
     assert after["tiny-1-report"].id != before["tiny-1-report"].id
-    assert r"RuntimeError\: injected in step 7" in str(after["tiny-1-report"].data)
+    assert r"RuntimeError: injected in step 7" in str(after["tiny-1-report"].data)
 
 
 def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +187,20 @@ def config_of(run_dir: Path) -> CheckpointConfig:
 def test_keys_are_what_prefect_takes(run_key: str, key: str) -> None:
     """A run's key becomes lowercase letters, digits and dashes."""
     assert artifact_key(run_key) == key
+
+
+def test_a_cell_of_the_table_shows_a_lease_as_it_stands(run_dir: Path) -> None:
+    """Prefect's page shows a cell as markdown: what somebody wrote into the run is text there."""
+    save_steps(run_dir, 1)
+    leased = open_run(run_dir)
+    with leased.lease(leased.checkpoints()[0], holder="![x](http://e.vil) <b>"):
+
+        @flow
+        def watched() -> None:
+            with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "leased", 2):
+                pass
+
+        watched()
+    _, pages = newest()
+    row = json.loads(str(pages["leased-checkpoints"].data))[0]
+    assert r"leased by !\[x\](http\://e.vil) \<b\>" in row["kept because"]

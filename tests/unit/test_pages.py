@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from ckpt_tasks.checkpoint.goodput import Course, follow
 from ckpt_tasks.checkpoint.timeline import Moment, Timeline
@@ -191,14 +192,90 @@ def test_markdown_shows_foreign_text_as_it_stands() -> None:
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}  # tables of three and of four columns
 
 
-@pytest.mark.parametrize("text", ["- x", "a\nb", "www.e.vil", "a@b.c", "\\", "![i](u)", "<b>"])
-def test_what_could_begin_something_is_escaped(text: str) -> None:
-    """Each special character has a backslash before it, and a line stays one line."""
-    escaped = in_markdown(text)
-    assert "\n" not in escaped
-    assert re.sub(r"\\(.)", r"\1", escaped) == printable(text)
-    assert not re.search(r"(?<!\\)(?:\\\\)*[<\[@`]", escaped)
-    assert not re.match(r"-|www\.", escaped)
+NAMES = [
+    *(
+        "- x",
+        "+",
+        "---",
+        "1. x",
+        "2)",
+        "# x",
+        "> x",
+        "    x",
+        "a\nb",
+        "a\r\n\r\nb",
+        "\\",
+        "\\|",
+        "a|b",
+        "|",
+        "```",
+        "`a",
+        "~~a~~",
+    ),
+    *(
+        "www.e.vil",
+        "WWW.e.vil",
+        "http://e.vil",
+        "a@b.c",
+        "<http://e.vil>",
+        "<b>",
+        "<!-- x",
+        "<a\nhref=x>",
+        "&amp;",
+        "&#124;",
+    ),
+    *("![i](u)", "[a](u)", "[a]: u", "[^1]", "**b**", "_e_", "a_b_", "\x1b[2J", "\u2028", "val/loss", "0.5", HOSTILE),
+]
+
+
+class Shown(HTMLParser):
+    """The tags of a page and its text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_markdown_parser_shows_a_name_as_it_is(name: str) -> None:
+    """A parser makes one paragraph, and one cell of a table, of a foreign name; its text is the name."""
+    shows_as_it_is(name)
+
+
+@given(st.text(st.sampled_from("-+*_~`<>[]()!|#&;:/.@=\\ \n\t1axw\x1b"), max_size=12))
+def test_a_markdown_parser_shows_any_name_as_it_is(name: str) -> None:
+    """Whatever marks are put together, they stay text."""
+    shows_as_it_is(name)
+
+
+def shows_as_it_is(name: str) -> None:
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    expected = printable(name).strip()
+    cell = Shown(parser.render(in_markdown(name)))
+    assert (cell.text.rstrip("\n"), cell.tags) == (expected, ["p"] if expected else [])
+    table = Shown(parser.render(f"|h|i|\n|---|---|\n| {in_markdown(name)} | z |\n"))
+    assert table.tags == ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
+    assert [line for line in table.text.splitlines() if line] == [*"hi", *([expected] if expected else []), "z"]
+
+
+@pytest.mark.parametrize("text", ["www.e.vil", "http://e.vil", "ftp://e", "a@b.c"])
+def test_a_bare_address_is_no_link(text: str) -> None:
+    """Parsers that make links of bare addresses find none: a mark of each is escaped."""
+    assert not re.search(r"www\.|(?<!\\)://|(?<!\\)@", in_markdown(text), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("text", ["0.5", "-0.5", "1e+06", "2026-11-23 19:00:00", "every 10 steps", "1.5 MiB"])
+def test_numbers_and_times_need_no_escape(text: str) -> None:
+    """What programs read of a table's cells is what people read."""
+    assert in_markdown(text) == text
 
 
 def test_the_picture_travels_within_the_markdown() -> None:
