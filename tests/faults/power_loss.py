@@ -233,6 +233,7 @@ def lose_in_order(work: Path, *, leaves_out: LeavesOut, saves: int, every: int, 
     shutil.copyfile(work / "new", image)
     notes.touch()
     in_order, acked = iter(range(1 << 30)), 0
+    one = threading.Lock()  # a prune changes the disk beside a save
 
     def copy(where: str) -> None:
         taken = len(notes.read_text().splitlines())
@@ -241,13 +242,15 @@ def lose_in_order(work: Path, *, leaves_out: LeavesOut, saves: int, every: int, 
             file.write(json.dumps([where, acked]) + "\n")
 
     def before(call: str) -> None:
-        if next(in_order) % every == first:
-            copy(f"before {call}")
+        with one:
+            if next(in_order) % every == first:
+                copy(f"before {call}")
 
     def ack(step: int) -> None:
         nonlocal acked
-        acked = step
-        copy(f"after step {step} was saved")
+        with one:
+            acked = step
+            copy(f"after step {step} was saved")
 
     with mounted_disk(image) as root:
         in_a_process(lambda: live(root, saves, leaves_out, before, ack))
