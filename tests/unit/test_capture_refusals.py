@@ -96,12 +96,30 @@ def test_a_lazy_module_is_refused_until_it_has_values() -> None:
     assert caught.value.key == "model/weight"
     lazy(torch.ones(1, 2))
     saved = save({"model": lazy})
-    with pytest.raises(UnsupportedStateError, match="not initialised"):
-        restore(saved, {"model": nn.LazyLinear(3)})
     fresh = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedStateError, match=r"restored into.*Run one forward pass first") as caught:
+        restore(saved, {"model": fresh})
+    assert caught.value.key == "model/weight"
+    assert fresh.has_uninitialized_params()
     fresh(torch.ones(1, 2))
     restore(saved, {"model": fresh})
     same_module(lazy, fresh)
+
+
+def test_a_lazy_module_in_the_target_leaves_all_the_others_as_they_are() -> None:
+    """P8: a fresh program's lazy buffers are refused before anything is applied; one forward pass later all is set."""
+    saved_norm, saved_linear = nn.LazyBatchNorm1d(), nn.Linear(2, 2)
+    saved_norm(torch.randn(4, 2))
+    saved = save({"linear": saved_linear, "norm": saved_norm})
+    linear, norm = nn.Linear(2, 2), nn.LazyBatchNorm1d()
+    before = linear.weight.detach().clone()
+    with pytest.raises(UnsupportedStateError, match="Run one forward pass first"):
+        restore(saved, {"linear": linear, "norm": norm})
+    assert same_bits(linear.weight, before)
+    norm(torch.randn(4, 2))
+    restore(saved, {"linear": linear, "norm": norm})
+    same_module(saved_linear, linear)
+    same_module(saved_norm, norm)
 
 
 def test_every_difference_is_listed_and_nothing_is_touched() -> None:
