@@ -341,6 +341,7 @@ class Checkpointer:
             self._owner = acquire(
                 self._history, me, take_over=self._take_over, timeout_s=config.owner_timeout_s, best=best
             )
+            self._history.store.keep_room()
             self._pruner.new_owner()
             self._knows_line = False
             self._generations.open(self._run_key)

@@ -174,6 +174,8 @@ class Pruner:
         """Delete what an entry has given up; it may go at any time."""
         left = [name for name in retired if name not in self.deleted]
         self.deleted |= delete_retired(self._history.store, left, check)
+        if left:
+            self._history.store.keep_room()  # the entry above may have used it
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""

@@ -28,14 +28,15 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.storage.calls import Calls
 from ckpt_tasks.storage.links import link_above, unlinked
 from ckpt_tasks.storage.local_errors import DAMAGED, HINTS, NO_LINKS, our_errors, read_again
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.progress import moved
+from ckpt_tasks.storage.reserve import Reserve
 
 __all__ = ["Calls", "LocalStore"]
 
@@ -47,31 +48,6 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
 _OLD_S = 3600.0
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-
-
-class Calls(Protocol):
-    """The system calls that change or read the disk: the module `os`, or what a test puts between it and the store."""
-
-    @property
-    def open(self) -> Any: ...
-    @property
-    def close(self) -> Any: ...
-    @property
-    def pwrite(self) -> Any: ...
-    @property
-    def fsync(self) -> Any: ...
-    @property
-    def link(self) -> Any: ...
-    @property
-    def replace(self) -> Any: ...
-    @property
-    def unlink(self) -> Any: ...
-    @property
-    def mkdir(self) -> Any: ...
-    @property
-    def preadv(self) -> Any: ...
-    @property
-    def scandir(self) -> Any: ...
 
 
 class LocalStore:
@@ -97,6 +73,7 @@ class LocalStore:
         self._directory_mode = 0o770 if group_access else 0o700
         self._durable: set[Path] = set()
         self._making = threading.Lock()  # several threads write the first objects of a directory at once
+        self._reserve = Reserve(self.root, self._write_new, self._unlink)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -111,21 +88,13 @@ class LocalStore:
     def put_if_absent(self, name: str, body: bytes) -> None:
         path = self._path(name)
         with our_errors(name, path):
-            self._directory(path.parent)
-            temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
-            self._write(temporary, [memoryview(body)])
-            try:
-                self._link(temporary, path)
-                self._confirm(path, name)
-            finally:
-                self._unlink_quietly(temporary)
+            self._reserve.spend(name, lambda: self._publish(path, name, body))
 
     def replace(self, name: str, body: bytes) -> None:
         path = self._path(name)
         with our_errors(name, path):
-            self._directory(path.parent)
-            temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
-            self._write(temporary, [memoryview(body)])
+            temporary = _temporary(path)
+            self._write_new(temporary, body)
             try:
                 self._calls.replace(temporary, path)
             except BaseException:
@@ -193,6 +162,10 @@ class LocalStore:
     def assume_single_writer(self) -> None:
         """Do nothing: `link` is a condition that every local file system has."""
 
+    def keep_room(self) -> None:
+        """Keep room for ledger entries; only they use it."""
+        self._reserve.fill()
+
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _path(self, name: str, error: type[CkptError] = StoreError) -> Path:
@@ -258,6 +231,19 @@ class LocalStore:
             directory = directory.parent
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _publish(self, path: Path, name: str, body: bytes) -> None:
+        temporary = _temporary(path)
+        self._write_new(temporary, body)
+        try:
+            self._link(temporary, path)
+            self._confirm(path, name)
+        finally:
+            self._unlink_quietly(temporary)
+
+    def _write_new(self, path: Path, body: bytes) -> None:
+        self._directory(path.parent)
+        self._write(path, [memoryview(body)])
 
     def _write(self, path: Path, pieces: Sequence[memoryview]) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _O_NOFOLLOW
@@ -349,6 +335,9 @@ class LocalStore:
         finally:
             self._calls.close(fd)
 
+    def _unlink(self, path: Path) -> None:
+        self._calls.unlink(path)
+
     def _unlink_quietly(self, path: Path) -> None:
         # The error under way is the one to report; a left-over temporary name is ignored by every listing.
         with suppress(OSError):
@@ -385,6 +374,10 @@ class LocalStore:
                 why = f"the object ends at byte {begin + done}, {into.nbytes - done} too early"
                 raise IntegrityError(why, key=name)
             done += count
+
+
+def _temporary(path: Path) -> Path:
+    return path.parent / f".tmp-{secrets.token_hex(8)}"
 
 
 def _address(piece: memoryview) -> int:

@@ -184,6 +184,9 @@ class ObjectStore:
     def assume_single_writer(self) -> None:
         self._single_writer = True
 
+    def keep_room(self) -> None:
+        """Do nothing: an object store does not fill up."""
+
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reaches(self, other: ObjectStore) -> bool:

@@ -81,3 +81,6 @@ class Store(ReadableStore, Protocol):
 
     def assume_single_writer(self) -> None:
         """Look before `put_if_absent` instead of asking for a condition that the store does not have."""
+
+    def keep_room(self) -> None:
+        """Reserve room for the ledger, so that it can be written where data finds none; never raises."""

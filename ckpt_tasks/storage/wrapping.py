@@ -63,6 +63,9 @@ class WrappedStore:
     def assume_single_writer(self) -> None:
         self.inner.assume_single_writer()
 
+    def keep_room(self) -> None:
+        self.inner.keep_room()
+
 
 def unwrapped(store: Store) -> Store:
     """Return the store behind all that stands in front of it."""

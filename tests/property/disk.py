@@ -85,6 +85,9 @@ class Disk:
     def assume_single_writer(self) -> None:
         """Do nothing: the condition is there."""
 
+    def keep_room(self) -> None:
+        """Do nothing: there is always room."""
+
 
 class Connection(Disk):
     """A disk as processes reach it: every request is a moment at which others may run, and may fail."""

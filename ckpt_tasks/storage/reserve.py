@@ -1,0 +1,88 @@
+"""Room that a run directory keeps for its own ledger, so that a full disk can still be pruned.
+
+A take-over, a prune, a release and a lease each write a ledger entry. Where the disk is full, or a quota used up, there
+is no room even for that. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. An entry that finds no
+room deletes one of them and is written again (docs/decisions/0030).
+
+Invariants
+
+1. Only the ledger uses the reserve. Data would take all of it at once and leave nothing for the prune.
+2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same time
+   delete two files, each deletion frees an inode as well, and a file that has a second name elsewhere keeps its bytes.
+3. No run fails because its reserve cannot be made.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.format.keys import is_live_list, parse_ledger_name
+from ckpt_tasks.storage.links import unlinked
+
+__all__ = ["Reserve"]
+
+_NAMES = tuple(f".ckpt-reserve/{n:02d}" for n in range(16))
+_FILE_BYTES = 64 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class Reserve:
+    """The reserve of one run directory.
+
+    `write` makes a new file and its directory; `unlink` deletes a file.
+    """
+
+    def __init__(self, root: Path, write: Callable[[Path, bytes], None], unlink: Callable[[Path], None]):
+        self._root = root
+        self._write = write
+        self._unlink = unlink
+        self._warned = False
+
+    def fill(self) -> None:
+        """Make the files that are missing; log one warning where that fails."""
+        try:
+            for name in _NAMES:
+                self._make(unlinked(self._root, name, StoreError))
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: no room could be reserved (%s). On a full disk this run may not be pruned or taken over.",
+                    self._root,
+                    error.strerror or error,
+                )
+
+    def spend(self, name: str, write: Callable[[], None]) -> None:
+        """Write an object; where a ledger entry finds no room, delete files of the reserve until it does."""
+        of_ledger = parse_ledger_name(name) is not None or is_live_list(name)
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                if error.errno not in _FULL or not of_ledger or not self._delete_one():
+                    raise
+
+    def _make(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            if os.lstat(path).st_size == _FILE_BYTES:
+                return
+            self._unlink(path)  # the process that wrote it was killed
+        with suppress(FileExistsError):  # another process has just made it
+            # Random: a file system that compresses, or shares equal blocks, keeps room for nothing else.
+            self._write(path, os.urandom(_FILE_BYTES))
+
+    def _delete_one(self) -> bool:
+        with suppress(OSError):  # the error to report is that of the entry
+            for name in _NAMES:
+                with suppress(FileNotFoundError):
+                    self._unlink(unlinked(self._root, name, StoreError))
+                    return True
+        return False
