@@ -136,6 +136,7 @@ def make(directory: Path) -> None:
         run.record_evaluation(run.find(10), "quick", {"accuracy": 0.75, "loss": float("inf")})
     (directory / heartbeat_name(1)).unlink()  # a sign of life is no part of what a run is
     (directory / heartbeat_name(1)).parent.rmdir()
+    shutil.rmtree(directory / ".ckpt-reserve")  # nor is the room that its owner keeps
 
 
 def make_many(directory: Path) -> None:
