@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
@@ -214,3 +216,20 @@ def test_what_saves_nothing_is_warned_of(run_dir: Path, caplog: pytest.LogCaptur
     assert len(said) == 1
     assert "metric" in said[0]
     assert "state_dict() of this" in said[0]
+
+
+class Batch:
+    """A variable of a training loop that would be large."""
+
+
+def test_a_save_keeps_no_variable_of_the_loop(run_dir: Path) -> None:
+    """P11: what the loop lets go of after a save is free at once, though the save looked for its DataLoaders."""
+    loader = DataLoader(range(4), shuffle=True)  # type: ignore[arg-type, var-annotated]
+    batch = Batch()
+    alive = weakref.ref(batch)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)) as ckpt:
+        ckpt.save(1, {"weight": torch.ones(2)})
+        ckpt.step(2, {"weight": torch.ones(2)})
+        del batch
+        assert alive() is None
+    assert len(loader) == 4  # the loop has it in a variable
