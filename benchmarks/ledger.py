@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.apart import summary
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 
 __all__ = ["measure"]

@@ -12,7 +12,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from benchmarks.sleeper import Sleeper
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.orchestration.hooks import attempted_task
+from ckpt_tasks.orchestration.attempts import attempted_task
 from flows.train import train
 
 __all__ = ["measure"]

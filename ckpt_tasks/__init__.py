@@ -13,11 +13,11 @@ from ckpt_tasks import errors
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-    from ckpt_tasks.checkpoint.config import CheckpointConfig
-    from ckpt_tasks.checkpoint.reading import open_run
-    from ckpt_tasks.checkpoint.restore import RestoreReport
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.orchestration.hooks import resumable_task
+    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.orchestration.attempts import resumable_task
+    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.state.data import ResumableSampler
 
 __version__ = "0.1.0.dev0"
@@ -35,12 +35,12 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "ckpt_tasks.format.records",
-    "CheckpointConfig": "ckpt_tasks.checkpoint.config",
+    "CheckpointConfig": "ckpt_tasks.ledger.config",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
-    "RestoreReport": "ckpt_tasks.checkpoint.restore",
+    "RestoreReport": "ckpt_tasks.reading.restore",
     "ResumableSampler": "ckpt_tasks.state.data",
-    "open_run": "ckpt_tasks.checkpoint.reading",
-    "resumable_task": "ckpt_tasks.orchestration.hooks",
+    "open_run": "ckpt_tasks.reading.reading",
+    "resumable_task": "ckpt_tasks.orchestration.attempts",
 }
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_tasks.orchestration.doctor import read_automations
-from ckpt_tasks.orchestration.stopping import RESUMED
+from ckpt_tasks.orchestration.early_stop import RESUMED
 
 __all__ = ["PREFIX", "TAG", "Outcome", "apply", "main", "remove", "wanted"]
 

@@ -22,15 +22,15 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.forked import check_program, recorded_params
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import CkptError, ConfigError
-from ckpt_tasks.gang.local import find_program
-from ckpt_tasks.gang.parameters import effective_params
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.session.forked import check_program, recorded_params
+from ckpt_tasks.session.local import find_program
+from ckpt_tasks.session.parameters import effective_params
 from flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 
 __all__ = ["main", "main_evaluate"]

@@ -12,14 +12,14 @@ from prefect.futures import as_completed
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.orchestration.attempts import attempted_task
 from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Rounds, choose, teller
-from ckpt_tasks.orchestration.hooks import attempted_task
 from ckpt_tasks.orchestration.promote import Promotion
 from ckpt_tasks.orchestration.starts import name_declined_starts
+from ckpt_tasks.reading.reading import Run
 
 _RETRY_DELAY_S = 2.0
 

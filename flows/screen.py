@@ -11,13 +11,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import run_of
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
-from ckpt_tasks.pages.picture import sort_metrics
-from ckpt_tasks.pages.words import clock, fine_span, printable
+from ckpt_tasks.reading.reading import run_of
+from ckpt_tasks.report.picture import sort_metrics
+from ckpt_tasks.report.words import clock, fine_span, printable
+from ckpt_tasks.session.session import Progress, watcher
 
 __all__ = ["EvaluationLine", "LiveLine", "Screen", "print_evaluation", "print_evaluations", "print_run"]
 

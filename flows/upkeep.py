@@ -8,7 +8,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.upkeep import Pruned, Verified, check_good, prune_run, verify_run
 

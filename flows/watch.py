@@ -24,7 +24,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
-from ckpt_tasks.orchestration.stopping import RESUMED
+from ckpt_tasks.orchestration.early_stop import RESUMED
 
 __all__ = ["Watched", "watch"]
 

@@ -8,27 +8,27 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_tasks.checkpoint.config import AttemptHooks, CheckpointConfig
-from ckpt_tasks.checkpoint.generations import Generations
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.listening import Listener
-from ckpt_tasks.checkpoint.metrics import FiniteMetrics
-from ckpt_tasks.checkpoint.ownership import Heartbeat, acquire, damage, identify
-from ckpt_tasks.checkpoint.position import Position, point
-from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.restore import RestoreReport, restore_newest
-from ckpt_tasks.checkpoint.save import check_step, encode_groups
-from ckpt_tasks.checkpoint.saver import Saver
 from ckpt_tasks.errors import OwnerError
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
+from ckpt_tasks.ledger.config import AttemptHooks, CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.metrics import FiniteMetrics
+from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.reading.restore import RestoreReport, restore_newest
+from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.saving.position import Position, point
+from ckpt_tasks.saving.save import check_step, encode_groups
+from ckpt_tasks.saving.saver import Saver
+from ckpt_tasks.snapshot.generations import Generations
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.state.unsaved import warn_of_unsaved
-from ckpt_tasks.storage.places import find_place
+from ckpt_tasks.storage.locations import find_place
+from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Checkpointer"]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from ckpt_tasks.pages.svg import FONTS, INK, PALE, polyline, round_ticks, text
-from ckpt_tasks.pages.words import fine_span, percent
 from ckpt_tasks.policy.cadence import TradeOff
+from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
+from ckpt_tasks.report.words import fine_span, percent
 
 __all__ = ["draw_curve", "fine_span", "percent"]
 

@@ -11,14 +11,14 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import WatchedStore, reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.pages.words import count, number
+from ckpt_tasks.report.words import count, number
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tasks.checkpoint.compare import Comparison, Difference
-    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.copying.compare import Comparison, Difference
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["diff"]
 
@@ -43,7 +43,7 @@ def diff(a: CheckpointArgument, b: CheckpointArgument, every: AllOption = False,
 
 
 def _compare(out: Output, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> Comparison:
-    from ckpt_tasks.checkpoint.compare import compare_checkpoints
+    from ckpt_tasks.copying.compare import compare_checkpoints
 
     with reading(out, "comparing", a[1].size_bytes + b[1].size_bytes) as told:
         stores = [WatchedStore(run.history.store, told) for run, _ in (a, b)]

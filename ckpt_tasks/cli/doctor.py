@@ -68,7 +68,7 @@ def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
 
 def _of_place(directory: str | None) -> list[Check]:
     from ckpt_tasks.policy.health import Check, judge_memory
-    from ckpt_tasks.storage.places import find_place
+    from ckpt_tasks.storage.locations import find_place
     from ckpt_tasks.storage.retrying import RetryingStore
 
     if directory is None:
@@ -85,9 +85,9 @@ def _of_place(directory: str | None) -> list[Check]:
 
 def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
     """Look at the run that is there, which has proved its store, or try the store; return its newest one's size too."""
-    from ckpt_tasks.checkpoint.history import History
     from ckpt_tasks.format.keys import FORMAT_NAME
     from ckpt_tasks.format.ledger import lineage
+    from ckpt_tasks.ledger.history import History
     from ckpt_tasks.policy.health import Check
 
     try:
@@ -161,7 +161,7 @@ def _clock(endpoint: str | None) -> list[Check]:
 
 def _memory(url: str | None, size_bytes: int | None) -> MemoryFacts:
     from ckpt_tasks.policy.health import MemoryFacts
-    from ckpt_tasks.state.memory import SLOTS, default_directory
+    from ckpt_tasks.snapshot.memory import SLOTS, default_directory
 
     if not _SHARED_MEMORY.is_dir():
         return MemoryFacts(directory=str(_SHARED_MEMORY), there=False)

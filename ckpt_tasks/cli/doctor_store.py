@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.output import JsonOption, Output, console, output, printable, table
-from ckpt_tasks.pages.words import size, span
+from ckpt_tasks.report.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.storage.findings import Ability, Findings, Latency, Verdict
@@ -52,7 +52,7 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
 
 
 def _measure(out: Output, url: str) -> tuple[Findings, Verdict]:
-    from ckpt_tasks.checkpoint.reading import open_store
+    from ckpt_tasks.reading.reading import open_store
     from ckpt_tasks.storage.findings import judge
     from ckpt_tasks.storage.measuring import measure
     from ckpt_tasks.storage.retrying import RetryingStore

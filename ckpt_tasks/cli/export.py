@@ -13,12 +13,12 @@ from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
-from ckpt_tasks.pages.words import count, size
+from ckpt_tasks.report.words import count, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.export import ExportReport
-    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.copying.export import ExportReport
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["export"]
 
@@ -66,7 +66,7 @@ def export(
 
 
 def _export(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
-    from ckpt_tasks.checkpoint.export import plan_export, write_export
+    from ckpt_tasks.copying.export import plan_export, write_export
 
     store = run.history.store
     plan = plan_export(store, checkpoint, out, **how)

@@ -15,11 +15,11 @@ from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.sync import SingleOption, print_unleased
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.pages.words import size, span
+from ckpt_tasks.report.words import size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.fork import ForkPlan, Moved
-    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.copying.fork import ForkPlan, Moved
+    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 __all__ = ["fork"]
@@ -56,8 +56,8 @@ def fork(
         wanted = parse_target(checkpoint)
         run = wanted.open()
         _check_changes(run, changed)
-        from ckpt_tasks.checkpoint.fork import find_source, plan_fork, run_fork
-        from ckpt_tasks.storage.places import find_place
+        from ckpt_tasks.copying.fork import find_source, plan_fork, run_fork
+        from ckpt_tasks.storage.locations import find_place
 
         place = find_place(to, run_key=run_key)
         target, began = place.open(), time.monotonic()

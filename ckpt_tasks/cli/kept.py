@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from ckpt_tasks.pages.words import span
+from ckpt_tasks.report.words import span
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import State

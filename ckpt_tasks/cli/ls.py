@@ -11,14 +11,14 @@ from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
 from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import RunArgument
-from ckpt_tasks.pages.words import age, count, number, size, span, when
+from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tasks.checkpoint.history import Head
-    from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State
+    from ckpt_tasks.ledger.history import Head
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["ls"]
 
@@ -28,8 +28,8 @@ _EVALUATIONS_SHOWN = 2
 
 def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
     """List the checkpoints of a run, newest first."""
-    from ckpt_tasks.checkpoint.reading import open_run
     from ckpt_tasks.format.ledger import lineage
+    from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out:
         run = open_run(directory)
@@ -142,7 +142,7 @@ def title(run: Run, which: str = "") -> Any:
 
 def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return (suite, metric) by worth: training's first, two of evaluations, the others of training; --json has all."""
-    from ckpt_tasks.pages.picture import sort_metrics
+    from ckpt_tasks.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row["metrics"]})]
     suites = dict.fromkeys(suite for row in rows for suite in row["evaluations"])
@@ -166,7 +166,7 @@ def _owner(owner: Owner) -> dict[str, Any]:
 
 
 def _holder(owner: Owner | None) -> str:
-    from ckpt_tasks.checkpoint.ownership import identify, why_free
+    from ckpt_tasks.ledger.ownership import identify, why_free
 
     if owner is None:
         return "No process has held this run."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.pages.words import printable
+from ckpt_tasks.report.words import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -66,7 +66,7 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
     """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit `trouble`."""
-    from ckpt_tasks.storage.places import first_answer_s
+    from ckpt_tasks.storage.locations import first_answer_s
 
     out = Output(as_json)
     limit = first_answer_s.set(_FIRST_ANSWER_S)

@@ -14,7 +14,6 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.errors import CheckpointNotFoundError
-from ckpt_tasks.pages.words import count
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
     Observed,
@@ -24,9 +23,10 @@ from ckpt_tasks.policy.cadence import (
     trade_off,
     trade_off_at,
 )
+from ckpt_tasks.report.words import count
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.reading import Run
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["plan"]
 
@@ -69,8 +69,8 @@ def plan(
     From what the run's newest saves cost and how often its training failed: the interval at which waiting for saves and
     doing lost work again cost least together, and what other intervals would cost.
     """
-    from ckpt_tasks.checkpoint.observing import observe
-    from ckpt_tasks.checkpoint.reading import open_run
+    from ckpt_tasks.ledger.observing import observe
+    from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out:
         run = open_run(directory)

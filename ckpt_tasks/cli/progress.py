@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.cli.output import Output, console
-from ckpt_tasks.pages.words import size, span
+from ckpt_tasks.report.words import size, span
 from ckpt_tasks.storage.wrapping import WrappedStore
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.pages.words import age, count, size
+from ckpt_tasks.report.words import age, count, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.config import CheckpointConfig
-    from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint, State
+    from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.policy.retention import Verdict
+    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 __all__ = ["prune"]
@@ -48,9 +48,9 @@ def prune(
     leased ones always stay. Takes the run directory while it works: a run that is training is refused, and prunes
     itself. Its snapshots in this host's memory are freed, unless storage lacks one of them.
     """
-    from ckpt_tasks.checkpoint.config import CheckpointConfig
-    from ckpt_tasks.checkpoint.reading import open_run
-    from ckpt_tasks.checkpoint.upkeep import missing_metric
+    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.upkeep.upkeep import missing_metric
 
     with output(as_json) as out:
         run = open_run(directory)
@@ -76,7 +76,7 @@ def prune(
 
 
 def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> None:
-    from ckpt_tasks.checkpoint.upkeep import plan_prune
+    from ckpt_tasks.upkeep.upkeep import plan_prune
 
     head, store = run.head(), run.history.store
     before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}
@@ -99,7 +99,7 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
 
 def _unnamed(store: Store, state: State) -> list[str]:
     """List what is there and no checkpoint names: orphans, and retired objects whose deletion was not finished."""
-    from ckpt_tasks.checkpoint.upkeep import orphans
+    from ckpt_tasks.upkeep.upkeep import orphans
 
     return sorted({*orphans(store, state), *set(state.retired).intersection(store.names(""))})
 

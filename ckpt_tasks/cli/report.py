@@ -15,8 +15,8 @@ from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.reading import Run
-    from ckpt_tasks.pages.report import Report
+    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.report.report import Report
 
 __all__ = ["report"]
 
@@ -35,9 +35,9 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     part of its time went into the training that its result is made of, and where the rest went. An older report is
     replaced; a file that is none is not.
     """
-    from ckpt_tasks.checkpoint.reading import open_run
-    from ckpt_tasks.checkpoint.timeline import read_timeline
-    from ckpt_tasks.pages.report import make_report, to_html
+    from ckpt_tasks.ledger.timeline import read_timeline
+    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.report.report import make_report, to_html
 
     with output(as_json) as shown:
         run = open_run(directory)
@@ -52,7 +52,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
 
 
 def _is_report(head: bytes) -> bool:
-    from ckpt_tasks.pages.report import GENERATOR
+    from ckpt_tasks.report.report import GENERATOR
 
     return not head or GENERATOR.encode() in head
 
@@ -76,8 +76,8 @@ def _print(shown: Output, run: Run, made: Report, place: Path) -> None:
 
 
 def _shares(made: Report) -> Any:
-    from ckpt_tasks.pages.report import SHARES_MEAN
-    from ckpt_tasks.pages.words import fine_span, percent
+    from ckpt_tasks.report.report import SHARES_MEAN
+    from ckpt_tasks.report.words import fine_span, percent
 
     listing = table("", "time", "part", "", "means", right=("time", "part"), whole=("",))
     for name, seconds, part in made.shares:

@@ -9,13 +9,13 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.params import lineage_facts, params_line
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
-from ckpt_tasks.pages.words import age, count, number, size, span, when
+from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.opening import Opened
-    from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.index import IndexRow
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.opening import Opened
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["show"]
 
@@ -24,7 +24,7 @@ _NOTES_SHOWN = 8
 
 def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
     """Show one checkpoint: what is in it, and where it came from."""
-    from ckpt_tasks.checkpoint.opening import open_checkpoint
+    from ckpt_tasks.reading.opening import open_checkpoint
 
     with output(as_json) as out:
         run, found = parse_target(checkpoint).find()

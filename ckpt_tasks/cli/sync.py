@@ -12,12 +12,12 @@ from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.errors import OwnedError
-from ckpt_tasks.pages.words import age, count, size, span
+from ckpt_tasks.report.words import age, count, size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.reading import Run
-    from ckpt_tasks.checkpoint.syncing import SyncReport
+    from ckpt_tasks.copying.syncing import SyncReport
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 __all__ = ["SingleOption", "print_unleased", "sync"]
@@ -51,7 +51,7 @@ def sync(
 
 
 def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_writer: bool) -> None:
-    from ckpt_tasks.storage.places import find_place
+    from ckpt_tasks.storage.locations import find_place
 
     place = find_place(to)
     target, single_writer = place.open(), single_writer or place.single_writer
@@ -68,7 +68,7 @@ def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_wri
 
 
 def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, single_writer: bool) -> SyncReport:
-    from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
+    from ckpt_tasks.copying.syncing import plan_sync, run_sync
 
     plan = plan_sync(run, target, only)
     with reading(out, "copying", plan.size_bytes) as told:

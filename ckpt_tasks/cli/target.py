@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ckpt_tasks.checkpoint.targets import split_target
+from ckpt_tasks.ledger.targets import split_target
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.reading import Run
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.reading import Run
 
 __all__ = ["CheckpointArgument", "RunArgument", "RunOrCheckpointArgument", "Target", "parse_target"]
 
@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
     def open(self) -> Run:
         """Open the run; raise CheckpointNotFoundError where there is none."""
-        from ckpt_tasks.checkpoint.reading import open_run
+        from ckpt_tasks.reading.reading import open_run
 
         return open_run(self.checkpoint_dir)
 

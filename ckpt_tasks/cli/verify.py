@@ -9,12 +9,12 @@ from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.progress import WatchedStore, reading
 from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
-from ckpt_tasks.pages.words import age, count, size, span
+from ckpt_tasks.report.words import age, count, size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.reading import Run
-    from ckpt_tasks.checkpoint.upkeep import RunFaults
     from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.upkeep.upkeep import RunFaults
 
 __all__ = ["verify"]
 
@@ -44,8 +44,8 @@ def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None
 
 
 def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, int]:
-    from ckpt_tasks.checkpoint.history import History
-    from ckpt_tasks.checkpoint.upkeep import RunFaults, verify_checkpoint, verify_run_directory
+    from ckpt_tasks.ledger.history import History
+    from ckpt_tasks.upkeep.upkeep import RunFaults, verify_checkpoint, verify_run_directory
 
     live = [only] if only else run.checkpoints()
     done = [0]

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
 from ckpt_tasks.format.regions import Box, blocks
 

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
-from ckpt_tasks.format.collecting import uncollected
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.format.image import MAX_DIMENSIONS, REGION_BYTES, STORED_DTYPES
 from ckpt_tasks.format.keys import is_group, is_shard
 from ckpt_tasks.format.regions import Box, tiling_fault

@@ -28,14 +28,14 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from pydantic import ValidationError
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.history import Head
-from ckpt_tasks.checkpoint.reading import Run, run_of
-from ckpt_tasks.checkpoint.timeline import Timeline, read_timeline
-from ckpt_tasks.checkpoint.upkeep import plan_prune
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.pages.picture import sort_metrics
-from ckpt_tasks.pages.report import in_markdown, make_report, to_markdown
-from ckpt_tasks.pages.words import clock, fine_span, number, printable
+from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.ledger.timeline import Timeline, read_timeline
+from ckpt_tasks.reading.reading import Run, run_of
+from ckpt_tasks.report.picture import sort_metrics
+from ckpt_tasks.report.report import in_markdown, make_report, to_markdown
+from ckpt_tasks.report.words import clock, fine_span, number, printable
+from ckpt_tasks.upkeep.upkeep import plan_prune
 
 __all__ = ["RunPages", "artifact_key"]
 

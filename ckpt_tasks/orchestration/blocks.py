@@ -20,7 +20,7 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, Field, HttpUrl, ValidationError, model_validator
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.storage.places import Place
+from ckpt_tasks.storage.locations import Place
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
 __all__ = ["CheckpointStore", "resolve"]

@@ -6,11 +6,11 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import run_of
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.secrets import secret_options
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 __all__ = ["BatchLength", "config_of_run", "position_of_run"]
 

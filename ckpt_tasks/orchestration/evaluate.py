@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.checkpoint.leasing import LEASE_S, leased
-from ckpt_tasks.checkpoint.reading import Run, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.local import build_from_seed, find_program
-from ckpt_tasks.gang.parameters import effective_params
 from ckpt_tasks.orchestration.events import announce_evaluation
-from ckpt_tasks.orchestration.streams import keep_threads_out_of_streams
+from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
+from ckpt_tasks.reading.leasing import LEASE_S, leased
+from ckpt_tasks.reading.reading import Run, open_run
+from ckpt_tasks.session.local import build_from_seed, find_program
+from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.rng import OwnStreams
 

@@ -19,11 +19,11 @@ from prefect.events import emit_event
 from prefect.exceptions import EventTooLarge
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.listening import Listener
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.restore import RestoreReport
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.reading.restore import RestoreReport
+from ckpt_tasks.saving.listening import Listener
 
 __all__ = ["announce", "announce_evaluation", "asset_key"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from prefect.logging import get_run_logger
 
-from ckpt_tasks.checkpoint.export import export_checkpoint
-from ckpt_tasks.checkpoint.leasing import leased
-from ckpt_tasks.checkpoint.reading import Run
+from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.gang.local import find_named
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
+from ckpt_tasks.reading.leasing import leased
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.session.local import find_named
 
 __all__ = ["Promotion", "export_best"]
 

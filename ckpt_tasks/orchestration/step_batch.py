@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from prefect import Task
 from prefect.logging import get_run_logger
 
-from ckpt_tasks.gang.local import LocalSession
+from ckpt_tasks.orchestration.attempts import Attempts, attempted_task
 from ckpt_tasks.orchestration.config import BatchLength, position_of_run
-from ckpt_tasks.orchestration.hooks import Attempts, attempted_task
+from ckpt_tasks.session.local import LocalSession
 
 __all__ = ["BatchResult", "run_in_batches", "step_batch"]
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.ownership import identify, why_free
-from ckpt_tasks.checkpoint.reading import run_of
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import IntegrityError, OwnedError
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.ownership import identify, why_free
+from ckpt_tasks.reading.reading import run_of
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 __all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.state.flat import flat
-from ckpt_tasks.state.groups import Captured, GroupState
 from ckpt_tasks.state.kinds import kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names, takes_part, unwrapped
 from ckpt_tasks.state.optimizers import capture_optimizer, is_ordinary
 from ckpt_tasks.state.owners import refuse_copies_of_state
+from ckpt_tasks.state.restore_parts import Captured, GroupState
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, undisturbed
 from ckpt_tasks.state.tensors import TensorSet

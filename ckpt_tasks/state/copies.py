@@ -13,8 +13,8 @@ import torch
 
 from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.groups import Stored
-from ckpt_tasks.state.sources import HeldTensors, TensorSource
+from ckpt_tasks.state.restore_parts import Stored
+from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
 from ckpt_tasks.state.tensors import expanded, identity, may_overlap, same_bits
 from ckpt_tasks.state.values import unpack
 

@@ -19,8 +19,8 @@ from torch import nn
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.groups import Differences, Guard, Maker
-from ckpt_tasks.state.sources import TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Guard, Maker
+from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 

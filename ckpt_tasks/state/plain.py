@@ -19,9 +19,9 @@ import torch
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.groups import Differences, Guard, Maker, Stored
 from ckpt_tasks.state.owners import belongs_to_another, refuse_copies_of_state
-from ckpt_tasks.state.sources import TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Guard, Maker, Stored
+from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
 from ckpt_tasks.state.values import DICTS, REFILLED, array_view, is_scalar, pack, unpack_key
 

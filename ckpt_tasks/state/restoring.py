@@ -19,16 +19,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.flat import flat
-from ckpt_tasks.state.groups import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
 from ckpt_tasks.state.kinds import kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
+from ckpt_tasks.state.restore_parts import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
-from ckpt_tasks.state.sources import TensorSource
+from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.values import unpack
 
 __all__ = ["RestorePlan", "plan_restore"]

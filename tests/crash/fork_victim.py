@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from ckpt_tasks.checkpoint.fork import plan_fork, run_fork
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import Run
+from ckpt_tasks.copying.fork import plan_fork, run_fork
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import serve
 from tests.storage.calls import FailingCalls, Mode, WatchedCalls

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import fsspec
 
-from ckpt_tasks.checkpoint.reading import open_store
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import Calls, LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.crash.places import LocalPlace, Place
 
 Root = Path | Place  # a path is a local directory

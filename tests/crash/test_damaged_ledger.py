@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.crash.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
 from tests.unit import syncs
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.fork import plan_fork, run_fork
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.fork import plan_fork, run_fork
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage import local_errors
 from ckpt_tasks.storage.local import Calls, LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
 from tests.storage.calls import FailingReads
 

@@ -23,13 +23,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.checkpoint.fetch import StoredTensors
-from ckpt_tasks.checkpoint.generations import MappedTensors
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.pruning import Pruner
-from ckpt_tasks.state.memory import MemoryDirectory
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.fetch import StoredTensors
+from ckpt_tasks.snapshot.generations import MappedTensors
+from ckpt_tasks.snapshot.memory import MemoryDirectory
 from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.upkeep.pruning import Pruner
 from tests.crash.forked import (
     SIZE,
     Forking,
@@ -48,9 +48,9 @@ from tests.crash.forked import (
 LAST = 4
 
 SAVING: dict[str, Phase] = {
-    "copy": ("ckpt_tasks.state.snapshot", "copy_tensors"),
-    "digest": ("ckpt_tasks.checkpoint.save", "digest_image"),
-    "describe": ("ckpt_tasks.checkpoint.save", "describe"),
+    "copy": ("ckpt_tasks.snapshot.snapshot", "copy_tensors"),
+    "digest": ("ckpt_tasks.saving.save", "digest_image"),
+    "describe": ("ckpt_tasks.saving.save", "describe"),
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),

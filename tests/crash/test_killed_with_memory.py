@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import memory_training
 from tests.crash.children import Child
 from tests.crash.memory_training import lying, said_of, training

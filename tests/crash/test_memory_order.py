@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.checkpoint import save
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.seal import Seal
-from ckpt_tasks.state import memory as shared_memory
+from ckpt_tasks.saving import save
+from ckpt_tasks.snapshot import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
 from tests.unit.pipelines import Gate, Refusing, committed, die, opened
 

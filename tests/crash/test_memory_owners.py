@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ConfigError, FencedError, StoreError
-from ckpt_tasks.state.memory import MemoryDirectory, private_root, sweep
+from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
 from tests.crash.memory_loop import state_of, step_of
 
 SIZE = 1 << 14
@@ -112,7 +112,7 @@ def test_a_snapshot_of_another_user_is_not_restored(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
 ) -> None:
     """A snapshot that is somebody else's is left alone: that is said, and the run goes on from storage."""
-    monkeypatch.setattr("ckpt_tasks.state.memory._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     with suppress(ZeroDivisionError), Checkpointer(config) as ckpt:
         ckpt.save(1, state_of(1, SIZE))

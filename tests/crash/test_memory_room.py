@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.state.memory import default_directory
+from ckpt_tasks.snapshot.memory import default_directory
 from tests.crash.memory_loop import state_of, step_of
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def shared(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         used_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return SimpleNamespace(f_bavail=(64 * MIB - used_bytes) // 4096, f_frsize=4096)
 
-    monkeypatch.setattr("ckpt_tasks.state.memory._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", memory)
     monkeypatch.setattr(os, "statvfs", statvfs)
     return memory
 
@@ -72,7 +72,7 @@ def test_shared_memory_is_not_used_where_the_machine_has_less(shared: Path, monk
         assert path == Path("/proc/meminfo")
         return io.StringIO("MemTotal: 9999999 kB\nMemFree: 9999999 kB\nMemAvailable: 32768 kB\n")
 
-    monkeypatch.setattr("ckpt_tasks.state.room.open", meminfo, raising=False)
+    monkeypatch.setattr("ckpt_tasks.snapshot.room.open", meminfo, raising=False)
     assert {size: default_directory(size * MIB) for size in (15, 20)} == {15: shared, 20: None}
 
 
@@ -80,7 +80,7 @@ def test_a_machine_without_shared_memory_does_without(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no /dev/shm none is made, and the checkpoint is committed all the same."""
-    monkeypatch.setattr("ckpt_tasks.state.memory._SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", tmp_path / "shm")
     with _opened(run_dir) as ckpt:
         ckpt.save(1, _state(MIB, 1))
     assert not (tmp_path / "shm").exists()

@@ -22,7 +22,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.state.memory import MemoryDirectory, private_root
+from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.memory_loop import state_of, step_of
 from tests.storage.calls import FailingCalls, WatchedCalls
@@ -332,7 +332,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P33: while one process holds the slots another one, which took the run over, uses its own memory and says so."""
-    monkeypatch.setattr("ckpt_tasks.checkpoint.generations.default_directory", lambda size_bytes: memory)
+    monkeypatch.setattr("ckpt_tasks.snapshot.generations.default_directory", lambda size_bytes: memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     first = Checkpointer(config)
     first.step(1, state_of(1, SIZE))
@@ -359,7 +359,7 @@ def test_without_room_private_memory_is_used(
     if mounted.returncode != 0:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        monkeypatch.setattr("ckpt_tasks.checkpoint.generations.default_directory", lambda size_bytes: small)
+        monkeypatch.setattr("ckpt_tasks.snapshot.generations.default_directory", lambda size_bytes: small)
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)) as ckpt:
             ckpt.step(1, {"x": torch.ones(1 << 20)})
             ckpt.step(2, {"x": torch.full((1 << 20,), 2.0)})
@@ -378,7 +378,7 @@ def test_a_lock_dies_with_its_process(memory: Path) -> None:
     code = f"""
 import os, sys, time
 from pathlib import Path
-from ckpt_tasks.state.memory import MemoryDirectory
+from ckpt_tasks.snapshot.memory import MemoryDirectory
 held = MemoryDirectory(Path({str(root)!r}), "run")
 if os.fork() == 0:
     print("held", flush=True)

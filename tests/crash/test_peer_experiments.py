@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.compare import compare_checkpoints
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.compare import compare_checkpoints
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash.recording import committed, repeated
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.compare import compare_checkpoints
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.compare import compare_checkpoints
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import plain_loop
 from tests.crash.children import Child
 from tests.crash.places import S3Place

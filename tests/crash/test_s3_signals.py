@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import zombie
 from tests.crash.places import S3Place
 from tests.crash.runs import UNTOUCHED, opened, run_of

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.upkeep import orphans
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.upkeep.upkeep import orphans
 from tests.crash.places import S3Place
 from tests.crash.runs import check_run, faults_of, head_of, opened, restored, state_of, train, unnamed
 from tests.faults import answers

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig
 from tests.crash.runs import UNTOUCHED, opened, state_of
 from tests.storage.calls import FailingCalls, Mode
 

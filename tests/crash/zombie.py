@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.runs import UNTOUCHED, fingerprint, state_of
 from tests.storage.calls import WatchedCalls

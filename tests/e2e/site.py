@@ -27,8 +27,8 @@ from prefect.settings import (
 )
 
 from ckpt_tasks import Checkpoint, open_run
-from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.reading.reading import Run
 from tests.servers.process import free_port
 
 __all__ = ["ROOT", "Site", "Step"]

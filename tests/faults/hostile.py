@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.reading.reading import open_run
 from tests.unit.indexes import read_as_committed
 
 STEPS = (1, 2, 3)

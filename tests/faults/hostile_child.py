@@ -24,10 +24,10 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.orchestration.evaluate import evaluate_checkpoint
+from ckpt_tasks.reading.reading import open_run
 from tests.faults import hostile_cases, hostile_memory, hostile_sweeps, hostile_tensors, hostile_trees
 from tests.faults.hostile import UNTOUCHED, Hostile, Model, config, draw, fingerprint, look, state_of, train
 from tests.faults.hostile_cases import Case

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.checkpoint.export import export_checkpoint
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import open_run
 from tests.faults.hostile import NEWEST, UNTOUCHED, Hostile, Model, Raw, draw, fingerprint, state_of
 
 Path_ = tuple[str | int, ...]

@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash import runs
 from tests.faults.block_log import KEEPS, Keep, Replay, die_with_parent, logged_disk, read_log

@@ -10,9 +10,9 @@ import torch
 from aiobotocore.session import AioSession  # type: ignore[import-untyped]
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults.chaos import Chaos

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.entries import newest_first
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import Run, open_run
-from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name, parse_ledger_name
 from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.ledger.entries import newest_first
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.hostile import NEWEST, Hostile, train
 from tests.faults.hostile_cases import ENTRY_PLACES, MANIFEST_PLACES, attempt_of
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import open_run
 from tests.faults.hostile import Body, Hostile, train
 from tests.faults.hostile_cases import add_to_tree, attempt_of
 from tests.unit.resources import counted_steps

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.fork import plan_fork
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
+from ckpt_tasks.copying.fork import plan_fork
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.faults.hostile import NEWEST, STEPS, Hostile, train
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.ledger.history import History
 from tests.faults import answers
 from tests.faults.rules import Fault, Gate, Rule
 from tests.faults.s3_runs import Place, commits, is_state, state_of

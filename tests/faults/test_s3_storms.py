@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.observing import ENTRIES_READ, recent
 from ckpt_tasks.errors import CkptError, CommitUncertainError, StoreError
 from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.observing import ENTRIES_READ, recent
 from ckpt_tasks.storage import retrying
 from tests.faults import answers
 from tests.faults.rules import Fault, Rule

@@ -15,7 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from ckpt_tasks.orchestration.forks import keep_prefect_out_of_forks
+from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
 from tests.servers.process import free_port
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))

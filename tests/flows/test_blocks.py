@@ -25,8 +25,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.orchestration.blocks import CheckpointStore, resolve
+from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Place, find_place
 from ckpt_tasks.storage.objects import SCHEMES
-from ckpt_tasks.storage.places import _SCHEMES, GROUP, Place, find_place
 from flows.evaluate import evaluate
 from flows.train import train
 from tests.flows.conftest import PREFECT

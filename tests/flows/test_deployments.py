@@ -21,7 +21,7 @@ from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel, RawSc
 from prefect.flows import Flow, load_flow_from_entrypoint
 
 from ckpt_tasks import open_run
-from ckpt_tasks.gang.local import build_program
+from ckpt_tasks.session.local import build_program
 from tests.servers.process import free_port
 
 ROOT = Path(__file__).parents[2]

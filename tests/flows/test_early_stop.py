@@ -23,12 +23,12 @@ from prefect.exceptions import ParameterTypeError
 from prefect.states import Suspended
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.gang.session import Progress, watcher
-from ckpt_tasks.orchestration import stopping
-from ckpt_tasks.orchestration.stopping import EarlyStopping
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.orchestration import early_stop as stopping
+from ckpt_tasks.orchestration.early_stop import EarlyStopping
 from ckpt_tasks.policy.stopping import EarlyStop
+from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.local import LocalStore
 from flows.train import TrainResult, train
 

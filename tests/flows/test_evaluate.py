@@ -17,9 +17,9 @@ from prefect.task_runners import ProcessPoolTaskRunner
 from safetensors.torch import load_file
 
 from ckpt_tasks import Checkpoint, CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, ProgramError, RunMismatchError
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
+from ckpt_tasks.reading.reading import Run
 from flows.console import main_evaluate
 from flows.evaluate import evaluate
 from tests.flows.tiny import Tiny

@@ -17,9 +17,9 @@ import pytest
 from prefect.assets import Asset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.orchestration.events import asset_key
+from ckpt_tasks.saving.listening import Listener
 from tests.flows.tiny import Tiny
 
 ROOT = Path(__file__).parents[2]

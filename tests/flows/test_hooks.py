@@ -18,7 +18,7 @@ from prefect.states import Failed
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run, resumable_task
 from ckpt_tasks.errors import ConfigError, FencedError, NoProgressError, OwnedError, StateMismatchError
-from ckpt_tasks.orchestration.hooks import PERMANENT, Attempt
+from ckpt_tasks.orchestration.attempts import PERMANENT, Attempt
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -23,9 +23,9 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
-from ckpt_tasks.gang.local import LocalSession, build_program
-from ckpt_tasks.gang.session import Progress, watcher
 from ckpt_tasks.orchestration.step_batch import step_batch
+from ckpt_tasks.session.local import LocalSession, build_program
+from ckpt_tasks.session.session import Progress, watcher
 from flows.train import TrainResult, train
 from tests.flows.tiny import Tiny
 

@@ -32,12 +32,13 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
-from ckpt_tasks.checkpoint import checkpointer, history
+from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.manifest import FORMAT_VERSION
+from ckpt_tasks.ledger import history
 from ckpt_tasks.storage.local import LocalStore
 
 HERE = Path(__file__).parent

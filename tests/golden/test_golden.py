@@ -21,13 +21,13 @@ from hatchling.builders.sdist import SdistBuilder
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.live import write_segment
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.house.sources import ROOT
 from tests.unit.roundtrip import assert_same
 

@@ -18,8 +18,12 @@ FLOORS = [
     ("policy", "format"),
     ("storage",),
     ("state",),
+    ("ledger",),
+    ("reading",),
+    ("snapshot", "upkeep", "copying"),
+    ("saving", "report"),
     ("checkpoint",),
-    ("gang", "pages"),
+    ("session",),
     ("orchestration",),
     ("cli",),
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.house.sources import ROOT, files, imports, parse
 
 # Commands, which end before the interpreter does.
-COMMANDS = {"checkpoint/syncing.py", "checkpoint/transfer.py", "checkpoint/timeline.py", "storage/measuring.py"}
+COMMANDS = {"copying/syncing.py", "copying/transfer.py", "ledger/timeline.py", "storage/measuring.py"}
+ROOMS = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
 PROBE = "storage/probe.py"  # before a run's directory is made
 
 
@@ -13,7 +14,7 @@ def test_a_save_needs_no_executor() -> None:
     """P72: no module that a save, a restore or the interpreter's end goes through imports an executor."""
     found = {
         str(path.relative_to(ROOT / "ckpt_tasks"))
-        for path in files("ckpt_tasks/checkpoint", "ckpt_tasks/state", "ckpt_tasks/storage")
+        for path in files(*(f"ckpt_tasks/{room}" for room in ROOMS))
         for _, name in imports(parse(path))
         if name.endswith("ThreadPoolExecutor")
     }

@@ -17,10 +17,6 @@ import torch
 from torch import nn
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.upkeep import orphans
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -34,8 +30,12 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Checkpoint, Entry, lineage
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
+from ckpt_tasks.upkeep.upkeep import orphans
 from tests.property.disk import Connection, Disk, InjectedError
 from tests.property.schedules import Process, Schedule
 from tests.property.stand_ins import put_in

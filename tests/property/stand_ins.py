@@ -18,27 +18,18 @@ from typing import Any
 import pytest
 import tenacity
 
-from ckpt_tasks.checkpoint import (
-    background,
-    checkpointer,
-    history,
-    opening,
-    ownership,
-    pipeline,
-    pruning,
-    reading,
-    restore,
-    save,
-    saver,
-    upkeep,
-)
+from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.ledger import history, ownership
+from ckpt_tasks.reading import opening, reading, restore
+from ckpt_tasks.saving import pipeline, save, saver
 from ckpt_tasks.state import capture as capturing
 from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.upkeep import background, pruning, upkeep
 from tests.property.schedules import Schedule
 
 __all__ = ["Threads", "clock", "put_in"]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
 from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.crash.runs import (
     EXPECTED,

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint import history, pruning, save, upkeep
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, Owner, State
+from ckpt_tasks.ledger import history
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.saving import save
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock

@@ -27,10 +27,10 @@ from hypothesis.stateful import (
 )
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, NoGoodCheckpointError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.crash.runs import (
     EXPECTED,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.upkeep import verify_checkpoint
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import (
@@ -24,6 +22,8 @@ from ckpt_tasks.format.keys import (
 )
 from ckpt_tasks.format.ledger import Checkpoint, Entry, State, lineage
 from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.property.disk import Disk
 
 __all__ = ["Witness"]

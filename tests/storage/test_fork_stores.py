@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.checkpoint.fork import Moved, plan_fork, run_fork
-from ckpt_tasks.checkpoint.forked import fork_run
-from ckpt_tasks.checkpoint.reading import Run, open_store
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork
 from ckpt_tasks.errors import CheckpointNotFoundError, IntegrityError, StoreError
+from ckpt_tasks.reading.reading import Run, open_store
+from ckpt_tasks.session.forked import fork_run
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.faults.chaos import Chaos
 from tests.faults.rules import Fault

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.cli import app
+from ckpt_tasks.ledger.config import CheckpointConfig
 
 
 class Answer(NamedTuple):

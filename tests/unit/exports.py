@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt_tasks.checkpoint.export import ExportReport, export_checkpoint
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.copying.export import ExportReport, export_checkpoint
+from ckpt_tasks.reading.reading import open_run
 
 INDEX = "model.safetensors.index.json"
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.ledgers import made, owner_of
 

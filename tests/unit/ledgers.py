@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.checkpoint.history import Head, History
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.storage.local import LocalStore
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.syncing import SyncReport, plan_sync, run_sync
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.syncing import SyncReport, plan_sync, run_sync
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 
 def opened(run_dir: Path, **options: Any) -> Checkpointer:

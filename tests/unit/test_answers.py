@@ -14,8 +14,6 @@ from azure.core.exceptions import HttpResponseError, ServiceRequestError
 from gcsfs.retry import HttpError
 from s3fs.errors import translate_boto_error
 
-from ckpt_tasks.checkpoint.reading import open_store
-from ckpt_tasks.checkpoint.targets import split_target
 from ckpt_tasks.errors import (
     CkptError,
     ConfigError,
@@ -24,6 +22,8 @@ from ckpt_tasks.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.secrets import Redactor, secret_options, without_secrets

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.errors import ConfigError, RunMismatchError
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run, position_of_run
 
 

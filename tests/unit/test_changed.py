@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.gang.changed import Settings, apply_settings, changed_settings, settings_of
+from ckpt_tasks.session.hyperparameters import Settings, apply_settings, changed_settings, settings_of
 
 State = dict[str, Any]
 rates = st.floats(1e-6, 10.0)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.checkpoint.reading import open_store
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage import measuring
 from ckpt_tasks.storage.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
 from ckpt_tasks.storage.local import LocalStore

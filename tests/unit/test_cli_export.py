@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckpt_tasks.checkpoint import export as exporting
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.copying import export as exporting
 from tests.unit.cli_runs import ckpt, config, flip, only, save, save_steps, tree
 from tests.unit.exports import INDEX
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.reading.reading import open_run
 from tests.unit.cli_runs import ckpt, config, flip, only, save_steps, some_state
 
 

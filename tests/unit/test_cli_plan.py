@@ -9,8 +9,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckpt_tasks.checkpoint.observing import observe
 from ckpt_tasks.cli.curve import fine_span, percent
+from ckpt_tasks.ledger.observing import observe
 from ckpt_tasks.policy.cadence import recommend
 from tests.unit.cli_runs import ckpt, config, save_steps, tree
 from tests.unit.histories import LOST, Told, trained

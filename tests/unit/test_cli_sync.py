@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.reading import open_store
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.reading import open_store
 from tests.faults.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.faults.chaos import Chaos
 from tests.faults.rules import Fault, Gate

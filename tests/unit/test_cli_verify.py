@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.reading.reading import open_run
 from tests.unit.cli_runs import ckpt, flip, only, save_steps, tree
 
 

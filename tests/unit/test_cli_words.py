@@ -10,7 +10,7 @@ import pytest
 from ckpt_tasks.cli.output import printable
 from ckpt_tasks.cli.target import Target, parse_target
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.pages.words import age, count, number, size, span
+from ckpt_tasks.report.words import age, count, number, size, span
 
 
 @pytest.mark.parametrize(

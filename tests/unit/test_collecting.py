@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.collecting import uncollected
+from ckpt_tasks.format.gc_pause import uncollected
 from ckpt_tasks.state.capture import capture
 from tests.unit.roundtrip import restore, save
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tasks.checkpoint.compare import Comparison, compare_checkpoints
-from ckpt_tasks.checkpoint.distances import Regions, distances
-from ckpt_tasks.checkpoint.opening import Opened
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.copying.compare import Comparison, compare_checkpoints
+from ckpt_tasks.copying.distance import Distance
+from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
-from ckpt_tasks.state.distance import Distance
+from ckpt_tasks.reading.opening import Opened
+from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.cli_runs import flip, only, save
 from tests.unit.indexes import indexed

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 

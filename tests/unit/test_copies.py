@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.objects import ObjectStore
 
 

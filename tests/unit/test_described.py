@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckpt_tasks.checkpoint import save
-from ckpt_tasks.checkpoint.save import Described, Part, Saving, describe, digest_image, encode_groups, joined
 from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.saving import save
+from ckpt_tasks.saving.save import Described, Part, Saving, describe, digest_image, encode_groups, joined
+from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.snapshot import ImageSet, plan_snapshot
 from tests.unit.ledgers import owner_of
 
 
@@ -59,7 +59,7 @@ def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, metrics: 
     saving, part = parts_of()
     for bound in ("MAX_INDEX_BYTES", "MAX_MANIFEST_BYTES"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ckpt_tasks.checkpoint.opening.{bound}", 100)
+            patch.setattr(f"ckpt_tasks.reading.opening.{bound}", 100)
             with pytest.raises(UnsupportedStateError, match="Keep large values in tensors"):
                 describe(replace(saving, metrics=metrics), [part])
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.state.device import Devices
-from ckpt_tasks.state.memory import MemoryDirectory, PrivateMemory, SnapshotMemory, private_root
-from ckpt_tasks.state.snapshot import Image, ImageSet, plan_snapshot
+from ckpt_tasks.snapshot.device import Devices
+from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory, SnapshotMemory, private_root
+from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
 from tests.unit.devices import (
     Cuda,
     Elsewhere,

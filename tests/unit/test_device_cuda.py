@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.state.device import Devices
-from ckpt_tasks.state.memory import PrivateMemory
-from ckpt_tasks.state.snapshot import Image, ImageSet, plan_snapshot
+from ckpt_tasks.snapshot.device import Devices
+from ckpt_tasks.snapshot.memory import PrivateMemory
+from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
 from ckpt_tasks.state.tensors import same_bits
 from tests.unit.devices import is_all
 

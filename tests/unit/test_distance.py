@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tasks.copying.distance import Distance, distance
 from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.state.distance import Distance, distance
 
 
 def bits(dtype: str, *patterns: bytes) -> torch.Tensor:

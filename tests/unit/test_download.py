@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.restore import restore_one
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.reading.restore import restore_one
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.wrapping import WrappedStore
 

@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from ckpt_tasks.checkpoint.export import ExportReport, export_checkpoint, plan_export, write_export
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.copying.export import ExportReport, export_checkpoint, plan_export, write_export
 from ckpt_tasks.errors import (
     IntegrityError,
     StoreError,
@@ -30,6 +29,7 @@ from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
+from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.cli_runs import flip, only, save
 from tests.unit.exports import INDEX, about, export, loaded

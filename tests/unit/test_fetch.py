@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.restore import restore_newest, restore_one
 from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
+from ckpt_tasks.reading.restore import restore_newest, restore_one
 from ckpt_tasks.state.tensors import DTYPES, same_bits
 from ckpt_tasks.storage.local import LocalStore
 

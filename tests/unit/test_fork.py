@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint import fork as forking
-from ckpt_tasks.checkpoint.fork import Moved, plan_fork, run_fork, without_user
-from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying import fork as forking
+from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork, without_user
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -28,6 +27,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.unit.cli_runs import flip, only, tree
 from tests.unit.forks import fork, objects, run_of, states, train, two_steps
 

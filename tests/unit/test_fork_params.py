@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.checkpoint.fork import checked_params
-from ckpt_tasks.checkpoint.forked import check_program, fork_run, record_program, recorded_params
+from ckpt_tasks.copying.fork import checked_params
 from ckpt_tasks.errors import (
     ConfigError,
     IntegrityError,
@@ -20,8 +19,9 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.gang.local import LocalSession
-from ckpt_tasks.gang.parameters import effective_params
+from ckpt_tasks.session.forked import check_program, fork_run, record_program, recorded_params
+from ckpt_tasks.session.local import LocalSession
+from ckpt_tasks.session.parameters import effective_params
 from tests.unit.cli_runs import only, tree
 from tests.unit.forks import PROGRAM, Scheduled, config, fork, run_of, states, train, two_steps
 
@@ -204,7 +204,7 @@ def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
         raise SystemExit
 
     newest = run_of(a).find("latest").step
-    monkeypatch.setattr("ckpt_tasks.checkpoint.fork._put_manifest", killed)
+    monkeypatch.setattr("ckpt_tasks.copying.fork._put_manifest", killed)
     with pytest.raises(SystemExit):
         fork_run(f"{a}{which}", config(b))
     monkeypatch.undo()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint import ownership
-from ckpt_tasks.checkpoint.history import History, now_iso
-from ckpt_tasks.checkpoint.ownership import identify, why_free
 from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.ledger import ownership
+from ckpt_tasks.ledger.history import History, now_iso
+from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingReads
 from tests.unit.test_ownership import held_by, mine, owner_in

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -23,6 +22,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
 from ckpt_tasks.format.ledger import Owner, State
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.ledgers import ME, OTHER, commit, owned, owner_of, steps, take
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.unit.ledgers import commit, owned, steps
 

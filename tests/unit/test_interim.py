@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.gang.local import StateSession
 from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.session.local import StateSession
 from tests.unit.test_retention import Fact, kept, plan
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.leasing import leased
-from ckpt_tasks.checkpoint.reading import Run
 from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, StoreError
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.leasing import leased
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 
 SHORT_S = 0.6

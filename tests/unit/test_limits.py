@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint import opening
 from ckpt_tasks.errors import StateError, UnsupportedStateError
 from ckpt_tasks.format import ledger
+from ckpt_tasks.reading import opening
 
 
 @pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_INDEX_BYTES"])

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import LEDGER_PREFIX, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
 from ckpt_tasks.format.manifest import FORMAT_VERSION
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.ledgers import ME, commit, made, owned, steps
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.ledger import Lease, State
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.property.disk import Disk
 from tests.unit.ledgers import ME, commit, made, steps, take

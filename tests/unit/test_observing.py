@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.checkpoint import ownership
-from ckpt_tasks.checkpoint.observing import ENTRIES_READ, happening, observe, recent, summarize
-from ckpt_tasks.checkpoint.ownership import acquire, identify
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.ledger import ownership
+from ckpt_tasks.ledger.observing import ENTRIES_READ, happening, observe, recent, summarize
+from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.cadence import Observed
 from tests.unit.cli_runs import config, flip, save_steps, some_state
 from tests.unit.histories import LOST, Told, trained

@@ -1,4 +1,4 @@
-"""checkpoint/opening.py: what is known of a checkpoint when it is opened, and what is found by who asks for it."""
+"""reading/opening.py: what is known of a checkpoint when it is opened, and what is found by who asks for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.state.restoring import plan_restore
 
 

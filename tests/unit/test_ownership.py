@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint import ownership
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.ownership import acquire, identify, why_free
 from ckpt_tasks.errors import FencedError, OwnedError
 from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.ledger import ownership
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import acquire, identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 
 # A child takes the directory, says so, and does what it is told line by line.
@@ -185,7 +185,7 @@ def test_of_another_host_or_container_only_silence_tells(other: dict[str, Any]) 
 HIDDEN = """
 import sys
 from dataclasses import replace
-from ckpt_tasks.checkpoint.ownership import identify, why_free
+from ckpt_tasks.ledger.ownership import identify, why_free
 
 me = identify(None)
 owner = replace(me, id="a" * 32, pid=int(sys.argv[1]), process_start=sys.argv[2], epoch=1)

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ckpt_tasks.checkpoint.goodput import Course, follow
-from ckpt_tasks.checkpoint.timeline import Moment, Timeline
 from ckpt_tasks.format.ledger import Evaluation, State
-from ckpt_tasks.pages.picture import draw_run, main_metric
-from ckpt_tasks.pages.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
-from ckpt_tasks.pages.svg import round_ticks
-from ckpt_tasks.pages.words import clock, printable, utc
+from ckpt_tasks.ledger.goodput import Course, follow
+from ckpt_tasks.ledger.timeline import Moment, Timeline
+from ckpt_tasks.report.picture import draw_run, main_metric
+from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
+from ckpt_tasks.report.svg import round_ticks
+from ckpt_tasks.report.words import clock, printable, utc
 from tests.unit.ledgers import made
 
 SVG = "{http://www.w3.org/2000/svg}"

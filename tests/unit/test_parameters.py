@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import ProgramError
-from ckpt_tasks.gang.parameters import effective_params, params_before
+from ckpt_tasks.session.parameters import effective_params, params_before
 
 
 class Program:

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.listening import Listener
 from ckpt_tasks.errors import FencedError, StoreError
+from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.state.tensors import same_bits
 from tests.unit.pipelines import SIZE, Gate, committed, opened, restored, state_at
 

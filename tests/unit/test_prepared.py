@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.state.first import FirstCopy
-from ckpt_tasks.state.memory import MemoryDirectory, private_root, touch
+from ckpt_tasks.snapshot.first import FirstCopy
+from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, touch
 from ckpt_tasks.state.processes import map_memory
 
 SIZE_BYTES = 64 << 20
@@ -112,7 +112,7 @@ def test_closing_ends_what_makes_memory_ready(run_dir: Path, monkeypatch: pytest
         wanted_then.append(wanted())
         touch(memory, wanted)
 
-    monkeypatch.setattr("ckpt_tasks.checkpoint.saver.touch", after_closing)
+    monkeypatch.setattr("ckpt_tasks.saving.saver.touch", after_closing)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
         ckpt.save(1, {"weights": torch.ones(8)})
     closed.set()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
 from ckpt_tasks.errors import ConfigError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.wrapping import WrappedStore

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_tasks.checkpoint import export as exporting
-from ckpt_tasks.checkpoint.export import plan_export, write_export
-from ckpt_tasks.checkpoint.reading import open_run
+from ckpt_tasks.copying import export as exporting
+from ckpt_tasks.copying.export import plan_export, write_export
 from ckpt_tasks.errors import ConfigError, IntegrityError, StoreError, UnsupportedStateError
+from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage import publishing
 from tests.unit.cli_runs import flip, only, save, tree
 from tests.unit.exports import INDEX, about, export, loaded

@@ -12,7 +12,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import output
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.storage.places import Place, find_place, first_answer_s
+from ckpt_tasks.storage.locations import Place, find_place, first_answer_s
 from tests.servers.process import free_port
 from tests.unit.cli_runs import ckpt, save_steps
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.syncing import leased
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.syncing import leased
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.unit.cli_runs import ckpt, save_steps
 
 _STRANGER = 65534

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.upkeep import orphans, verify_run_directory
 from ckpt_tasks.errors import NoGoodCheckpointError
+from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
 
 SIZE = 1 << 16
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.state.memory import PrivateMemory
-from ckpt_tasks.state.room import available_bytes
+from ckpt_tasks.snapshot.memory import PrivateMemory
+from ckpt_tasks.snapshot.room import available_bytes
 
 GIB = 1 << 30
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.config import CheckpointConfig
-from ckpt_tasks.checkpoint.reading import open_run
 from ckpt_tasks.errors import ProgramError
-from ckpt_tasks.gang.local import LocalSession, StateSession, build_program
-from ckpt_tasks.gang.session import Progress, watcher
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.session.local import LocalSession, StateSession, build_program
+from ckpt_tasks.session.session import Progress, watcher
 
 TINY = "tests.flows.tiny:Tiny"
 

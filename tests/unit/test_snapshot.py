@@ -1,12 +1,12 @@
-"""state/snapshot.py: which plan fits which state, and that all of a state arrives in its images."""
+"""snapshot/snapshot.py: which plan fits which state, and that all of a state arrives in its images."""
 
 from __future__ import annotations
 
 import torch
 
-from ckpt_tasks.state.device import Devices
-from ckpt_tasks.state.memory import PrivateMemory
-from ckpt_tasks.state.snapshot import ImageSet, plan_snapshot, storable
+from ckpt_tasks.snapshot.device import Devices
+from ckpt_tasks.snapshot.memory import PrivateMemory
+from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot, storable
 
 
 def test_a_plan_fits_no_part_of_its_structure() -> None:

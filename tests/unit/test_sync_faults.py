@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint import syncing
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.upkeep import orphans, verify_run_directory
+from ckpt_tasks.copying import syncing
 from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
 from tests.storage.calls import FailingCalls, Mode
 from tests.unit.cli_runs import flip, only
 from tests.unit.syncs import Full, check, copy, opened, outcomes, state_of, train
@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 VICTIM = """
 import os, sys
 from pathlib import Path
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.syncing import plan_sync, run_sync
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.calls import FailingCalls
 

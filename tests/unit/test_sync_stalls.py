@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.syncing import SyncReport
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.syncing import SyncReport
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.unit.syncs import Full, check, copy, opened, outcomes, state_of, train
 
 

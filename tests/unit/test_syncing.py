@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks import open_run
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.lacking import in_order, rank
-from ckpt_tasks.checkpoint.reading import Run
-from ckpt_tasks.checkpoint.syncing import Row, plan_sync
-from ckpt_tasks.checkpoint.upkeep import verify_run_directory
+from ckpt_tasks.copying.sync_diff import in_order, rank
+from ckpt_tasks.copying.syncing import Row, plan_sync
 from ckpt_tasks.errors import OwnedError, RunMismatchError, StateError
 from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.unit.cli_runs import flip, tree
 from tests.unit.ledgers import made
 from tests.unit.syncs import check, copy, opened, outcomes, same, small, state_of, train
@@ -245,7 +245,7 @@ def test_a_target_in_use_is_refused(run_dir: Path, tmp_path: Path, monkeypatch: 
     with opened(tmp_path / "b") as ckpt:
         ckpt.note("training")
         before = tree(tmp_path / "b")
-        monkeypatch.setattr("ckpt_tasks.checkpoint.ownership.socket.gethostname", lambda: "elsewhere")
+        monkeypatch.setattr("ckpt_tasks.ledger.ownership.socket.gethostname", lambda: "elsewhere")
         with pytest.raises(OwnedError):
             copy(run, tmp_path / "b")
         monkeypatch.undo()

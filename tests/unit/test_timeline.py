@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.checkpoint.goodput import SHARES, Course, follow
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.ledger.goodput import SHARES, Course, follow
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.storage.local import LocalStore
 from tests.unit.cli_runs import config, flip, save_steps, some_state
 from tests.unit.histories import LOST, Told

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.checkpoint.opening import open_checkpoint
-from ckpt_tasks.checkpoint.transfer import changes
+from ckpt_tasks.copying.transfer import changes
 from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.reading.opening import open_checkpoint
 from tests.unit.syncs import train
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.history import History
-from ckpt_tasks.checkpoint.reading import open_run
-from ckpt_tasks.checkpoint.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, evaluation_name, ledger_name
 from ckpt_tasks.format.ledger import Evaluation, Lease, State
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
+from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
 from tests.crash.runs import on_disk, opened, prefix_of, state_of
 from tests.storage.calls import WatchedCalls
 from tests.unit.ledgers import OTHER, made, owner_of, steps, take

@@ -1,0 +1,1 @@
+"""Runs to other places: sync, fork, export, and comparisons."""

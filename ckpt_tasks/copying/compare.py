@@ -1,0 +1,260 @@
+"""Compare two checkpoints bit for bit: the trees of their groups, and the tensors that the trees name.
+
+What counts: every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape,
+memory layout, requires_grad, and which places share one tensor. What does not: the order of the keys of a plain dict,
+and what is no state: the step, metrics, and how tensors are cut into files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpt_tasks.copying.distances import Regions, distances
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.tree import TensorRef, encode
+from ckpt_tasks.reading.opening import Opened, open_checkpoint
+from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.copying.distance import Distance
+
+__all__ = ["Compared", "Comparison", "Difference", "compare_checkpoints"]
+
+_MAPPINGS = (dict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, deque)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing in which two states differ.
+
+    `place` is the path in the state; `what` says in what: "values" of a tensor, its "dtype", "shape", "layout",
+    "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a container, a
+    group's "kind", or "only in A", "only in B". `a` and `b` say what there is, in short. For values `elements` were
+    compared, `differing` of them differ, by `max_abs` at most (None where that cannot be said), `unmeasured` of them
+    because they are not numbers.
+    """
+
+    place: str
+    what: str
+    a: str
+    b: str
+    elements: int | None = None
+    differing: int | None = None
+    unmeasured: int = 0
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many tensors and plain values one group has in either state."""
+
+    tensors: int = 0
+    values: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, by group, and every difference in the order of the state."""
+
+    groups: Mapping[str, Compared]
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the states are equal bit for bit."""
+        return not self.differences
+
+
+class _Pair(NamedTuple):
+    """A place with a tensor on both sides."""
+
+    place: str
+    a: TensorRef
+    b: TensorRef
+
+
+def compare_checkpoints(
+    store_a: Store, checkpoint_a: Checkpoint, store_b: Store, checkpoint_b: Checkpoint
+) -> Comparison:
+    """Compare the states of two checkpoints, of one run or of two.
+
+    Reads both, in memory of some 100 MiB. Raises IntegrityError or StoreError where a checkpoint's bytes are not good.
+    """
+    a, b = open_checkpoint(store_a, checkpoint_a), open_checkpoint(store_b, checkpoint_b)
+    walk = _Walk(a, b)
+    for group in dict.fromkeys([*a.groups, *b.groups]):
+        walk.group(group)
+    pairs = [item for item in walk.found if isinstance(item, _Pair)]
+    apart = distances(Regions(store_a, a), Regions(store_b, b), ((pair.a.key, pair.b.key) for pair in pairs))
+    differences: list[Difference] = []
+    for item in walk.found:
+        if isinstance(item, Difference):
+            differences.append(item)
+        elif far := apart.get((item.a.key, item.b.key)):
+            differences.append(_apart_in_values(item, far, a))
+    return Comparison(walk.compared, (*differences, *_sharing(pairs)))
+
+
+class _Walk:
+    """Go through two trees at once: what differs, and pairs of tensors, in the order of the state."""
+
+    def __init__(self, a: Opened, b: Opened):
+        self.found: list[Difference | _Pair] = []
+        self.compared: dict[str, Compared] = {}
+        self._a = a
+        self._b = b
+        self._counts = Counter[str]()
+
+    def group(self, name: str) -> None:
+        """Compare one group."""
+        a, b = self._a.groups.get(name), self._b.groups.get(name)
+        self._counts.clear()
+        if a is None:
+            self._only_in("B", name, b.tree if b else None)
+        elif b is None:
+            self._only_in("A", name, a.tree)
+        elif a.kind != b.kind:
+            self._differ(name, "kind", a.kind, b.kind)
+        else:
+            self._values(name, a.tree, b.tree)
+        self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
+
+    def _values(self, place: str, a: Any, b: Any) -> None:
+        kind = type(a)
+        if kind is not type(b):
+            self._count(a)
+            self._differ(place, "type", _words(a, self._a), _words(b, self._b))
+        elif kind in _MAPPINGS:
+            self._mappings(place, a, b)
+        elif kind in _SEQUENCES:
+            self._sequences(place, a, b)
+        else:
+            self._count(a)
+            if kind is TensorRef:
+                self._tensors(_Pair(place, a, b))
+            elif _exact(a) != _exact(b):
+                self._differ(place, "value", _short(a), _short(b), max_abs=_apart(a, b))
+
+    def _mappings(self, place: str, a: Any, b: Any) -> None:
+        in_a, in_b = ({_exact(key): (f"{place}/{_part(key)}", v) for key, v in side.items()} for side in (a, b))
+        for key in dict.fromkeys([*in_a, *in_b]):
+            if key not in in_b:
+                self._only_in("A", *in_a[key])
+            elif key not in in_a:
+                self._only_in("B", *in_b[key])
+            else:
+                self._values(*in_a[key], in_b[key][1])
+        if type(a) is OrderedDict and in_a.keys() == in_b.keys() and [*in_a] != [*in_b]:
+            self._differ(place, "order", _short([*a]), _short([*b]))
+
+    def _sequences(self, place: str, a: Any, b: Any) -> None:
+        for index, (one, other) in enumerate(zip(a, b, strict=False)):
+            self._values(f"{place}/{index}", one, other)
+        if len(a) != len(b):
+            self._differ(place, "length", str(len(a)), str(len(b)))
+        elif type(a) is deque and a.maxlen != b.maxlen:
+            self._differ(place, "value", f"maxlen {a.maxlen}", f"maxlen {b.maxlen}")
+
+    def _tensors(self, pair: _Pair) -> None:
+        place, ref_a, ref_b = pair
+        (dtype_a, shape_a), (dtype_b, shape_b) = self._a.tensors[ref_a.key], self._b.tensors[ref_b.key]
+        for what, a, b in (
+            ("shape", _numbers(shape_a), _numbers(shape_b)),
+            ("dtype", dtype_a, dtype_b),
+            ("layout", _layout(ref_a), _layout(ref_b)),
+            ("requires_grad", str(ref_a.requires_grad), str(ref_b.requires_grad)),
+            ("type", _kind(ref_a), _kind(ref_b)),
+        ):
+            if a != b:
+                self._differ(place, what, a, b)
+        if (dtype_a, shape_a) == (dtype_b, shape_b):
+            self.found.append(pair)
+
+    def _only_in(self, side: str, place: str, value: Any) -> None:
+        self._count(value)
+        words = _words(value, self._a if side == "A" else self._b)
+        self._differ(place, f"only in {side}", words if side == "A" else "", words if side == "B" else "")
+
+    def _differ(self, place: str, what: str, a: str, b: str, *, max_abs: float | None = None) -> None:
+        self.found.append(Difference(place=place, what=what, a=a, b=b, max_abs=max_abs))
+
+    def _count(self, value: Any) -> None:
+        if type(value) in _MAPPINGS or type(value) in _SEQUENCES:
+            for below in value.values() if type(value) in _MAPPINGS else value:
+                self._count(below)
+        else:
+            self._counts["tensors" if type(value) is TensorRef else "values"] += 1
+
+
+def _apart_in_values(pair: _Pair, far: Distance, opened: Opened) -> Difference:
+    words = _words(pair.a, opened)
+    return Difference(
+        place=pair.place,
+        what="values",
+        a=words,
+        b=words,
+        elements=math.prod(opened.tensors[pair.a.key][1]),
+        differing=far.differing,
+        unmeasured=far.unmeasured,
+        max_abs=far.max_abs,
+    )
+
+
+def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
+    """Yield the places that share a tensor with another place on one side only."""
+    first_a: dict[str, str] = {}
+    first_b: dict[str, str] = {}
+    for pair in pairs:
+        with_a = first_a.setdefault(pair.a.key, pair.place)
+        with_b = first_b.setdefault(pair.b.key, pair.place)
+        if with_a != with_b:
+            words = ["its own" if other == pair.place else f"shared with {other}" for other in (with_a, with_b)]
+            yield Difference(place=pair.place, what="sharing", a=words[0], b=words[1])
+
+
+def _exact(value: Any) -> str:
+    # As it is written: 1, 1.0 and True differ there, and so do 0.0 and -0.0, while NaN is NaN.
+    return json.dumps(encode(value))
+
+
+def _apart(a: Any, b: Any) -> float | None:
+    if type(a) not in (int, float):
+        return None
+    apart: float = abs(a - b)
+    return None if isinstance(apart, float) and math.isnan(apart) else apart
+
+
+def _words(value: Any, opened: Opened) -> str:
+    if type(value) is TensorRef:
+        dtype, shape = opened.tensors[value.key]
+        return f"{dtype} {_numbers(shape)}"
+    if type(value) in _MAPPINGS or type(value) in _SEQUENCES:
+        return f"{type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {_short(value)}"
+
+
+def _part(key: Any) -> str:
+    return key if type(key) is str else repr(key)
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _numbers(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _layout(ref: TensorRef) -> str:
+    return "contiguous" if ref.stride is None else f"strides {_numbers(ref.stride)}"
+
+
+def _kind(ref: TensorRef) -> str:
+    return "numpy array" if ref.array else "tensor"

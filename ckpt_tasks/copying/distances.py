@@ -1,0 +1,122 @@
+"""Read two checkpoints region by region and say how far apart their tensors are.
+
+The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so that
+two regions of one digest are equal; tensors are made, and torch is imported, only for those that differ.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.image import ALIGNMENT
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.regions import Box
+from ckpt_tasks.reading.opening import READ_BYTES, Opened, check_header, merge_runs, verify_run
+from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.copying.distance import Distance
+
+__all__ = ["Regions", "distances"]
+
+_READS_KEPT = 4  # where the two sides cut a tensor differently, a region meets several of the other side
+
+
+class Regions:
+    """One checkpoint's regions: read in runs, verified, and the last few runs kept."""
+
+    def __init__(self, store: Store, opened: Opened):
+        self.opened = opened
+        self.rows: dict[str, list[IndexRow]] = {}
+        self._store = store
+        self._runs: dict[tuple[str, int], list[IndexRow]] = {}
+        self._kept: OrderedDict[tuple[str, int], mmap.mmap] = OrderedDict()
+        by_object: dict[str, list[IndexRow]] = {}
+        for row in opened.rows:
+            self.rows.setdefault(row.full_key, []).append(row)
+            by_object.setdefault(row.object, []).append(row)
+        for rows in by_object.values():
+            for run in merge_runs(rows):
+                self._runs.update({(row.object, row.begin): run for row in run if row.end > row.begin})
+        for record in opened.manifest.objects:
+            check_header(store, record)
+
+    def place(self, pair_key: str) -> tuple[str, int]:
+        """Say where a tensor begins, so that tensors are read in the order of the files."""
+        first = min(self.rows[pair_key], key=lambda row: (row.object, row.begin))
+        return first.object, first.begin
+
+    def region(self, row: IndexRow) -> tuple[mmap.mmap, int]:
+        """Return a buffer that holds the region's verified bytes, and where in it they begin."""
+        run = self._runs[row.object, row.begin]
+        first = run[0]
+        start, known = first.begin % ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads
+        if known in self._kept:
+            self._kept.move_to_end(known)
+        else:
+            size_bytes = run[-1].end - first.begin
+            buffer = self._buffer(start + size_bytes)
+            data = memoryview(buffer)[start : start + size_bytes]
+            self._store.read(first.object, first.begin, data)
+            faults = verify_run(run, data)
+            if faults:
+                raise IntegrityError(faults[0], step=self.opened.manifest.step)
+            self._kept[known] = buffer
+        return self._kept[known], start + row.begin - first.begin
+
+    def _buffer(self, size_bytes: int) -> mmap.mmap:
+        oldest = self._kept.popitem(last=False)[1] if len(self._kept) == _READS_KEPT else None
+        if oldest is not None and len(oldest) >= size_bytes:
+            return oldest  # fresh memory costs more than the read
+        return mmap.mmap(-1, max(size_bytes, READ_BYTES + ALIGNMENT))
+
+
+def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:
+    """Return how far apart pairs of tensors are, by their full keys; those that are equal are left out.
+
+    The two of a pair have one dtype and shape. Raises IntegrityError or StoreError where bytes are not good.
+    """
+    found = {}
+    for key_a, key_b in sorted(set(pairs), key=lambda both: a.place(both[0])):
+        far = _distance(a, a.rows[key_a], b, b.rows[key_b])
+        if far is not None:
+            found[key_a, key_b] = far
+    return found
+
+
+def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[IndexRow]) -> Distance | None:
+    far: Distance | None = None
+    for row_a in rows_a:
+        for row_b in rows_b:
+            box = _common(row_a.box, row_b.box)
+            if box is None:
+                continue
+            at_a, at_b = a.region(row_a), b.region(row_b)
+            if row_a.box == row_b.box and row_a.digest == row_b.digest:
+                continue
+            from ckpt_tasks.copying.distance import distance
+            from ckpt_tasks.state.tensors import tensor_at
+
+            one = tensor_at(at_a[0], row_a.dtype, row_a.box.shape, at_a[1])[_slices(row_a.box, box)]
+            other = tensor_at(at_b[0], row_b.dtype, row_b.box.shape, at_b[1])[_slices(row_b.box, box)]
+            more = distance(one, other)
+            if more.differing:
+                far = more if far is None else far + more
+    return far
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """Return the box in which two boxes of one tensor overlap."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = [min(o + n, p + m) for o, n, p, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
+    shape = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
+    return Box(offset, shape) if all(extent > 0 for extent in shape) else None
+
+
+def _slices(outer: Box, inner: Box) -> tuple[slice, ...]:
+    begins = [i - o for i, o in zip(inner.offset, outer.offset, strict=True)]
+    return tuple(slice(begin, begin + extent) for begin, extent in zip(begins, inner.shape, strict=True))

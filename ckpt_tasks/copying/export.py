@@ -1,0 +1,392 @@
+"""Export a checkpoint: one safetensors file of its own, or shards with an index as Hugging Face lays them out.
+
+Invariants
+
+1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
+2. A new `out` appears whole and durable, or not at all: it is written and fsynced beside, and then renamed. In a
+   directory that is there (`overwrite`) the old index goes first and the new one comes last.
+3. Memory is one read of 16 MiB, however large the tensors are. They are never made, so torch is not needed.
+
+File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). What to write is
+decided from the manifest and the index alone (`plan_export`), and then done (`write_export`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tasks.errors import (
+    ConfigError,
+    FormatVersionError,
+    IntegrityError,
+    UnsupportedStateError,
+)
+from ckpt_tasks.format.image import (
+    ALIGNMENT,
+    MAX_HEADER_BYTES,
+    STORED_DTYPES,
+    ImageLayout,
+    TensorSpec,
+    plan_image,
+    plan_parts,
+)
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.publishing import new_file, staged_directory, staged_file, write_at
+
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "ExportPlan",
+    "ExportReport",
+    "ExportedFile",
+    "export_checkpoint",
+    "plan_export",
+    "write_export",
+]
+
+MAX_SHARD_BYTES = 5 * 10**9  # as in huggingface_hub
+_SUFFIX = ".safetensors"
+_INDEX = "model.safetensors.index.json"
+# What an export or a save of huggingface_hub leaves in a directory: other weights beside ours would be read for ours.
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
+_METADATA = "__metadata__"  # in a safetensors header, not a tensor's name
+_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # codes that hold views of other dtypes as well
+
+Progress = Callable[[int], None]
+
+
+class ExportedFile(NamedTuple):
+    """One file of an export; an index holds no tensors."""
+
+    path: str
+    tensors: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What was exported.
+
+    `tied` maps every name whose tensor is stored under another one to that one. `dtypes` are torch's names of the
+    dtypes that safetensors has no code for, by tensor: these are stored as views. `left_out` names the entries of
+    modules that are no tensors.
+    """
+
+    run_key: str
+    step: int
+    manifest_digest: str
+    groups: tuple[str, ...]
+    files: tuple[ExportedFile, ...]
+    tied: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors are stored."""
+        return sum(file.tensors for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+class _Shard(NamedTuple):
+    """One file to write: its header, and where in it each region goes, in bytes."""
+
+    name: str
+    header: bytes
+    places: Mapping[IndexRow, int]
+    tensors: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """What `write_export` will do, and the report that it will give; `index` is None for one file."""
+
+    out: Path
+    overwrite: bool
+    report: ExportReport
+    opened: Opened = field(repr=False)
+    shards: tuple[_Shard, ...] = field(repr=False)
+    index: bytes | None = field(repr=False)
+
+    @property
+    def read_bytes(self) -> int:
+        """What `progress` will have been told of at the end."""
+        return sum(row.end - row.begin for shard in self.shards for row in shard.places)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The tensors to export and their regions by full key, the names that are tied to them, and what is no tensor."""
+
+    specs: dict[str, TensorSpec]
+    rows: Mapping[str, Sequence[IndexRow]]
+    tied: dict[str, str]
+    left_out: tuple[str, ...]
+    origin: Mapping[str, Any]
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        coded = ((spec, STORED_DTYPES[spec.dtype].code) for spec in self.specs.values())
+        return {spec.name: spec.dtype for spec, code in coded if _MEANT.get(code, spec.dtype) != spec.dtype}
+
+    def of(self, keys: Iterable[str]) -> _Selection:
+        """Return the part of it that has these keys."""
+        specs = {key: self.specs[key] for key in keys}
+        names = {spec.name for spec in specs.values()}
+        tied = {name: kept for name, kept in self.tied.items() if kept in names}
+        return _Selection(specs, self.rows, tied, (), self.origin)
+
+    def about(self) -> dict[str, Any]:
+        """Say where the tensors came from and what is to be known about them."""
+        return {**self.origin, "tied": self.tied, "dtypes": self.dtypes}
+
+
+def export_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    groups: Iterable[str] | None = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write the tensors of `groups` (without any: of all modules) as files that every safetensors reader opens.
+
+    `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
+    their index. `progress` is told of every read, in bytes. Raises ConfigError where that cannot be done as asked,
+    UnsupportedStateError where one file cannot hold so many names, IntegrityError where bytes are damaged and
+    StoreError where a read or a write fails.
+    """
+    plan = plan_export(store, checkpoint, out, groups=groups, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    return write_export(store, plan, progress)
+
+
+def plan_export(
+    store: Store,
+    checkpoint: Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    groups: Iterable[str] | None = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+) -> ExportPlan:
+    """Decide what to write. Arguments and errors are those of `export_checkpoint`; nothing is written."""
+    target = _target(store, out, overwrite)
+    one_file = target.name.endswith(_SUFFIX)
+    if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):
+        why = "one file is not cut into shards" if one_file else f"{max_shard_bytes} bytes are no size for a shard"
+        raise ConfigError(why, hint=f"A name that does not end in {_SUFFIX} makes a directory of shards.")
+    opened = open_checkpoint(store, checkpoint)
+    chosen = _chosen(opened, groups)
+    selection = _selection(opened, chosen, checkpoint)
+    shards = [_shard(selection, target.name)] if one_file else _shards(selection, max_shard_bytes or MAX_SHARD_BYTES)
+    index = None if one_file else _index(selection, shards)
+    place = str(target.parent if one_file else target)
+    files = [ExportedFile(os.path.join(place, s.name), len(s.tensors), s.size_bytes) for s in shards]
+    if index is not None:
+        files.append(ExportedFile(os.path.join(place, _INDEX), 0, len(index)))
+    report = ExportReport(
+        **selection.origin,
+        groups=chosen,
+        files=tuple(files),
+        tied=selection.tied,
+        dtypes=selection.dtypes,
+        left_out=selection.left_out,
+    )
+    return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=tuple(shards), index=index)
+
+
+def write_export(store: Store, plan: ExportPlan, progress: Progress | None = None) -> ExportReport:
+    """Write what was planned and return the plan's report; `progress` and errors as of `export_checkpoint`."""
+    objects = {row.object for shard in plan.shards for row in shard.places}
+    for record in plan.opened.manifest.objects:
+        if record.name in objects:
+            check_header(store, record)
+    copy = partial(_copy, store, progress or (lambda size_bytes: None))
+    if plan.index is None:
+        with staged_file(plan.out, overwrite=plan.overwrite) as fd:
+            copy(plan.shards[0], fd)
+        return plan.report
+    with staged_directory(plan.out, overwrite=plan.overwrite, replaces=_WEIGHTS, index=_INDEX) as directory:
+        for shard in plan.shards:
+            with new_file(directory / shard.name) as fd:
+                copy(shard, fd)
+        with new_file(directory / _INDEX) as fd:
+            write_at(fd, plan.index, 0)
+    return plan.report
+
+
+def _copy(store: Store, progress: Progress, shard: _Shard, fd: int) -> None:
+    """Write one file; every region is verified between its read and its write."""
+    write_at(fd, shard.header, 0)
+    runs = merge_runs(shard.places)
+    buffer = memoryview(mmap.mmap(-1, max(run[-1].end - run[0].begin for run in runs) + ALIGNMENT))
+    for run in runs:
+        begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
+        data = buffer[begin % ALIGNMENT :][:size_bytes]  # aligned as in the file: direct reads
+        store.read(run[0].object, begin, data)
+        faults = verify_run(run, data)
+        if faults:
+            raise IntegrityError(faults[0])
+        for row in run:
+            write_at(fd, data[row.begin - begin : row.end - begin], shard.places[row])
+        progress(size_bytes)
+
+
+def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
+    target = Path(os.path.abspath(os.path.expanduser(out)))
+    one_file = target.name.endswith(_SUFFIX)
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(store.url))
+    if inside and "://" not in store.url:
+        raise ConfigError(f"{target} lies in the run directory", hint="What is there is the run's own.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no directory", hint="Create it first.")
+    if os.path.lexists(target):
+        if target.is_dir() == one_file:
+            raise ConfigError(
+                f"{target} is {'a directory' if one_file else 'a file'}",
+                hint=f"A name that ends in {_SUFFIX} makes one file, any other a directory.",
+            )
+        if not overwrite:
+            raise ConfigError(f"{target} exists", hint="Name another place, or ask to overwrite it.")
+    return target
+
+
+def _chosen(opened: Opened, groups: Iterable[str] | None) -> tuple[str, ...]:
+    wanted = tuple(dict.fromkeys(groups or ()))
+    unknown = [group for group in wanted if group not in opened.groups]
+    if unknown:
+        raise ConfigError(
+            f"the checkpoint has no group {unknown[0]!r:.80}", step=opened.manifest.step, hint=_what_there_is(opened)
+        )
+    chosen = wanted or tuple(name for name, saved in opened.groups.items() if saved.kind == "module")
+    if not chosen:
+        hint = f"{_what_there_is(opened)} Name the groups to export."
+        raise ConfigError("the checkpoint has no module", step=opened.manifest.step, hint=hint)
+    return chosen
+
+
+def _what_there_is(opened: Opened) -> str:
+    return f"It has {', '.join(f'{name} ({saved.kind})' for name, saved in opened.groups.items()) or 'no groups'}."
+
+
+def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) -> _Selection:
+    names: dict[str, str] = {}  # every name → full key
+    left_out = []
+    for group in groups:
+        saved = opened.groups[group]
+        if not _is_state_dict(saved):
+            names.update((ref.key, ref.key) for ref in tensor_refs(saved.tree))
+            continue
+        for name, value in saved.tree.items():
+            if type(value) is TensorRef:
+                names[name if len(groups) == 1 else f"{group}.{name}"] = value.key
+            else:
+                left_out.append(f"{group}/{name}")
+    stored: dict[str, str] = {}  # full key → the first of its names, in the order of the state
+    tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
+    if not stored:
+        why = f"there are no tensors in {', '.join(groups)}"
+        raise ConfigError(why, step=checkpoint.step, hint=_what_there_is(opened))
+    origin = {
+        "run_key": opened.manifest.run_key,
+        "step": checkpoint.step,
+        "manifest_digest": checkpoint.manifest_digest,
+    }
+    specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
+    rows: dict[str, list[IndexRow]] = {key: [] for key in stored}
+    for row in opened.rows:
+        if row.full_key in rows:
+            rows[row.full_key].append(row)
+    return _Selection(specs, rows, tied, tuple(left_out), origin)
+
+
+def _is_state_dict(saved: SavedGroup) -> bool:
+    """Say whether a group is tensors by name: a module, or what a state_dict of one looks like."""
+    if not isinstance(saved.tree, dict) or not all(_is_name(name) for name in saved.tree):
+        return False
+    return saved.kind == "module" or all(type(value) is TensorRef for value in saved.tree.values())
+
+
+def _is_name(name: Any) -> bool:
+    # Half a surrogate pair is no UTF-8. The full keys, which are used then, are all fit for a header.
+    return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
+
+
+def _shards(selection: _Selection, max_shard_bytes: int) -> list[_Shard]:
+    keys = {spec.name: key for key, spec in selection.specs.items()}
+    parts = plan_parts([*selection.specs.values()], max_shard_bytes)
+    return [
+        _shard(selection.of(keys[spec.name] for spec in part), f"model-{n:05d}-of-{len(parts):05d}{_SUFFIX}")
+        for n, part in enumerate(parts, 1)
+    ]
+
+
+def _shard(selection: _Selection, name: str) -> _Shard:
+    try:
+        layout = plan_image(selection.specs.values())
+        header = _header(layout, selection)
+    except UnsupportedStateError as error:
+        error.hint = "Export to a directory: it takes as many shards as are needed."
+        raise
+    moved = len(header) - len(layout.header)
+    begins = {slot.spec.name: slot.begin + moved for slot in layout.slots}
+    places = {
+        row: begins[spec.name] + _bytes_before(row)
+        for key, spec in selection.specs.items()
+        for row in selection.rows[key]
+    }
+    return _Shard(name, header, places, (*begins,), layout.size_bytes + moved)
+
+
+def _bytes_before(row: IndexRow) -> int:
+    """Say how much of its tensor, in C order, lies before a region; raise FormatVersionError on a scattered one."""
+    extents = row.box.shape
+    first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
+    if extents[first + 1 :] != row.tensor_shape[first + 1 :]:
+        raise FormatVersionError(
+            "the tensor is cut across its rows, which this version cannot put together",
+            key=row.full_key,
+            hint="Upgrade ckpt-tasks.",
+        )
+    elements = 0
+    for offset, extent in zip(row.box.offset, row.tensor_shape, strict=True):
+        elements = elements * extent + offset
+    return elements * STORED_DTYPES[row.dtype].nbytes
+
+
+def _header(layout: ImageLayout, selection: _Selection) -> bytes:
+    entries = json.loads(layout.header[8:])
+    ours = json.dumps(selection.about(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
+    # Ties as safetensors.torch.save_model lists them, and once more where no other entry can be taken for one.
+    entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if start - 8 > MAX_HEADER_BYTES:
+        raise UnsupportedStateError(f"the names of {len(layout.slots)} tensors need a header of {len(text)} bytes")
+    return struct.pack("<Q", start - 8) + text.ljust(start - 8)
+
+
+def _index(selection: _Selection, shards: Iterable[_Shard]) -> bytes:
+    total_bytes = sum(spec.size_bytes for spec in selection.specs.values())
+    about = {**selection.tied, "total_size": total_bytes, "ckpt_tasks": selection.about()}
+    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    return json.dumps({"metadata": about, "weight_map": weight_map}, indent=2).encode() + b"\n"

@@ -1,0 +1,277 @@
+"""Fork: a run of its own that begins with a checkpoint of another one, and with changed parameters.
+
+Invariants
+
+1. The first ledger entry of a fork, put if absent, holds the checkpoint, where it came from and the parameters: a fork
+   exists as a whole or not at all. Before it, nobody trains there: a directory with objects and no ledger is refused.
+2. Everything that the entry names is there before it is put, and durable; of two forks to one place one wins.
+3. The two runs share no name, and neither needs the other one: while bytes are on their way the checkpoint is leased at
+   the source, and afterwards nothing is done to one that the other would see.
+4. The first owner of a fork is later than the owner epochs in all names that came, so that they are swept once retired.
+5. A fork deletes nothing, also when it fails: the same fork by another process may be about to commit these objects.
+   The same call finds them and goes on; in a run that another fork made they are orphans, which its owners sweep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from operator import add
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from ckpt_tasks.copying.syncing import check_apart, leased
+from ckpt_tasks.copying.transfer import Transfer, by_object
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    ObjectExistsError,
+    StateError,
+)
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
+from ckpt_tasks.format.ledger import Checkpoint, Origin, Owner, State
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import identify
+from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["ForkPlan", "Moved", "checked_params", "find_source", "plan_fork", "run_fork"]
+
+_HOLDER = "ckpt fork"
+
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkPlan:
+    """What a fork is to be: the checkpoint there, where it comes from, and the parameters of the new run.
+
+    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: the same fork is there already.
+    """
+
+    run_key: str
+    source: Checkpoint
+    checkpoint: Checkpoint
+    origin: Origin
+    params: Mapping[str, Any] | None
+    opened: Opened
+    manifest: bytes
+    done: bool
+
+    @property
+    def records(self) -> tuple[ObjectRecord, ...]:
+        """Every object that comes over as it is; the manifest, which names the run, does not."""
+        return (self.opened.manifest.index, *self.opened.manifest.objects)
+
+
+class Moved(NamedTuple):
+    """How the bytes came: in files that both runs have, copied by the store, sent over; or they lay there already."""
+
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+    sent_bytes: int = 0
+    found_bytes: int = 0
+
+
+def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
+    """Find the checkpoint to fork: the step `which`, or "latest" (also None) or "best".
+
+    Where a fork to `target` was begun and killed it is the one of that time: the source may have committed since then.
+    """
+    if not isinstance(which, int):
+        there = set(target.names(""))
+        for one in source.checkpoints():
+            if f"{one.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # it came before all else
+                return one
+    return source.find("latest" if which is None else which)
+
+
+def plan_fork(
+    source: Run, checkpoint: Checkpoint, target: Store, changed: Mapping[str, Any], run_key: str | None = None
+) -> ForkPlan:
+    """Look whether a checkpoint can become a run at `target`, with these parameters changed; nothing is written.
+
+    Raises ConfigError for names and parameters that cannot be, StateError where the target is a run already or holds
+    something else, and IntegrityError where manifest or index of the checkpoint is damaged.
+    """
+    url = source.history.store.url
+    check_apart(url, target.url)
+    key = run_key or target.url.rstrip("/").rpartition("/")[2]
+    if not is_run_key(key):
+        raise ConfigError(f"{key!r:.80} cannot be a run's key", hint="Name one that can: letters, digits, '_-.'.")
+    state = source.head().state
+    opened = open_checkpoint(source.history.store, checkpoint)
+    opened.check_trees()
+    manifest = replace(opened.manifest, run_key=key)
+    data, params = manifest.to_bytes(), checked_params(changed)
+    digest = digest_hex(data)
+    records = (manifest.index, *manifest.objects)
+    origin = Origin(
+        url=without_user(url),
+        run_key=opened.manifest.run_key,
+        step=checkpoint.step,
+        manifest_digest=checkpoint.manifest_digest,
+        identity=digest,
+        set=params,
+        params=state.params,
+    )
+    planned = ForkPlan(
+        run_key=key,
+        source=checkpoint,
+        checkpoint=replace(
+            checkpoint,
+            manifest_digest=digest,
+            parent=None,
+            n=0,
+            abandoned=False,
+            interim=False,
+            size_bytes=sum(record.size_bytes for record in records) + len(data),
+        ),
+        origin=origin,
+        params={**(state.params or {}), **params} if params or state.params is not None else None,
+        opened=opened,
+        manifest=data,
+        done=False,
+    )
+    return replace(planned, done=_is_there(History(target), planned))
+
+
+def run_fork(
+    source: Run, target: Store, plan: ForkPlan, *, single_writer: bool = False, told: Told = lambda size_bytes: None
+) -> Moved:
+    """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
+
+    `told` hears of every read, in bytes, where bytes have to be sent. Raises IntegrityError where the source is damaged
+    (the target is no run then) and StateError where another fork was faster. What was brought by then stays there.
+    """
+    if plan.done:
+        return Moved(found_bytes=plan.checkpoint.size_bytes)
+    history = History(target)
+    with leased(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, told) as bringing:
+        for record in plan.opened.manifest.objects:  # before anything is written
+            check_header(source.history.store, record)
+        for record in plan.records:  # the index first: from then on nobody begins a run here
+            renew()
+            bringing.bring(record)
+        history.create(plan.run_key, single_writer=single_writer)
+        history.check(plan.run_key)
+        _put_manifest(target, plan)
+        open_checkpoint(target, plan.checkpoint)
+        _commit(history, plan, source.head().state)
+    return bringing.moved
+
+
+def checked_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as JSON has them; raise ConfigError for names and values that cannot be written so."""
+    wrong = [name for name in params if not (isinstance(name, str) and name.isidentifier())]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r:.80} is no parameter's name", hint="A program's parameters have plain names.")
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(params), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the parameters cannot be written as JSON: {error}") from error
+    return found
+
+
+def without_user(url: str) -> str:
+    """Return a store's URL without what may be secret in one: who asks, and what stands behind the question mark."""
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class _Bringing:
+    """Objects on their way to a fork, by the cheapest way that there is: a second name, the store's own copy, bytes."""
+
+    def __init__(self, source: Run, target: Store, plan: ForkPlan, told: Told):
+        self.moved = Moved()
+        self._source, self._target, self._told = source.history.store, target, told
+        self._rows = by_object(plan.opened.rows)
+        self._stack = ExitStack()
+        self._transfer: Transfer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def bring(self, record: ObjectRecord) -> None:
+        """See to it that the target has an object."""
+        if self._target.adopt(self._source, record.name, record.size_bytes):
+            if record.name in self._rows and not self._target.near:
+                check_header(self._target, record)
+            self._add(Moved(record.size_bytes) if self._target.near else Moved(0, record.size_bytes))
+            return
+        if self._transfer is None:
+            transfer = Transfer(self._source, self._target, State(), self._told)
+            self._transfer = self._stack.enter_context(transfer)
+        sent, found = self._transfer.bring(record, self._rows.get(record.name, ()))
+        self._transfer.check([record])
+        self._add(Moved(0, 0, sent, found))
+
+    def _add(self, more: Moved) -> None:
+        self.moved = Moved(*map(add, self.moved, more))
+
+
+def _is_there(history: History, plan: ForkPlan) -> bool:
+    """Say whether this very fork is there, and nothing has been added to it; raise StateError for anything else."""
+    with suppress(CheckpointNotFoundError):
+        history.check(plan.run_key)
+    head, url = history.head(), history.store.url
+    if head.next_n == 0:
+        names = {record.name for record in plan.records} | {plan.checkpoint.manifest}
+        strange = [name for name in history.store.names("") if parse_attempt(name) and name not in names]
+        if strange:
+            hint = "Give another directory, or remove this one: it may be a run whose ledger is lost."
+            raise StateError(f"{url} holds other checkpoints' objects", key=strange[0], hint=hint)
+        return False
+    found = head.state.origin
+    if head.next_n == 1 and found is not None and replace(found, url=plan.origin.url) == plan.origin:
+        return True
+    begun = f", forked from {found.url} at step {found.step}" if found else ""
+    raise StateError(f"{url} is a run already{begun}", hint="Give the fork a directory of its own.")
+
+
+def _put_manifest(target: Store, plan: ForkPlan) -> None:
+    name = plan.checkpoint.manifest
+    with suppress(ObjectExistsError):  # an earlier try's, or another's: the same bytes, as the run has this key
+        target.put_if_absent(name, plan.manifest)
+    if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
+        raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")
+
+
+def _commit(history: History, plan: ForkPlan, parent: State) -> None:
+    """Put the entry with which the run begins to exist."""
+    owner = _first_owner(plan.records)
+
+    def change(state: State, n: int) -> State:
+        if n > 0:
+            hint = "Give the fork a directory of its own."
+            raise StateError(f"{history.store.url} has become a run meanwhile", hint=hint)
+        return State(
+            owner=owner,
+            live=(plan.checkpoint,),
+            best_metric=parent.best_metric,
+            best_mode=parent.best_mode,
+            origin=plan.origin,
+            params=plan.params,
+            program=parent.program,
+        )
+
+    history.append({"kind": "commit", "step": plan.checkpoint.step}, change, owner=None)
+
+
+def _first_owner(records: Sequence[ObjectRecord]) -> Owner:
+    """Describe this process as an owner that has let the run go, later than all who wrote the objects."""
+    attempts = [parse_attempt(record.name) for record in records]
+    epoch = 1 + max(attempt.epoch for attempt in attempts if attempt)
+    if epoch >= MAX_EPOCH:
+        raise ConfigError(f"the source has had {epoch} owners, the most there can be")
+    return replace(identify(None, epoch), released=True)

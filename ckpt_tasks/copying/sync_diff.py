@@ -1,0 +1,177 @@
+"""What a run at another store lacks of this one, and in which order it is to be committed there. Nothing is written.
+
+A checkpoint has one identity everywhere, but every ledger has its own numbers. The order of commits says which one is
+the newest, so it must be the source's at the target too; a checkpoint that was copied alone may have to be committed
+again after older ones have come.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
+from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
+from ckpt_tasks.ledger.entries import SYNCED, newest_first
+from ckpt_tasks.ledger.history import Head, History
+
+__all__ = ["Lacking", "find_lacking", "in_order", "rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lacking:
+    """What a target lacks of what was asked for.
+
+    `ranked` are those in `missing`, with the source's entry numbers, and those that the target has, with its own, in
+    the order of the source's commits. `pruned` are identities that the source has and the target has given up.
+    `given_up` are names of objects that a process which lost the target may still delete.
+    """
+
+    missing: frozenset[str]
+    ranked: tuple[Checkpoint, ...]
+    pruned: frozenset[str]
+    given_up: frozenset[str]
+    evaluations: tuple[Evaluation, ...]
+    pins: Mapping[str, str]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the target has everything, in its order."""
+        return not (self.missing or self.evaluations or self.pins) and in_order(self.ranked)
+
+
+class _Mark(NamedTuple):
+    """Where the last copy from this source ended.
+
+    `entry` was the source's newest entry then, and `live` what the target had, all of it from the source; `pruned` is
+    what the target had at some time and has no more. `given_up` are objects that more than one owner of the target was
+    to delete: each but the last may have stalled, and delete them late. An owner that was alone with it and said that
+    they are gone does not.
+    """
+
+    entry: int
+    live: frozenset[str]
+    pruned: frozenset[str]
+    given_up: frozenset[str]
+
+
+def find_lacking(source: History, head: Head, target: History, there: Head, only: Checkpoint | None = None) -> Lacking:
+    """Compare two ledgers; `only` asks for one checkpoint instead of all live ones.
+
+    Raises RunMismatchError where the target has a checkpoint that the source never had.
+    """
+    live, have = _by_identity(head.state), _by_identity(there.state)
+    mark = _last_copy(source, target, there)
+    chosen = live if only is None else {only.manifest_digest: only}
+    missing = [c for digest, c in chosen.items() if digest not in have and digest not in mark.pruned]
+    return Lacking(
+        missing=frozenset(c.manifest_digest for c in missing),
+        ranked=rank([*have.values()], missing, _order(source, head, have, missing, mark)),
+        pruned=mark.pruned & live.keys(),
+        given_up=mark.given_up,
+        evaluations=_evaluations(head.state, there.state, chosen.keys() - mark.pruned),
+        pins={
+            digest: why
+            for digest, why in head.state.pins.items()
+            if digest in chosen and digest not in there.state.pins and digest not in mark.pruned
+        },
+    )
+
+
+def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mapping[str, int]) -> tuple[Checkpoint, ...]:
+    """Sort what the target has and what it lacks by the source's `order` (identity → entry).
+
+    What the order does not know is left out: it is older than all that comes, and stays where it is.
+    """
+    known = [c for c in have if c.manifest_digest in order]
+    return tuple(sorted([*known, *missing], key=lambda c: order[c.manifest_digest]))
+
+
+def in_order(have: Sequence[Checkpoint]) -> bool:
+    """Say whether these were committed one after the other."""
+    return all(before.n < after.n for before, after in pairwise(have))
+
+
+def _order(
+    source: History, head: Head, have: Mapping[str, Checkpoint], missing: Sequence[Checkpoint], mark: _Mark
+) -> dict[str, int]:
+    """Return by which entry the source committed what has to be ordered; identity → entry."""
+    order = {c.manifest_digest: c.n for c in head.state.live}
+    unknown = have.keys() - order.keys()
+    strangers = unknown - mark.live
+    # Whatever the source committed since the last copy comes after everything that is there.
+    late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
+    if strangers or (late and unknown):
+        order |= _numbers(source, unknown if late else strangers)
+    own = sorted(have[digest].step for digest in strangers - order.keys())
+    if own:
+        steps = ", ".join(str(step) for step in own[:6]) + (" …" if len(own) > 6 else "")
+        raise RunMismatchError(
+            f"the target has checkpoints that {source.store.url} never had (steps {steps}): training went on from it",
+            hint="Copy to another directory.",
+        )
+    return order
+
+
+def _last_copy(source: History, target: History, there: Head) -> _Mark:
+    """Look for the note of the last finished copy from this source, and see what the target gave up since then."""
+    have = _by_identity(there.state).keys()
+    had: set[str] = set()
+    deleters: dict[str, set[int]] = {}
+    given_up: set[str] = set()
+    mark, at_mark = sys.maxsize, frozenset[str]()
+    for entry, _ in newest_first(target):
+        live = _by_identity(entry.state).keys()
+        had |= live
+        for name in entry.state.retired:
+            deleters.setdefault(name, set()).add(entry.state.owner.epoch if entry.state.owner else 0)
+        if _is_past(source, entry.event):
+            had |= _texts(entry.event.get("pruned"))
+            given_up = _texts(entry.event.get("given_up"))
+            mark, at_mark = int(entry.event["entry"]), frozenset(live)
+            break
+    given_up |= {name for name, epochs in deleters.items() if len(epochs) > 1}
+    return _Mark(mark, at_mark, frozenset(had - have), frozenset(given_up))
+
+
+def _texts(value: Any) -> set[str]:
+    """Return what a list in an event names; what else may stand there names nothing."""
+    return {str(item) for item in value} if isinstance(value, list) else set()
+
+
+def _is_past(source: History, event: Mapping[str, Any]) -> bool:
+    """Say whether an event is the note of a copy from a ledger that this source still has."""
+    n = event.get("entry")
+    if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
+        return False
+    try:
+        return source.read_entry(n)[1] == event.get("entry_digest")
+    except (IntegrityError, ObjectNotFoundError):
+        return False
+
+
+def _numbers(history: History, wanted: Collection[str]) -> dict[str, int]:
+    """Search a ledger, newest entry first, for when these were committed."""
+    found: dict[str, int] = {}
+    for entry, _ in newest_first(history):
+        for checkpoint in entry.state.live:
+            if checkpoint.manifest_digest in wanted:
+                found.setdefault(checkpoint.manifest_digest, checkpoint.n)
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def _evaluations(state: State, there: State, wanted: Collection[str]) -> tuple[Evaluation, ...]:
+    recorded = {(e.manifest_digest, e.suite) for e in there.evaluations}
+    return tuple(
+        e for e in state.evaluations if e.manifest_digest in wanted and (e.manifest_digest, e.suite) not in recorded
+    )
+
+
+def _by_identity(state: State) -> dict[str, Checkpoint]:
+    return {c.manifest_digest: c for c in state.live}

@@ -1,0 +1,387 @@
+"""Copy checkpoints of a run to another store: verified on the way, resumable, and a run of its own there.
+
+Invariants
+
+1. A checkpoint is committed at the target when all that it names is there, and every byte has been compared with its
+   digest: on the way, or where it lies.
+2. Names and bytes stay the same. The target's own ledger commits in the source's order, so the newest is the newest.
+3. While it is copied a checkpoint is leased at the source; the target is owned by this process.
+4. What the target has retired is not committed there again, nor is an object that it has given up, whose deletion may
+   still be under way. Nothing is deleted there.
+5. What a copy that was killed leaves is orphaned (the owner epoch at the target is above that of every name that is
+   copied), until the same copy is made again and finds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from ckpt_tasks.copying.sync_diff import Lacking, find_lacking
+from ckpt_tasks.copying.transfer import Transfer, by_object
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    ConfigError,
+    FencedError,
+    IntegrityError,
+    ObjectNotFoundError,
+    StateError,
+    StoreError,
+)
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import MAX_EPOCH, parse_attempt
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.ledger.entries import SYNCED
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
+from ckpt_tasks.reading.leasing import renewable
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.port import ReadableStore, Store
+
+__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "leased", "plan_sync", "run_sync"]
+
+_IN_FLIGHT = 8
+_LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
+_OWNER_TIMEOUT_S = 120.0
+_HOLDER = "ckpt sync"
+_MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
+
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPlan:
+    """What is to be copied: of all live checkpoints, or of `only`.
+
+    `head` is the source's; `size_bytes` are to be read, at the source or where an earlier try left them.
+    """
+
+    run_key: str
+    head: Head
+    only: Checkpoint | None
+    lacking: Lacking
+    size_bytes: int
+
+    @property
+    def chosen(self) -> list[Checkpoint]:
+        """The checkpoints that were asked for, in the source's order."""
+        return sorted(self.head.state.live, key=lambda c: c.n) if self.only is None else [self.only]
+
+
+class Row(NamedTuple):
+    """What became of one checkpoint: `copied_bytes` went over, `found_bytes` were there from an earlier try.
+
+    `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": it names an
+    object that the target has given up, or has with other bytes.
+    """
+
+    checkpoint: Checkpoint
+    outcome: str
+    copied_bytes: int = 0
+    found_bytes: int = 0
+    fault: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What a copy did; `faults` say what could not be copied, and why."""
+
+    rows: tuple[Row, ...]
+    evaluations: int = 0
+    pins: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
+    """Look what the target lacks of the run, or of `only`; nothing is written.
+
+    Raises RunMismatchError where the target has another run, or checkpoints that the source never had.
+    """
+    check_apart(source.history.store.url, target.url)
+    head, history = source.head(), History(target)
+    key = source.run_key or _run_key(source.history.store, head)
+    there = _look(history, key)
+    lacking = find_lacking(source.history, head, history, there, only)
+    if only is not None and only.manifest_digest in lacking.pruned:
+        raise StateError(
+            f"{target.url} has had this checkpoint and pruned it, and no name is used twice",
+            step=only.step,
+            hint="Copy it to another directory.",
+        )
+    missing = [c for c in lacking.ranked if c.manifest_digest in lacking.missing]
+    size_bytes = _size_bytes(source.history.store, missing, there.state)
+    return SyncPlan(run_key=key, head=head, only=only, lacking=lacking, size_bytes=size_bytes)
+
+
+def run_sync(
+    source: Run, target: Store, plan: SyncPlan, *, single_writer: bool = False, told: Told = lambda size_bytes: None
+) -> SyncReport:
+    """Do what a plan says, after a second look as the target's owner; where it lacks nothing, nothing is written.
+
+    `told` hears of every read, in bytes. What is damaged at the source, or pruned there meanwhile, is left out and
+    reported; any other failure is raised, and the same call goes on from there. Raises OwnedError where a process
+    that may be alive holds the target.
+    """
+    if plan.lacking.nothing:
+        return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
+    history = History(target)
+    history.create(plan.run_key, single_writer=single_writer)
+    with _owned(source, history, plan) as (owner, owned_plan), _Copy(source, history, owner, owned_plan, told) as copy:
+        return copy.run()
+
+
+class _Copy:
+    """One copy under way, by the target's owner."""
+
+    def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, told: Told):
+        self._source, self._target, self._owner, self._plan = source, target, owner, plan
+        state, given_up = target.head().state, plan.lacking.given_up
+        self._objects = Transfer(source.history.store, target.store, state, told, given_up)
+        self._faults: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._objects.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._objects.__exit__(*error)
+
+    def run(self) -> SyncReport:
+        """Copy and commit in order; then evaluations, pins, and the note that says how far this has come."""
+        lacking = self._plan.lacking
+        rows: dict[str, Row] = {}
+        last_n = -1
+        for checkpoint in lacking.ranked:
+            if checkpoint.manifest_digest in lacking.missing:
+                row, n = self._copy(checkpoint)
+                rows[checkpoint.manifest_digest] = row
+                last_n = last_n if n is None else n
+            elif checkpoint.n > last_n:
+                last_n = checkpoint.n
+            else:
+                last_n = self._commit(self._target, checkpoint)
+        there = {c.manifest_digest for c in self._target.head().state.live}
+        recorded = [self._record(one) for one in lacking.evaluations if one.manifest_digest in there]
+        pins = {digest: why for digest, why in lacking.pins.items() if digest in there}
+        for digest, why in pins.items():
+            self._pin(digest, why)
+        self._note()
+        return SyncReport(
+            rows=tuple(rows.get(c.manifest_digest) or _row(self._plan, c) for c in self._plan.chosen),
+            evaluations=sum(recorded),
+            pins=len(pins),
+            faults=(*(row.fault for row in rows.values() if row.fault), *self._faults),
+        )
+
+    def _copy(self, checkpoint: Checkpoint) -> tuple[Row, int | None]:
+        store = self._source.history.store
+        copied = found = 0
+        try:
+            with leased(self._source, checkpoint, _HOLDER) as renew:
+                records = []
+                for record, rows in _contents(store, checkpoint, self._plan.run_key):
+                    renew()
+                    over, there = self._objects.bring(record, rows)
+                    copied, found = copied + over, found + there
+                    records.append(record)
+        except CheckpointNotFoundError:
+            return Row(checkpoint, "pruned meanwhile"), None
+        except StateError as error:
+            return Row(checkpoint, "refused", copied, found, f"step {checkpoint.step}: {error}"), None
+        except (IntegrityError, ObjectNotFoundError) as error:
+            if all(c.manifest_digest != checkpoint.manifest_digest for c in self._source.checkpoints()):
+                return Row(checkpoint, "pruned meanwhile", copied, found), None
+            return Row(checkpoint, "damaged", copied, found, f"step {checkpoint.step}: {error}"), None
+        self._objects.check(records)
+        n = self._commit(self._source.history, checkpoint)
+        return Row(checkpoint, "copied", copied, found), n
+
+    def _commit(self, history: History, checkpoint: Checkpoint) -> int:
+        """Put the ledger entry and return its number; `history` has an older one, and what that says of the save."""
+        digest = checkpoint.manifest_digest
+        said = self._plan.head.state
+        marks = {c.manifest_digest: c.abandoned for c in said.live}
+
+        def change(state: State, n: int) -> State:
+            others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
+            after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
+            # Which lines were left is what the source says: its pruned checkpoints, which tell, never come here.
+            live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
+            # What the source was forked from, and what its program is built with, is as true of its copy.
+            return replace(after, live=live, origin=said.origin, params=said.params, program=said.program)
+
+        event = {**_said(history, checkpoint), "kind": "commit", "step": checkpoint.step}
+        return self._target.append(event, change, owner=self._owner).n
+
+    def _record(self, evaluation: Evaluation) -> bool:
+        store = self._source.history.store
+        try:
+            size_bytes = store.size(evaluation.table)
+            self._objects.bring(ObjectRecord(evaluation.table, size_bytes, evaluation.table_digest, size_bytes), ())
+        except (IntegrityError, ObjectNotFoundError, StateError) as error:
+            self._faults.append(f"evaluation {evaluation.suite} of step {evaluation.step}: {error}")
+            return False
+        event = {"kind": "evaluation", "suite": evaluation.suite, "step": evaluation.step}
+        self._target.append(event, lambda state, n: state.with_evaluation(evaluation), owner=self._owner)
+        return True
+
+    def _pin(self, digest: str, why: str) -> None:
+        step = next(c.step for c in self._plan.chosen if c.manifest_digest == digest)
+        event = {"kind": "pin", "step": step, "reason": why}
+        self._target.append(event, lambda state, n: state.with_pin(digest, why), owner=self._owner)
+
+    def _note(self) -> None:
+        """Say how far this copy has come: what `lacking` looks for, to spare the next one all older entries."""
+        head = self._plan.head
+        assert head.entry is not None  # it has a checkpoint
+        pruned, given_up = sorted(self._plan.lacking.pruned), sorted(self._plan.lacking.given_up)
+        event = {
+            "kind": "note",
+            "note": SYNCED,
+            "from": self._source.history.store.url,
+            "entry": head.entry.n,
+            "entry_digest": head.digest,
+            **({"pruned": pruned} if pruned else {}),
+            **({"given_up": given_up} if given_up else {}),
+        }
+        self._target.append(event, lambda state, n: state, owner=self._owner)
+
+
+def _contents(
+    store: ReadableStore, checkpoint: Checkpoint, run_key: str
+) -> Iterator[tuple[ObjectRecord, Sequence[IndexRow]]]:
+    """Yield every object that a checkpoint is made of, with its regions: index and manifest at the end."""
+    opened = open_checkpoint(store, checkpoint)
+    opened.check_trees()
+    manifest = opened.manifest
+    if manifest.run_key != run_key:
+        raise IntegrityError(f"the manifest is of the run {manifest.run_key!r:.80}", key=checkpoint.manifest)
+    rows = by_object(opened.rows)
+    yield from ((record, rows.get(record.name, ())) for record in manifest.objects)
+    yield manifest.index, ()
+    size_bytes = store.size(checkpoint.manifest)
+    yield ObjectRecord(checkpoint.manifest, size_bytes, checkpoint.manifest_digest, size_bytes), ()
+
+
+@contextmanager
+def leased(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
+    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
+
+    A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
+    meanwhile is an error of the read.
+    """
+    with ExitStack() as held:
+        again: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            again = held.enter_context(renewable(source, checkpoint, holder, _LEASE_S))
+        except StoreError as error:
+            if not error.denied:
+                raise
+            source.read_only = True
+        due_s = time.monotonic() + _LEASE_S / 2
+
+        def renew() -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                again()
+                due_s = time.monotonic() + _LEASE_S / 2
+
+        yield renew
+
+
+@contextmanager
+def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owner, SyncPlan]]:
+    """Own the target while the block runs, above the epochs of all names that come; gives the plan as it is by then."""
+    history.check(plan.run_key)
+    damage(history)
+    state = plan.head.state
+    best = (state.best_metric, state.best_mode)
+    owner = acquire(history, identify(None), take_over=False, timeout_s=_OWNER_TIMEOUT_S, best=best)
+    heartbeat: Heartbeat | None = None
+    try:
+        plan = plan_sync(source, history.store, plan.only)
+        owner = _risen(history, owner, plan)
+        heartbeat = Heartbeat(history, owner, _OWNER_TIMEOUT_S)
+        yield owner, plan
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop()
+        # Where it cannot be said, the next owner sees that this process is gone, or that its heartbeat grows old.
+        with suppress(FencedError, StoreError, CommitUncertainError):
+            history.append({"kind": "release"}, lambda state, n: state.released(), owner=owner)
+
+
+def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
+    """Let the owner's epoch be above those of the attempts that come, so that what is left of them is orphaned."""
+    attempts = [parse_attempt(c.manifest) for c in plan.lacking.ranked]
+    epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
+    if owner.epoch > epoch:
+        return owner
+    if epoch > _MAX_EPOCH:
+        raise ConfigError(f"{epoch} owners, as the names of objects say, are more than a run has had")
+    risen = replace(owner, epoch=epoch + 1)
+    because = f"what it copies was written by owners up to epoch {epoch}"
+    event = {"kind": "owner", "because": because, "pid": owner.pid, "host": owner.host}
+    history.append(event, lambda state, n: replace(state, owner=risen), owner=owner)
+    return risen
+
+
+def _look(history: History, run_key: str) -> Head:
+    """Read the target's newest entry; a target that is no run yet has none."""
+    try:
+        history.check(run_key)
+    except CheckpointNotFoundError:
+        return Head(None, None, 0, ())
+    return history.head()
+
+
+def _run_key(store: ReadableStore, head: Head) -> str:
+    """Return the run's key where format.json is damaged: every manifest has it as well."""
+    if not head.state.live:
+        raise IntegrityError(f"which run {store.url} is cannot be told: format.json is damaged")
+    return open_checkpoint(store, head.state.live[-1]).manifest.run_key
+
+
+def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: State) -> int:
+    """Return how many bytes have to be read, as far as that can be told beforehand."""
+    sizes: dict[str, int] = {}
+
+    def look(checkpoint: Checkpoint) -> None:
+        with suppress(IntegrityError, ObjectNotFoundError):  # met again, and reported, when it is copied
+            data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
+            manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+            for record in (*manifest.objects, manifest.index):
+                sizes[record.name] = record.size_bytes
+            sizes[checkpoint.manifest] = len(data)
+
+    with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync") as threads:
+        list(threads.map(look, missing))
+    return sum(size_bytes for name, size_bytes in sizes.items() if not there.keeps(name))
+
+
+def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:
+    """Say what became of a checkpoint that was not copied."""
+    return Row(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.lacking.pruned else "there already")
+
+
+def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return what the entry that committed a checkpoint says of its save; nothing where it cannot be read."""
+    try:
+        event = history.read_entry(checkpoint.n)[0].event
+    except (IntegrityError, ObjectNotFoundError):
+        return {}
+    return event if (event["kind"], event.get("step")) == ("commit", checkpoint.step) else {}
+
+
+def check_apart(source: str, target: str) -> None:
+    """Raise ConfigError where one place is the other one or lies in it."""
+    places = [url.rstrip("/") + "/" for url in (source, target)]
+    if places[0].startswith(places[1]) or places[1].startswith(places[0]):
+        raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

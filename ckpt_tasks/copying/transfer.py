@@ -1,0 +1,212 @@
+"""Objects on their way from one store to another.
+
+Invariants
+
+1. Nothing is put that was not compared with its digests.
+2. Nothing at the target is replaced or deleted. An object that is there already must have the same bytes, and is put as
+   a whole or not at all: a copy that is killed leaves no half of one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Self, cast
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.ledger import Checkpoint, State
+from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.reading.opening import READ_BYTES, open_checkpoint, verify_run
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Transfer", "by_object", "changes"]
+
+_IN_FLIGHT = 8
+
+
+class Transfer:
+    """Objects on their way from one store to the other, one at a time, each in memory as a whole before it is put.
+
+    The memory is a file without a name in TMPDIR: of an object of 2 GiB the kernel can write to disk and take back what
+    it needs elsewhere, which it cannot of anonymous memory; and a copy that is killed leaves nothing of it.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        state: State,
+        told: Callable[[int], None],
+        given_up: frozenset[str] = frozenset(),
+    ):
+        self._source, self._target, self._state, self._told = source, target, state, told
+        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
+        self._memory = memoryview(b"")
+        self._given_up = given_up.union(state.retired)
+        self._good: set[str] = set()
+        # The newest live checkpoint that names an object of another attempt, or has an attempt's prefix.
+        self._names = {name: c for c in state.live for name in (c.manifest.rpartition("/")[0], *c.reuses)}
+        self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
+        """See to it that the target has an object, verified; return how many bytes were copied, and found there.
+
+        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError where the target has other
+        bytes under this name, or has given the name up: its deletion may still be under way.
+        """
+        if record.name in self._good:
+            return 0, 0
+        if self._is_committed(record, rows):
+            self._good.add(record.name)
+            return 0, 0  # verified when the checkpoint that names it was committed
+        if record.name in self._given_up:
+            hint = "Copy to another directory."
+            raise StateError(
+                "the target has given up this object, and no name is used twice", key=record.name, hint=hint
+            )
+        found = self._is_there(record, rows)
+        if not found:
+            self._put(record.name, self._verified(self._source, record, rows))
+        self._good.add(record.name)
+        return (0, record.size_bytes) if found else (record.size_bytes, 0)
+
+    def check(self, records: Iterable[ObjectRecord]) -> None:
+        """Raise StoreError unless the target has every object in its size."""
+        for record in records:
+            if self._size(record.name) != record.size_bytes:
+                raise StoreError(
+                    f"{self._target.url} does not have the object that was put there, or that it had",
+                    key=record.name,
+                    hint="Look at it with `ckpt verify`.",
+                )
+
+    def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
+        """Say whether a live checkpoint of the target names this object, with these very digests."""
+        checkpoint = self._names.get(record.name) or self._names.get(record.name.rpartition("/")[0])
+        if checkpoint is None:
+            return False
+        return self._committed_by(checkpoint).get(record.name) == _digests(record, rows)
+
+    def _committed_by(self, checkpoint: Checkpoint) -> Mapping[str, object]:
+        """Return the digests of every object of a live checkpoint of the target; none where they cannot be read."""
+        if checkpoint.manifest_digest not in self._committed:
+            known: dict[str, object] = {}
+            with suppress(IntegrityError, ObjectNotFoundError):
+                opened = open_checkpoint(self._target, checkpoint)
+                rows = by_object(opened.rows)
+                records = (opened.manifest.index, *opened.manifest.objects)
+                known = {record.name: _digests(record, rows.get(record.name, ())) for record in records}
+            self._committed[checkpoint.manifest_digest] = known
+        return self._committed[checkpoint.manifest_digest]
+
+    def _is_there(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
+        size_bytes = self._size(record.name)
+        if size_bytes is None:
+            return False
+        if size_bytes == record.size_bytes:
+            with suppress(IntegrityError, ObjectNotFoundError):
+                self._verified(self._target, record, rows)
+                return True
+        raise StateError(
+            "the target has another object of this name, and nothing is replaced",
+            key=record.name,
+            hint="Copy to another directory, or let `ckpt prune` delete there what no checkpoint names.",
+        )
+
+    def _put(self, name: str, data: memoryview) -> None:
+        if self._target.near:
+            # `put` on a disk can leave half of an object. A buffer is written as bytes are.
+            self._target.put_if_absent(name, cast(bytes, data))
+        else:
+            self._target.put(name, [data])
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return self._target.size(name)
+        except ObjectNotFoundError:
+            return None
+        except IntegrityError:
+            return -1  # no object, whatever it is
+
+    def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
+        size_bytes = store.size(record.name)
+        if size_bytes != record.size_bytes:  # before there is room for as many bytes as somebody says
+            raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+        data = self._room(size_bytes)
+        self._read(store, record.name, data)
+        faults = changes(record, rows, data)
+        if faults:  # what came may have been changed on the way
+            self._read(store, record.name, data)
+            faults = changes(record, rows, data)
+        if faults:
+            raise IntegrityError(faults[0])
+        return data
+
+    def _read(self, store: Store, name: str, data: memoryview) -> None:
+        reads = [
+            self._threads.submit(store.read, name, begin, data[begin : begin + READ_BYTES])
+            for begin in range(0, data.nbytes, READ_BYTES)
+        ]
+        try:
+            for at, one in enumerate(reads):
+                one.result()
+                self._told(min(READ_BYTES, data.nbytes - at * READ_BYTES))
+        finally:
+            for one in reads:
+                one.cancel()
+            wait(reads)  # a read that goes on would write into the next object
+
+    def _room(self, size_bytes: int) -> memoryview:
+        if self._memory.nbytes < size_bytes:
+            self._memory = memoryview(b"")
+            try:
+                os.posix_fallocate(self._file.fileno(), 0, size_bytes)  # a map has no other way to say that it is full
+            except OSError as error:
+                raise StoreError(
+                    f"no room for an object of {size_bytes} bytes in {tempfile.gettempdir()} ({error.strerror})",
+                    hint="Set TMPDIR to a directory with room.",
+                ) from error
+            self._memory = memoryview(mmap.mmap(self._file.fileno(), size_bytes))
+        return self._memory[:size_bytes]
+
+
+def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
+    """Return the rows of every object, by its name."""
+    found: dict[str, list[IndexRow]] = {}
+    for row in rows:
+        found.setdefault(row.object, []).append(row)
+    return found
+
+
+def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:
+    return record, sorted((row.begin, row.end, row.digest) for row in rows)
+
+
+def changes(record: ObjectRecord, rows: Iterable[IndexRow], data: memoryview) -> list[str]:
+    """List what is not as it was written; bytes that no digest covers count as changed."""
+    faults = []
+    if digest_hex(data[: record.digested_bytes]) != record.digest:
+        faults.append(f"bytes 0–{record.digested_bytes} of {record.name} have changed")
+    covered = record.digested_bytes
+    for row in sorted(rows, key=lambda row: (row.begin, row.end)):
+        if row.begin > covered:
+            break
+        faults += verify_run([row], data[row.begin : row.end])
+        covered = max(covered, row.end)
+    if covered != record.size_bytes:
+        faults.append(f"bytes {covered}–{record.size_bytes} of {record.name} have no digest")
+    return faults

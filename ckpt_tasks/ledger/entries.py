@@ -1,0 +1,58 @@
+"""Read a ledger backwards: only entries that have a name are asked for, however high the newest number is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.keys import LEDGER_PREFIX, parse_ledger_name
+from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.state.threads import in_threads
+
+__all__ = ["SYNCED", "newest_first"]
+
+SYNCED = "synced"  # the note that a finished copy of a run leaves in the target's ledger
+
+_FEWEST, _MOST = 4, 64  # entries that are read at once
+_LISTED = 16  # names that are listed first; eight times as many in the next list
+_THREADS = 8
+
+
+def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, str]]:
+    """Yield the entries from the newest down to number `since`, each with its digest; damaged ones are passed over.
+
+    Ever more of them are read at a time: a caller that stops early has read few.
+    """
+    numbers, batch_size = _numbers(history, since), _FEWEST
+    while batch := [*islice(numbers, batch_size)]:
+        entries = in_threads(partial(_entry, history), batch, _THREADS, "ckpt-ledger")
+        yield from (entry for entry in entries if entry is not None)
+        batch_size = min(2 * batch_size, _MOST)
+
+
+def _numbers(history: History, since: int) -> Iterator[int]:
+    """Yield the numbers of the entries that have a name; a list of the names begins with the newest."""
+    limit, last = _LISTED, -1
+    while True:
+        names = history.store.names(LEDGER_PREFIX, limit=limit)
+        for name in names:
+            n = parse_ledger_name(name)
+            if n is None or 0 <= last <= n:
+                continue  # foreign, or listed before
+            if n < since:
+                return
+            last = n
+            yield n
+        if len(names) < limit:
+            return
+        limit *= 8
+
+
+def _entry(history: History, n: int) -> tuple[Entry, str] | None:
+    try:
+        return history.read_entry(n)
+    except (IntegrityError, ObjectNotFoundError):
+        return None  # `verify` reports it

@@ -1,0 +1,183 @@
+"""Where a run's time went: the part that its result is made of, and the rest by cause.
+
+Goodput is useful time / wall time, as Google's ML Goodput has it (cloud.google.com, "Goodput metric as measure of ML
+productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), measured from the ledger instead of from a log
+of every step. Wall time runs from the first owner to the last entry of an owner. Between two such entries a and b, with
+a commit taking the place in time of its snapshot (its entry's time less `flush_s`), the time is cut like this:
+
+=========  ============================================================================================================
+useful     b is a commit of the final line: as many steps as it is ahead, times the seconds that a step took then
+lost       the same for a commit that was left behind; and all time up to a failed attempt, from the entry before it
+saving     b is a commit: how long training waited for its snapshot (`stall_s`)
+starting   b is the first commit of an owner or after a failure, and the time was neither: start, restore, retry delay
+down       b is an owner, and the owner before it had not released the run: from its last entry on
+idle       b is an owner, and the run had been released
+other      b is a commit or a release, and the time was none of these: evaluations, waiting for a commit, Prefect
+=========  ============================================================================================================
+
+The final line is the newest commit, its parent, and so on. What cannot be known: when a process that was killed died.
+What it had trained since its last entry is in "down", not in "lost". Clocks are the writers': one that was set back
+makes no time, one that jumped ahead makes some. The ledger of a copy says when it was copied, not when it trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+
+from ckpt_tasks.ledger.timeline import Moment
+
+__all__ = ["SHARES", "Course", "Placed", "Span", "follow"]
+
+SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
+_OWNERS = ("taken", "lost")
+_CLOCK = (*_OWNERS, "commit", "failure", "released")  # what the owner of a time wrote, and nobody else
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A moment, and how many seconds of wall time it came after the first owner."""
+
+    elapsed_s: float
+    moment: Moment
+
+
+@dataclass(frozen=True)
+class Span:
+    """What became of a stretch of wall time: one of SHARES."""
+
+    what: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A run laid out in time: its moments, what became of the time between them, and which commits lead to its end.
+
+    `line` holds the ledger numbers of the commits that the newest one descends from, and its own.
+    """
+
+    placed: tuple[Placed, ...]
+    spans: tuple[Span, ...]
+    line: frozenset[int]
+    wall_s: float
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by share; together they are the wall time."""
+        sums = dict.fromkeys(SHARES, 0.0)
+        for span in self.spans:
+            sums[span.what] += span.end_s - span.begin_s
+        return sums
+
+    @property
+    def goodput(self) -> float | None:
+        """The useful part of the wall time; None where no time has passed."""
+        return min(1.0, self.seconds["useful"] / self.wall_s) if self.wall_s > 0 else None
+
+    @property
+    def resumes(self) -> list[Placed]:
+        """The owners after the first."""
+        return self.of(*_OWNERS)[1:]
+
+    @property
+    def deaths(self) -> list[Placed]:
+        """The owners that came after one that had not released the run, each where that one wrote its last entry."""
+        ends = [(before, after.moment) for before, after in pairwise(self.of(*_CLOCK)) if after.moment.what in _OWNERS]
+        return [Placed(before.elapsed_s, owner) for before, owner in ends if before.moment.what != "released"]
+
+    def of(self, *whats: str) -> list[Placed]:
+        """Return the moments of some kinds, oldest first."""
+        return [one for one in self.placed if one.moment.what in whats]
+
+
+def follow(moments: Iterable[Moment]) -> Course:
+    """Lay a run's moments, oldest first, out in time, and say what became of it."""
+    known = list(moments)
+    line = _final_line([one for one in known if one.what == "commit"])
+    paces = [one.step_s for one in known if one.step_s is not None]
+    usual_s = median(paces) if paces else None
+    steps = {one.identity: one.step or 0 for one in known if one.identity is not None}
+    placed: list[Placed] = []
+    spans: list[Span] = []
+    before, now_s, elapsed_s, last_step = None, 0.0, 0.0, 0
+    for one in known:
+        if one.what not in _CLOCK:
+            late_s = max(0.0, one.at_s - now_s) if before else 0.0
+            placed.append(Placed(elapsed_s + late_s, one))
+            continue
+        at_s = one.at_s - (one.flush_s if one.what == "commit" else 0.0)
+        if before is not None and before.epoch == one.epoch:
+            at_s = max(at_s, now_s)
+        gap_s = max(0.0, at_s - now_s) if before else 0.0
+        if before is not None:
+            ahead = (one.step or 0) - steps.get(one.parent or "", last_step)
+            pieces = _cut(gap_s, before, one, ahead=ahead, usual_s=usual_s, kept=one.n in line)
+            spans += _laid(pieces, elapsed_s, gap_s)
+        before, now_s, elapsed_s = one, at_s, elapsed_s + gap_s
+        if one.what == "commit" and one.step is not None:
+            last_step = one.step
+        placed.append(Placed(elapsed_s, one))
+    return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
+
+
+def _cut(
+    gap_s: float, before: Moment, one: Moment, *, ahead: int, usual_s: float | None, kept: bool
+) -> Mapping[str, float]:
+    """Cut the time between two moments into shares, in the order in which they come; `ahead` counts steps."""
+    if one.what in _OWNERS:
+        return {"idle" if before.what == "released" else "down": gap_s}
+    if one.what == "failure":
+        return {"lost": gap_s}
+    if one.what == "released":
+        return {"other": gap_s}
+    saving_s = min(gap_s, one.stall_s)
+    step_s = one.step_s if one.step_s is not None else usual_s
+    most_s = ahead * step_s if step_s is not None else gap_s if ahead > 0 else 0.0
+    trained_s = max(0.0, min(gap_s - saving_s, most_s))
+    rest_s = max(0.0, gap_s - saving_s - trained_s)
+    rest = "other" if before.what == "commit" else "starting"
+    return {rest: rest_s, "useful" if kept else "lost": trained_s, "saving": saving_s}
+
+
+def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[Span]:
+    """Yield the pieces one after the other; the last one ends where the gap does, whatever rounding says."""
+    last, end_s = list(pieces)[-1], begin_s + gap_s
+    for what, length_s in pieces.items():
+        until_s = end_s if what == last else min(end_s, begin_s + length_s)
+        if until_s > begin_s:
+            yield Span(what, begin_s, until_s)
+        begin_s = until_s
+
+
+def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
+    """Put what others wrote between the owner's moments around it, and within the wall time."""
+    found: list[Placed] = []
+    latest_s = wall_s
+    for one in reversed(list(placed)):
+        latest_s = min(latest_s, one.elapsed_s)
+        found.append(Placed(latest_s, one.moment))
+    return found[::-1]
+
+
+def _final_line(commits: list[Moment]) -> frozenset[int]:
+    """Follow parents from the newest commit down; where one cannot be read, the commit before it takes its place."""
+    known = {one.identity: one for one in commits if one.identity is not None}
+    line: set[int] = set()
+    at = commits[-1] if commits else None
+    older = commits[:-1]
+    while at is not None:
+        line.add(at.n)
+        while older and older[-1].n >= at.n:
+            older.pop()
+        if at.identity is not None and at.parent is None:
+            break  # training began here
+        parent = known.get(at.parent) if at.parent is not None else None
+        if parent is None or parent.n >= at.n:
+            parent = older[-1] if older else None
+        at = parent
+    return frozenset(line)

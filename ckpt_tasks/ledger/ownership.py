@@ -1,0 +1,327 @@
+"""Who holds a run directory, and when another process may take it.
+
+Safety needs none of this: the ledger's dense numbers fence a writer that lost the directory. What is decided here is
+only when to take over without being told to: from an owner that released it, that is provably dead, or whose
+heartbeat is older than the timeout.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary, ref
+
+from ckpt_tasks.errors import (
+    CkptError,
+    FencedError,
+    IntegrityError,
+    NoGoodCheckpointError,
+    ObjectNotFoundError,
+    OwnedError,
+    StoreError,
+)
+from ckpt_tasks.format.digests import canonical_json
+from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
+from ckpt_tasks.format.ledger import Owner, State
+from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
+
+__all__ = ["NEVER_OWNED", "Heartbeat", "acquire", "damage", "identify", "why_free"]
+
+NEVER_OWNED = "it has had no owner"
+
+RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits that long and a bit
+_POLL_S = 0.25
+
+
+def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
+    """Describe this process so that another one, on this host or elsewhere, can tell whether it still lives."""
+    return Owner(
+        epoch=epoch,
+        id=secrets.token_hex(16),
+        flow_run_id=flow_run_id,
+        host=socket.gethostname(),
+        machine_id=_read("/etc/machine-id"),
+        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        process_start=_process_start(os.getpid()) or "",
+        taken_at=now_iso(),
+    )
+
+
+def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
+    """Say why the directory may be taken without asking; None when its owner may be alive.
+
+    `silent_s` is how long it has shown no life, None where that is not known.
+    """
+    if owner is None:
+        return NEVER_OWNED
+    if owner.released:
+        return "its owner released it"
+    if (owner.host, owner.machine_id) == (me.host, me.machine_id) and _same_system(owner, me):
+        if (owner.pid, owner.process_start) == (me.pid, me.process_start):
+            return "this process holds it already"
+        if _is_gone(owner):
+            return f"its owner, process {owner.pid} on this host, is gone"
+    if silent_s is not None and silent_s > timeout_s:
+        return f"its owner has shown no life for {silent_s:.0f} s"
+    return None
+
+
+def _same_system(owner: Owner, me: Owner) -> bool:
+    """Say whether the number of the owner's process means the same here.
+
+    Names of hosts and machine ids do not say that: images are copied with them.
+    """
+    systems = {(one.boot_id, one.pid_namespace) for one in (owner, me)}
+    return len(systems) == 1 and all(*systems)
+
+
+def _is_gone(owner: Owner) -> bool:
+    """Say whether an owner of this system has ended, for certain: /proc may not show other users' processes."""
+    with suppress(PermissionError, OverflowError):  # it is another user's, or no number of a process
+        try:
+            os.kill(owner.pid, 0)
+        except ProcessLookupError:
+            return True
+    start = _process_start(owner.pid)
+    return start is not None and start != owner.process_start
+
+
+def damage(history: History) -> tuple[str, ...]:
+    """Name the ledger entries that cannot be read; raise NoGoodCheckpointError where they leave no checkpoint.
+
+    A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
+    """
+    head, store = history.head(), history.store
+    if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
+        head = history.head()  # they may be those of an owner that came after the first look, whose entry was first
+        if head.entry is None and not head.damaged:
+            raise NoGoodCheckpointError(
+                f"{store.url} holds checkpoints and no ledger",
+                hint="The target is untouched. Bring the ledger back, or use another directory.",
+            )
+    if head.damaged and not head.state.live:
+        raise NoGoodCheckpointError(
+            f"no ledger entry of {store.url} that names a checkpoint can be read",
+            reasons=tuple((0, f"{name} is damaged") for name in head.damaged),
+            hint="The target is untouched. `ckpt verify` lists the damage.",
+        )
+    return head.damaged
+
+
+def acquire(
+    history: History,
+    me: Owner,
+    *,
+    take_over: bool,
+    timeout_s: float,
+    best: tuple[str | None, str] = (None, "min"),
+) -> Owner:
+    """Take the run directory and return this process' owner record.
+
+    Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
+    commits and releases within its grace. A flow run waits for an owner that is none (upkeep, a person who prunes) as
+    long as it takes to tell whether that is alive: `timeout_s`. So does everyone where the owner's clock cannot tell.
+    Raises OwnedError where the owner may be alive and `take_over` is False.
+    """
+    began_s, signs = time.monotonic(), _Signs(history, timeout_s)
+    while True:
+        head = history.head()
+        owner = head.state.owner
+        if not take_over and owner is not None and not owner.released and _is_held_here(owner):
+            raise OwnedError(
+                "another Checkpointer of this process holds the run directory",
+                hint="close() that one first, or pass take_over=True to fence it.",
+            )
+        free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else NEVER_OWNED
+        if free or take_over:
+            break
+        assert owner is not None
+        same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
+        passing = owner.flow_run_id is None and me.flow_run_id is not None
+        patience_s = RELEASE_GRACE_S if same_run else timeout_s if passing else 0.0
+        if (signs.watching and not same_run) or time.monotonic() - began_s < patience_s:
+            time.sleep(_POLL_S)
+            continue
+        if not same_run:
+            raise OwnedError(
+                f"the run directory is held by process {owner.pid} on {owner.host} since {owner.taken_at}",
+                hint="Stop that process, wait until its heartbeat expires, or pass take_over=True to fence it.",
+            )
+        free = "the same flow run has not released it within its grace"
+        break
+    return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
+
+
+def _take(
+    history: History,
+    me: Owner,
+    *,
+    why: str,
+    head: Head,
+    best: tuple[str | None, str],
+) -> Owner:
+    seen = head.state.owner
+    taken: list[Owner] = []
+
+    def change(state: State, n: int) -> State:
+        now = state.owner
+        if (now and now.id) != (seen and seen.id):
+            raise OwnedError(
+                f"process {now.pid} on {now.host} took the run directory first" if now else "the owner has changed",
+                hint="Start again when it has ended.",
+            )
+        taken[:] = [replace(me, epoch=(now.epoch if now else 0) + 1, taken_at=now_iso())]
+        return state.with_owner(taken[0], *best)
+
+    event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
+    history.append(event, change, owner=None)
+    if seen is not None:
+        with suppress(StoreError):  # an old sign of life is ignored: only the owner's own epoch is looked at
+            history.store.delete(heartbeat_name(seen.epoch))
+    return taken[0]
+
+
+class Heartbeat:
+    """Renew a sign of life while this process owns the directory, and notice when it no longer does.
+
+    A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once another
+    owner stands in the ledger, so that training stops before its next commit would tell it. Whoever owns the directory
+    refers to this: without it the thread ends.
+    """
+
+    held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # by the owner's id
+
+    def __init__(self, history: History, owner: Owner, timeout_s: float):
+        self.fenced: FencedError | None = None
+        self._history = history
+        self._owner = owner
+        self._every_s = timeout_s / 4
+        self._stop = threading.Event()
+        with suppress(StoreError):  # until the first one, the time of the taking counts
+            self._beat()
+        self.held_here[owner.id] = self
+        arguments = (ref(self), self._stop, self._every_s)
+        self._thread = threading.Thread(
+            target=_look_again_and_again, args=arguments, name="ckpt-heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the sign of life grows old from now on."""
+        self.held_here.pop(self._owner.id, None)
+        self._stop.set()
+        self._thread.join(timeout=self._every_s)
+
+    def look(self) -> None:
+        """Look whether this process still owns the directory, and show life; the thread does so again and again."""
+        try:
+            check_owner(self._history.head().state.owner, self._owner)
+            self._beat()
+        except FencedError as error:
+            self.fenced = error
+        except CkptError:
+            pass  # the store is away: commits will say so; an old heartbeat only invites a take-over
+
+    def _beat(self) -> None:
+        body = canonical_json({"id": self._owner.id, "at_s": time.time()})
+        self._history.store.replace(heartbeat_name(self._owner.epoch), body)
+
+
+def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s: float) -> None:
+    while not stop.wait(every_s):
+        beating = heart()
+        if beating is None or beating.fenced is not None:
+            return
+        beating.look()
+        del beating
+
+
+def _is_held_here(owner: Owner) -> bool:
+    """Say whether an owner is this process, and something in it still holds the directory."""
+    if owner.id in Heartbeat.held_here:
+        gc.collect()  # what nobody can use any more, and close, must not stand in the way
+    return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
+
+
+class _Signs:
+    """An owner's signs of life: how old the newest is by its clock, or since when it has not changed by ours.
+
+    `watching`: its clock says nothing (it is ahead by more than the timeout, or the sign is damaged), and the sign has
+    not changed since it was looked at first.
+    """
+
+    def __init__(self, history: History, timeout_s: float):
+        self.watching = False
+        self._history = history
+        self._timeout_s = timeout_s
+        self._sign: tuple[str, bytes] | None = None
+        self._seen_s = 0.0
+
+    def silent_s(self, owner: Owner) -> float | None:
+        """Return for how long the owner has shown no life; None where it has just shown some.
+
+        Raises StoreError where the store does not answer: that is no silence.
+        """
+        sign, changed = (owner.id, self._read(owner)), False
+        if sign != self._sign:
+            changed = self._sign is not None
+            self._sign, self._seen_s = sign, time.monotonic()
+        age_s = time.time() - _time_of(sign[1])
+        self.watching = not changed and not age_s >= -self._timeout_s
+        if changed:
+            return None
+        return time.monotonic() - self._seen_s if self.watching else age_s
+
+    def _read(self, owner: Owner) -> bytes:
+        try:
+            return self._history.store.get(heartbeat_name(owner.epoch), 4096)
+        except ObjectNotFoundError:  # the time of the taking counts
+            return canonical_json({"taken_at": owner.taken_at})
+        except IntegrityError:
+            return b""
+
+
+def _time_of(sign: bytes) -> float:
+    """Return when a sign of life was given, in seconds since 1970 by its writer's clock; NaN where it does not say."""
+    try:
+        body = json.loads(sign)
+        if "taken_at" in body:
+            return datetime.fromisoformat(body["taken_at"]).timestamp()
+        return float(body["at_s"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return math.nan
+
+
+def _process_start(pid: int) -> str | None:
+    """Return when a process of this host started, in clock ticks since boot: "" of a zombie, None if it is hidden."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 20:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

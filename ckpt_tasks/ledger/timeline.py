@@ -1,0 +1,167 @@
+"""A run's course out of its ledger alone: what happened when, for pages and reports.
+
+Nothing is decided from it: events and their times are for people. What became of the run's time is `goodput.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, parse_ledger_name
+from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.ledger.entries import SYNCED
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.observing import Happening, happening
+
+__all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline"]
+
+MOST_ENTRIES = 20_000  # with a retire after every commit some 10,000 commits
+_AT_ONCE = 16  # requests to a store that is far away
+_LONGEST_TEXT = 300
+_NOTES = {"fallback": "fallback", SYNCED: "copied"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What one ledger entry says of a run's course.
+
+    `what` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that came after
+    one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "pruned" or "copied". `at_s` is
+    in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came, what failed, which
+    suite. The identities and seconds are a commit's, as in `observing.Happening`.
+    """
+
+    what: str
+    n: int
+    epoch: int
+    at_s: float
+    step: int | None = None
+    text: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    flow_run_id: str | None = None
+    identity: str | None = None
+    parent: str | None = None
+    stall_s: float = 0.0
+    flush_s: float = 0.0
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The moments of a run, oldest first; `damaged` entries could not be read, `older` ones were too many to be."""
+
+    moments: tuple[Moment, ...] = ()
+    damaged: int = 0
+    older: int = 0
+    newest_n: int = -1
+
+    @property
+    def copied(self) -> bool:
+        """Say whether it was copied here with `ckpt sync`: times are then those of the copy."""
+        return any(one.what == "copied" for one in self.moments)
+
+
+def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
+    """Read the newest `most` entries of a ledger, several at a time from a store that is far away.
+
+    With what is `known` from an earlier reading only newer entries are read. Entries that cannot be read are left out
+    and counted. Raises StoreError where the store fails.
+    """
+    known = known or Timeline()
+    listed = history.store.names(LEDGER_PREFIX, limit=most)
+    numbers = sorted(n for name in listed if (n := parse_ledger_name(name)) is not None)
+    new = [n for n in numbers if n > known.newest_n]
+    found = [*_read(history, new)]
+    moments = (*known.moments, *(one for one in found if isinstance(one, Moment)))
+    first = numbers[0] if len(listed) == most else 0
+    return Timeline(
+        moments=tuple(one for one in moments if one.n >= first),
+        damaged=known.damaged + found.count("damaged"),
+        older=first,
+        newest_n=max((known.newest_n, *new)),
+    )
+
+
+def moment(entry: Entry) -> Moment | None:
+    """Return what an entry says of the run's course; None where it says nothing, or not when."""
+    owner, event, timed = entry.state.owner, entry.event, happening(entry)
+    at_s = timed.at_s if timed else _seconds(entry.at)
+    if at_s is None:
+        return None
+    about: dict[str, Any] = {
+        "n": entry.n,
+        "epoch": owner.epoch if owner else entry.epoch,
+        "at_s": at_s,
+        "flow_run_id": owner.flow_run_id if owner else None,
+    }
+    if timed and timed.what == "commit":
+        return _commit(entry, timed, about)
+    if timed:
+        return Moment(**about, what=timed.what, step=_step(event), text=_text(event, "because", "why"))
+    if event["kind"] == "evaluation":
+        return _evaluation(entry, about)
+    if event["kind"] == "retire" and event.get("checkpoints"):  # else only what dead owners left was given up
+        return Moment(**about, what="pruned", text=_count(event.get("checkpoints")))
+    what = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
+    return Moment(**about, what=what, step=_step(event), text=_text(event, "skipped", "from")) if what else None
+
+
+def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]:
+    def read(n: int) -> Moment | str | None:
+        try:
+            return moment(history.read_entry(n)[0])
+        except (IntegrityError, ObjectNotFoundError):
+            return "damaged"  # `verify` reports it
+
+    if history.store.near or len(numbers) < _AT_ONCE:
+        yield from map(read, numbers)
+        return
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-timeline") as pool:
+        yield from pool.map(read, numbers)
+
+
+def _commit(entry: Entry, timed: Happening, about: Mapping[str, Any]) -> Moment:
+    made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
+    return Moment(
+        **about,
+        what="commit",
+        step=timed.step if made else _step(entry.event),
+        metrics=made.metrics if made else {},
+        identity=made.manifest_digest if made else None,
+        parent=made.parent if made else None,
+        stall_s=timed.stall_s,
+        flush_s=timed.flush_s,
+        step_s=timed.step_s,
+    )
+
+
+def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:
+    suite = _text(entry.event, "suite")
+    made = next((e for e in reversed(entry.state.evaluations) if e.suite == suite), None)
+    step, metrics = (made.step, made.metrics) if made else (_step(entry.event), {})
+    return Moment(**about, what="evaluation", step=step, text=suite, metrics=metrics)
+
+
+def _seconds(at: str) -> float | None:
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except (ValueError, OverflowError):
+        return None  # the bytes of a run directory are anybody's
+
+
+def _step(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step <= MAX_STEP else None
+
+
+def _text(event: Mapping[str, Any], *names: str) -> str:
+    return next((str(event[name])[:_LONGEST_TEXT] for name in names if event.get(name)), "")
+
+
+def _count(value: Any) -> str:
+    return str(len(value)) if isinstance(value, list) else ""

@@ -1,0 +1,308 @@
+"""Retry-aware hooks around every attempt of a task: restore before it, commit after it, discard when it fails.
+
+They run inside the attempt, in its thread, and their failure is the attempt's failure, so that Prefect retries it.
+Prefect's own state hooks would not do: they swallow exceptions, and fire once more on a crash.
+
+Invariants
+
+1. A body runs on a state that is the one of `ckpt.position`, or not at all.
+2. An attempt has succeeded only when what it made is committed.
+3. Before the first body of a run begins there is a checkpoint, so that its retry has something to restore.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from prefect.logging import get_logger, get_run_logger
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import (
+    CkptError,
+    ConfigError,
+    FormatVersionError,
+    NoGoodCheckpointError,
+    NoProgressError,
+    OwnerError,
+    RunMismatchError,
+    StateError,
+)
+from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
+from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
+from ckpt_tasks.session.local import StateSession
+from ckpt_tasks.session.session import Session
+from ckpt_tasks.state.rng import OwnStreams
+
+__all__ = ["PERMANENT", "Attempt", "Attempts", "attempted_task", "resumable_task"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]
+
+# Another attempt would meet the same again, or must not be made.
+PERMANENT = (
+    ConfigError,
+    StateError,
+    RunMismatchError,
+    FormatVersionError,
+    NoGoodCheckpointError,
+    OwnerError,
+    NoProgressError,
+)
+
+_LONGEST_DELAY_S = 60.0
+_MOST_RETRIES = 50  # of Prefect, for a list of delays
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a hook is told: the attempt's number from 1 on, steps completed, and why the last attempt ended.
+
+    `failure` is None where the attempt before did not fail in this process; `after_failure` gets this attempt's own.
+    """
+
+    number: int
+    position: int
+    failure: str | None = None
+
+
+class Attempts:
+    """Run a task's body between the hooks, attempt by attempt.
+
+    `counted`: an attempt whose body reported no step through `ckpt.step()` is a step of its own.
+    """
+
+    def __init__(self, session: Session, *, counted: bool, max_stalled: int):
+        self.session = session
+        self._counted = counted
+        self._max_stalled = max_stalled
+        self._failure: str | None = None
+        self._streams = OwnStreams()
+
+    def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Make one attempt on the random streams of training; raises what the body or a hook raised."""
+        keep_threads_out_of_streams()
+        with self._streams.inside():
+            return self._run(body, *args, **kwargs)
+
+    def _run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        number = _attempt_number()
+        attempt = Attempt(number, self.session.ckpt.position, self._failure if number > 1 else None)
+        try:
+            attempt = self._before(attempt)
+            result = body(*args, **kwargs)
+            if isinstance(result, State) and result.is_failed():
+                self._failed(attempt, f"the task returned {result!r}")
+            else:
+                self._after(attempt)
+        except Exception as error:
+            self._failed(attempt, f"{type(error).__name__}: {error}", error)
+            raise
+        except BaseException:
+            self.session.clean = False  # it may have come in the middle of a step
+            raise
+        return result
+
+    def _before(self, attempt: Attempt) -> Attempt:
+        ckpt = self.session.ckpt
+        ckpt.hold_signals(True)
+        if not self.session.clean:  # a clean session has just committed: it made progress
+            self.session.restore()
+            self._check_progress()
+        attempt = replace(attempt, position=ckpt.position)
+        _call(ckpt, "before_attempt", attempt)
+        return attempt
+
+    def _check_progress(self) -> None:
+        stalled = self.session.ckpt.stalled_attempts
+        if stalled >= self._max_stalled:
+            raise NoProgressError(
+                f"{stalled} starts and failures in a row, and no new step was committed",
+                step=self.session.ckpt.position,
+                hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
+            )
+
+    def _after(self, attempt: Attempt) -> None:
+        ckpt = self.session.ckpt
+        moved = ckpt.position != attempt.position
+        if moved or self._counted:
+            self.session.save(ckpt.position if moved else ckpt.position + 1)
+        self._failure = None
+        _call(ckpt, "after_attempt", replace(attempt, position=ckpt.position))
+
+    def _failed(self, attempt: Attempt, why: str, error: Exception | None = None) -> None:
+        ckpt = self.session.ckpt
+        self._failure = why
+        if error is not None:
+            _clear_frames(error)
+        self.session.discard()
+        if _helps(error):
+            log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
+            log.warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
+        if not isinstance(error, OwnerError):  # a fenced process writes nothing, not even evidence
+            self._note(attempt, why, error)
+        _call(ckpt, "after_failure", replace(attempt, position=ckpt.position, failure=why))
+        ckpt.hold_signals(False)  # nothing trains until the next attempt, and that may be a minute away
+
+    def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
+        try:
+            self.session.ckpt.note("failure", attempt=attempt.number, step=self.session.ckpt.position, why=why[:2000])
+        except CkptError as second:
+            if error is not None:
+                error.add_note(f"The failure could not be noted in the ledger: {second}")
+
+
+def resumable_task(
+    ckpt: Checkpointer,
+    state: dict[str, Any],
+    *,
+    retries: int = 3,
+    retry_delay_s: float = 2.0,
+    retry_condition_fn: RetryCondition | None = None,
+    max_stalled_attempts: int = 10,
+    **options: Any,
+) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """Make a function a Prefect task that goes on where its last committed attempt ended.
+
+    Before an attempt `state` is restored where it has to be: on the first use in this process, and after a failed
+    attempt. After an attempt it is committed, at the step that the body reported through `ckpt.step()`, else at the
+    position + 1. After a failed one the failure is noted in the ledger. `ckpt.hooks(…)` adds hooks of your own at the
+    same points. Retries come after `retry_delay_s` seconds, then twice that, and so on, with jitter; what another
+    attempt cannot mend (`PERMANENT`) is never retried. `options` are those of `prefect.task`.
+
+    Raises ConfigError for a function or an option with which the task could not be resumed.
+    """
+    attempts = Attempts(_session_of(ckpt, state), counted=True, max_stalled=max_stalled_attempts)
+    how = {"retries": retries, "retry_delay_s": retry_delay_s, "retry_condition_fn": retry_condition_fn, **options}
+
+    def decorate(function: Callable[P, R]) -> Task[P, R]:
+        if not _is_plain(function):
+            raise ConfigError(f"{function!r} cannot be a resumable task", hint="Use def, not async, and no generator.")
+
+        @wraps(function)
+        def attempted(*args: P.args, **kwargs: P.kwargs) -> R:
+            return attempts.run(function, *args, **kwargs)
+
+        return attempted_task(attempted, **how)
+
+    return decorate
+
+
+def attempted_task(
+    function: Callable[P, R],
+    *,
+    retries: int,
+    retry_delay_s: float,
+    retry_condition_fn: RetryCondition | None = None,
+    **options: Any,
+) -> Task[P, R]:
+    """Make a Prefect task that runs every attempt: nothing cached, nothing kept, delays that grow, with jitter."""
+    unfit = sorted(name for name in options if name.startswith(("cache_", "retry_", "refresh_")))
+    if unfit:
+        raise ConfigError(f"{', '.join(unfit)}: not for a resumable task", hint="A cached result would skip its body.")
+    if not 0 <= retries <= _MOST_RETRIES or retry_delay_s < 0:
+        raise ConfigError(f"{retries} retries after {retry_delay_s} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
+    keep_prefect_out_of_forks()
+    # Prefect's exponential_backoff has no ceiling: the tenth delay would be half an hour.
+    delays = [min(retry_delay_s * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
+    decorate = task(
+        retries=retries,
+        retry_delay_seconds=delays or None,
+        retry_jitter_factor=1.0,
+        retry_condition_fn=_retry_condition(retry_condition_fn),
+        cache_policy=NO_CACHE,  # the default policy hashes every argument, even when nothing is kept
+        **{"persist_result": False, **options},
+    )
+    return decorate(function)
+
+
+def _retry_condition(users: RetryCondition | None) -> RetryCondition:
+    """Return ours, and the user's where ours lets pass; a plain function in any case, as nothing else is called."""
+    if users is None:
+        return _may_help
+    if not _is_plain(users):
+        raise ConfigError(
+            f"retry_condition_fn must be a plain function, not {users!r:.200}",
+            hint="Prefect calls no other callable: it would silently never retry.",
+        )
+
+    def both(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+        return _may_help(task, task_run, state) and users(task, task_run, state)
+
+    return both
+
+
+def _may_help(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    return _helps(state.data)
+
+
+def _helps(error: object) -> bool:
+    """Say whether another attempt may help; what is no exception comes from a task that returned a failed state."""
+    causes = [*_causes(error)] if isinstance(error, Exception) else []
+    return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
+
+
+_SESSIONS: WeakKeyDictionary[Checkpointer, StateSession] = WeakKeyDictionary()
+
+
+def _session_of(ckpt: Checkpointer, state: dict[str, Any]) -> StateSession:
+    """Return the one session of a Checkpointer: what one task's failure made dirty, another task must restore."""
+    known = _SESSIONS.get(ckpt)
+    if known is None:
+        known = _SESSIONS[ckpt] = StateSession(ckpt, state)
+    if known.state is not state:
+        raise ConfigError(
+            "this Checkpointer has tasks over another state already", hint="Give the same dict to all tasks of a run."
+        )
+    return known
+
+
+def _call(ckpt: Checkpointer, name: str, attempt: Attempt) -> None:
+    hook: Callable[[Attempt], object] | None = getattr(ckpt.attempt_hooks, name)
+    if hook is not None:
+        hook(attempt)
+
+
+def _is_plain(function: Any) -> bool:
+    special = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
+    return inspect.isfunction(function) and not special and not inspect.isasyncgenfunction(function)
+
+
+def _attempt_number() -> int:
+    context = TaskRunContext.get()
+    return context.task_run.run_count if context else 1
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Empty the frames that an error's tracebacks hold: their locals are batches, activations and models."""
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        todo += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            todo += one.exceptions

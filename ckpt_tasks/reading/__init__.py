@@ -1,0 +1,1 @@
+"""Open, verify and restore what is committed."""

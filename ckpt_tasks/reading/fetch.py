@@ -1,0 +1,210 @@
+"""The tensors of a checkpoint in a store: verified first, and then read to where they belong.
+
+A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache; the second
+reads straight into the live tensors, and digests once more what has arrived there. So a restore takes no memory beside
+the state, and none is touched for the first time (which costs several times a copy). What is made anew is nobody's yet
+and is read once, to its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from ckpt_tasks.errors import FormatVersionError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.digests import Digest
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
+from ckpt_tasks.state.copying import is_plain
+from ckpt_tasks.state.tensors import copy_all, tensor_at
+from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.storage.port import ReadableStore
+
+__all__ = ["StoredTensors"]
+
+_READERS = max(2, min(8, os.cpu_count() or 2))
+_PIECE_BYTES = 2 << 20  # stays in a core's cache between the read and the digest
+_DIRECT_BYTES = 256 << 10  # smaller tensors are read many at once and copied to their places
+
+_Pair = tuple[torch.Tensor, str]
+_Job = Callable[[], None]
+_T = TypeVar("_T")
+
+
+class StoredTensors:
+    """The tensors of `rows`, read from a store; see `TensorSource`."""
+
+    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
+        self._store = store
+        self._rows = _by_key(rows)
+        self._fills: list[_Pair] = []
+        self._buffers = threading.local()
+
+    def like(self, key: str) -> torch.Tensor:
+        row = self._rows[key][0]
+        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
+
+    def read(self, key: str) -> torch.Tensor:
+        found = torch.empty_like(self.like(key), device="cpu")
+        _run(self._reads([(found, key)]))
+        return found
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        self._fills.append((into, key))
+
+    def fetch(self) -> None:
+        fills, self._fills = self._fills, []
+        filled = {key for _, key in fills}
+        rest = [row for key, rows in self._rows.items() if key not in filled for row in rows]
+        checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
+        _run([*self._reads(fills), *checks])
+
+    def copy(self, pairs: Sequence[_Pair]) -> None:
+        try:
+            _run(self._reads(pairs))
+        except (IntegrityError, ObjectNotFoundError) as error:
+            # It was verified a moment ago, so no older one is asked: a retry verifies again, and falls back if it must.
+            raise StoreError(
+                f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
+                key=error.key,
+                hint="Restore again before anything else is done with this state.",
+            ) from error
+
+    # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:
+        large: list[tuple[IndexRow, memoryview, torch.Tensor]] = []
+        rest: list[_Pair] = []
+        for into, key in pairs:
+            rows = self._rows[key]
+            if into.nbytes >= _DIRECT_BYTES and is_plain(into) and into.dtype == getattr(torch, rows[0].dtype):
+                memory, start = _memory(into), rows[0].begin
+                large += [(row, memory[row.begin - start : row.end - start], into) for row in rows]
+            else:
+                rest.append((into, key))
+        return [
+            *(partial(self._read_direct, rows) for rows in _dealt(large, lambda one: one[1].nbytes)),
+            *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
+        ]
+
+    def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+        """Group tensors that follow each other in a file, as many as one read takes."""
+        window: list[_Pair] = []
+        first: IndexRow | None = None
+        last: IndexRow | None = None
+        for pair in sorted(pairs, key=lambda pair: (self._rows[pair[1]][0].object, self._rows[pair[1]][0].begin)):
+            rows = self._rows[pair[1]]
+            follows = first and last and last.object == rows[0].object and last.end == rows[0].begin
+            if not (follows and first and rows[-1].end - first.begin <= _PIECE_BYTES):
+                if window:
+                    yield window
+                window, first = [], rows[0]
+            window.append(pair)
+            last = rows[-1]
+        if window:
+            yield window
+
+    def _read_direct(self, rows: Iterable[tuple[IndexRow, memoryview, torch.Tensor]]) -> None:
+        for row, memory, into in rows:
+            self._read_large(row, memory.__getitem__)
+            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the system writes
+
+    def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
+        for window in windows:
+            rows = [row for _, key in window for row in self._rows[key]]
+            begin, end = rows[0].begin, rows[-1].end
+            aligned = begin % 16  # a view needs its tensor where its dtype can be
+            buffer = self._buffer(aligned + end - begin)
+            data = memoryview(buffer)[aligned : aligned + end - begin]
+            self._store.read(rows[0].object, begin, data)
+            _good(rows, data)
+            first = ((into, self._rows[key][0]) for into, key in window)
+            copy_all(
+                (into, tensor_at(buffer, row.dtype, row.tensor_shape, aligned + row.begin - begin))
+                for into, row in first
+            )
+
+    def _check(self, runs: Iterable[list[IndexRow]]) -> None:
+        buffer = memoryview(self._buffer(_PIECE_BYTES))
+        for run in runs:
+            begin, end = run[0].begin, run[-1].end
+            if end - begin <= _PIECE_BYTES:
+                self._store.read(run[0].object, begin, buffer[: end - begin])
+                _good(run, buffer[: end - begin])
+            else:
+                self._read_large(run[0], lambda part: buffer[: part.stop - part.start])
+
+    def _read_large(self, row: IndexRow, where: Callable[[slice], memoryview]) -> None:
+        """Read a region to where the buffers of its pieces are, and digest each while it is in the cache."""
+        digest = Digest()
+        size_bytes = row.end - row.begin
+        for begin in range(0, size_bytes, _PIECE_BYTES):
+            piece = where(slice(begin, min(begin + _PIECE_BYTES, size_bytes)))
+            self._store.read(row.object, row.begin + begin, piece)
+            digest.update(piece)
+        if digest.digest() != row.digest:
+            raise IntegrityError(change(row))
+
+    def _buffer(self, size_bytes: int) -> bytearray:
+        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._buffers.buffer = bytearray(max(size_bytes, _PIECE_BYTES + 16))
+        return buffer
+
+
+def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
+    """Order every tensor's regions; one rank wrote whole tensors, so they follow each other in one object."""
+    found: dict[str, list[IndexRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.object, row.begin)):
+        before = found.setdefault(row.full_key, [])
+        if before and (row.object, row.begin) != (before[-1].object, before[-1].end):
+            raise FormatVersionError(
+                "the tensor is cut over several objects, which this version cannot put together",
+                key=row.full_key,
+                hint="Upgrade ckpt-tasks.",
+            )
+        before.append(row)
+    return found
+
+
+def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Deal work out in jobs of some 16 MiB: for less, threads would wait for each other more than they work."""
+    job: list[_T] = []
+    left = READ_BYTES
+    for item in items:
+        job.append(item)
+        left -= size_bytes(item)
+        if left <= 0:
+            yield job
+            job, left = [], READ_BYTES
+    if job:
+        yield job
+
+
+def _run(jobs: Sequence[_Job]) -> None:
+    in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
+
+
+def _run_bytes(run: Sequence[IndexRow]) -> int:
+    return run[-1].end - run[0].begin
+
+
+def _window_bytes(window: Sequence[_Pair]) -> int:
+    return sum(into.nbytes for into, _ in window)
+
+
+def _good(run: Sequence[IndexRow], data: memoryview) -> None:
+    faults = verify_run(run, data)
+    if faults:
+        raise IntegrityError(faults[0])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Show a tensor's bytes; whoever uses them holds the tensor."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,161 @@
+"""Open a checkpoint: its manifest and index, verified, and what verifies the bytes that the index names.
+
+Bytes are digested before they are parsed. What the state looked like is decoded group by group, for who restores it:
+names, dtypes, shapes and places are the index's. Nothing here needs torch: what looks at checkpoints without making
+tensors of them (the command line, `verify`) starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
+from ckpt_tasks.format.keys import MANIFEST_NAME
+from ckpt_tasks.format.kinds import check_group, check_ref
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.tree import decode, tensor_refs
+from ckpt_tasks.storage.port import ReadableStore
+from ckpt_tasks.storage.rereading import read_good
+
+__all__ = [
+    "READ_BYTES",
+    "Opened",
+    "SavedGroup",
+    "change",
+    "check_header",
+    "merge_runs",
+    "open_checkpoint",
+    "verify_run",
+]
+
+READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
+
+
+class SavedGroup:
+    """One group of a checkpoint: its kind, and for who asks for it its tree (format/tree.py)."""
+
+    def __init__(self, name: str, manifest: Manifest, index: Index):
+        self.kind: str = manifest.groups[name]["kind"]
+        self._name = name
+        self._manifest = manifest
+        self._index = index
+
+    @cached_property
+    def tree(self) -> Any:
+        """The tree, decoded; raises IntegrityError where it is none of its kind, or names what the index lacks."""
+        with uncollected():
+            tree = decode(self._manifest.groups[self._name]["tree"])
+            check_group(self._name, self.kind, tree)
+            tensors = self._index.tensors
+            for ref in tensor_refs(tree):
+                key, array, stride, requires_grad = ref
+                if key not in tensors:
+                    why = "the state names a tensor that the index lacks"
+                    raise IntegrityError(why, key=key, step=self._manifest.step)
+                if array or requires_grad or stride is not None:
+                    check_ref(ref, *tensors[key])
+            return tree
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint's manifest and index, verified and checked against each other, before any tensor is read."""
+
+    manifest: Manifest
+    index: Index = field(repr=False)
+    groups: Mapping[str, SavedGroup]
+
+    def check_trees(self) -> None:
+        """Raise IntegrityError where the tree of a group is not what a save writes."""
+        for group in self.groups.values():
+            _ = group.tree
+
+    @property
+    def rows(self) -> tuple[IndexRow, ...]:
+        """The rows of the index."""
+        return self.index.rows
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor, by its full key."""
+        return self.index.tensors
+
+
+def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
+    """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
+    with uncollected():
+        return _open(store, checkpoint)
+
+
+def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
+    manifest = read_good(store, lambda: _manifest(store, checkpoint))
+    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
+        found = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
+    own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), frozenset(checkpoint.reuses)
+    for record in manifest.objects:
+        if not record.name.startswith(own) and record.name not in reused:
+            why = "the manifest names an object of another attempt, and the ledger does not say that it is reused"
+            raise IntegrityError(f"{why}: {record.name}", key=checkpoint.manifest, step=checkpoint.step)
+    of = manifest.index
+    index = read_good(store, lambda: read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name))
+    objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}
+    faults = index.coverage_faults() or index.object_faults(objects)
+    if faults:
+        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=of.name, step=checkpoint.step)
+    return Opened(manifest, index, {name: SavedGroup(name, manifest, index) for name in manifest.groups})
+
+
+def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
+    data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
+    return Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+
+
+def check_header(store: ReadableStore, record: ObjectRecord) -> None:
+    """Check an object's size and the digest of its header."""
+    size_bytes = store.size(record.name)
+    if size_bytes != record.size_bytes:
+        raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+    if record.digested_bytes > min(size_bytes, MAX_HEADER_BYTES + 8):
+        raise IntegrityError("the header is larger than any that is written", key=record.name)
+    read_good(store, lambda: _check_digest(store, record))
+
+
+def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
+    header = bytearray(record.digested_bytes)
+    store.read(record.name, 0, memoryview(header))
+    if digest_hex(bytes(header)) != record.digest:
+        raise IntegrityError("the header's bytes have changed", key=record.name)
+
+
+@uncollected()
+def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[list[IndexRow]]:
+    """Group regions that follow each other in one object into reads of at most `max_bytes`; a larger one is alone."""
+    runs: list[list[IndexRow]] = []
+    for row in sorted(rows, key=lambda row: (row.object, row.begin, row.end)):
+        run = runs[-1] if runs else None
+        follows = run and (run[-1].object, run[-1].end) == (row.object, row.begin)
+        if run and follows and row.end - run[0].begin <= max_bytes:
+            run.append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
+    """Say which tensors of a run have changed bytes; `data` begins where the run does."""
+    start = run[0].begin
+    return [change(row) for row in run if digest_bytes(data[row.begin - start : row.end - start]) != row.digest]
+
+
+def change(row: IndexRow) -> str:
+    """Say that a region's bytes have changed."""
+    return f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"

@@ -1,0 +1,231 @@
+"""A run directory as a reader sees it: what there is, restore of parts, leases, evaluations. It takes no ownership."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    ConfigError,
+    IntegrityError,
+    StoreError,
+)
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.keys import evaluation_name, is_group
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
+from ckpt_tasks.ledger.history import Head, History, now_iso
+from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
+from ckpt_tasks.state.processes import Process
+from ckpt_tasks.storage.locations import find_place
+from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.reading.restore import RestoreReport
+
+__all__ = ["Run", "open_run", "open_store", "run_of"]
+
+_LONGEST_LEASE_S = 3.2e9
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+def open_store(
+    checkpoint_dir: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
+) -> Store:
+    """Return the store of a run directory: a local one, a place in an object store (s3://bucket/run), or a block's."""
+    return find_place(checkpoint_dir, storage_options, run_key).open()
+
+
+def open_run(
+    checkpoint_dir: str | os.PathLike[str],
+    run_key: str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Run:
+    """Open a run directory for reading; raises CheckpointNotFoundError where there is no run."""
+    history = History(open_store(checkpoint_dir, storage_options, run_key))
+    key = history.check(run_key)
+    return Run(history, key)
+
+
+def run_of(config: CheckpointConfig) -> Run:
+    """Open the run that a configuration names; raises what `open_run` raises."""
+    return open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+
+
+class Run:
+    """One run, read-only but for leases and evaluations; `run_key` is None where format.json is damaged.
+
+    `read_only` is True once a lease was denied, and the run was read without one.
+    """
+
+    def __init__(self, history: History, run_key: str | None):
+        self.history = history
+        self.read_only = False
+        self.run_key = run_key
+
+    def head(self) -> Head:
+        """Read the newest ledger entry."""
+        return self.history.head()
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """List the live checkpoints, newest commit first and abandoned lines last."""
+        return lineage(self.head().state.live)
+
+    def find(self, which: int | str, *, metric: str | None = None, mode: str | None = None) -> Checkpoint:
+        """Return a checkpoint: a step, "latest", or "best" by `metric` of saves and evaluations (else the run's own).
+
+        Raises CheckpointNotFoundError with what there is, and ConfigError for any other name.
+        """
+        state = self.head().state
+        newest_first = lineage(state.live)
+        if which == "latest" and newest_first:
+            return newest_first[0]
+        if which == "best":
+            return self._best(state, newest_first, metric, mode)
+        if which == "latest" or (isinstance(which, int) and not isinstance(which, bool)) or str(which).isdecimal():
+            found = [c for c in newest_first if which != "latest" and c.step == int(which)]
+            if found:
+                return found[0]
+            raise CheckpointNotFoundError(
+                "the run has no checkpoint" + (f" of step {which}" if which != "latest" else " yet"),
+                hint=f"It has steps {_steps(newest_first)}." if newest_first else None,
+            )
+        raise ConfigError(f"{which!r} is no checkpoint", hint="Name a step, 'latest' or 'best'.")
+
+    def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = False) -> RestoreReport:
+        """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
+
+        With `partial` only the groups that `state` names are restored, and no random stream. Raises
+        StateMismatchError, IntegrityError or StoreError; the state is untouched then.
+        """
+        # Only here: whoever looks at a run without restoring from it does not wait for torch.
+        from ckpt_tasks.reading.restore import restore_one
+
+        return restore_one(self.history.store, checkpoint, state, partial=partial)
+
+    @contextmanager
+    def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
+        """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most.
+
+        An end that cannot be written is no error of the block's: the lease expires by itself. A child that is forked
+        within the block does not end it.
+        """
+        process = Process()
+        if not 0 <= expires_s < _LONGEST_LEASE_S:
+            raise ConfigError(f"a lease lasts from no time to a century, not {expires_s!r}")
+        now = time.time()
+        lease = Lease(
+            id=secrets.token_hex(8),
+            manifest_digest=checkpoint.manifest_digest,
+            holder=holder,
+            expires_at=now + expires_s,
+        )
+
+        def add(state: State, n: int) -> State:
+            if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
+                raise CheckpointNotFoundError("the checkpoint has been pruned meanwhile", step=checkpoint.step)
+            return state.with_lease(lease, now)
+
+        self.history.append({"kind": "lease", "holder": holder, "step": checkpoint.step}, add, owner=None)
+        try:
+            yield lease
+        finally:
+            if process.is_here:
+                self._end_lease(lease, checkpoint.step)
+
+    def _end_lease(self, lease: Lease, step: int) -> None:
+        event = {"kind": "lease", "holder": lease.holder, "step": step, "ended": True}
+        try:
+            self.history.append(event, lambda state, n: state.without_lease(lease.id), owner=None)
+        except (StoreError, CommitUncertainError) as error:
+            _log.warning("The lease of step %d stays until it expires: %s", step, error)
+
+    def evaluations(self) -> list[Evaluation]:
+        """List the evaluations of live checkpoints, in the order in which they were recorded."""
+        return list(self.head().state.evaluations)
+
+    def record_evaluation(self, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]) -> bool:
+        """Commit an evaluation beside its checkpoint; False where this suite has been recorded for it already."""
+        if not is_group(suite):
+            raise ConfigError(f"{suite!r:.80} is no suite", hint="Use a letter, then letters, digits and underscores.")
+        from ckpt_tasks.state.tables import write_metrics  # brings in pyarrow
+
+        about = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
+        data = write_metrics(metrics, about)
+        name = evaluation_name(checkpoint.step, suite, secrets.token_hex(8))
+        evaluation = Evaluation(
+            manifest_digest=checkpoint.manifest_digest,
+            step=checkpoint.step,
+            suite=suite,
+            metrics={key: float(value) for key, value in metrics.items()},
+            table=name,
+            table_digest=digest_hex(data),
+            evaluated_at=now_iso(),
+        )
+        if self._evaluated(self.head().state, checkpoint, suite):
+            return False
+        self.history.store.put(name, [data])
+
+        def add(state: State, n: int) -> State:
+            if self._evaluated(state, checkpoint, suite):
+                raise _RecordedMeanwhileError
+            if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
+                raise CheckpointNotFoundError("the checkpoint has been pruned meanwhile", step=checkpoint.step)
+            return state.with_evaluation(evaluation)
+
+        try:
+            self.history.append({"kind": "evaluation", "suite": suite, "step": checkpoint.step}, add, owner=None)
+        except _RecordedMeanwhileError:
+            self.history.store.delete(name)
+            return False
+        return True
+
+    def _evaluated(self, state: State, checkpoint: Checkpoint, suite: str) -> bool:
+        return any(e.manifest_digest == checkpoint.manifest_digest and e.suite == suite for e in state.evaluations)
+
+    def _best(self, state: State, newest_first: list[Checkpoint], metric: str | None, mode: str | None) -> Checkpoint:
+        wanted = metric or state.best_metric
+        if wanted is None:
+            known = ", ".join(sorted(state.metric_names)) or "none yet"
+            raise ConfigError(
+                "the run does not say by which metric a checkpoint is the best",
+                hint=f"Name one (or set best_metric): the run has {known}.",
+            )
+        mode = mode or state.best_mode
+        policy = RetentionPolicy(keep_best=1, best_metric=wanted, best_mode=mode)
+        ranked = rank_best(newest_first, policy, state.evaluated)
+        if not ranked:
+            raise CheckpointNotFoundError(f"no checkpoint whose metrics are all finite has {wanted!r}")
+        return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)
+
+    def notes(self) -> list[Mapping[str, Any]]:
+        """List the notes of the newest 64 ledger entries, newest first: failures, fall-backs and whatever was noted."""
+        head = self.head()
+        found: list[Mapping[str, Any]] = []
+        for n in range(head.next_n - 1, max(-1, head.next_n - 65), -1):
+            try:
+                entry, _ = self.history.read_entry(n)
+            except (StoreError, IntegrityError):
+                continue  # a damaged entry is `verify`'s to report
+            if entry.event["kind"] == "note":
+                found.append({**entry.event, "at": entry.at, "n": n})
+        return found
+
+
+class _RecordedMeanwhileError(Exception):
+    """Another evaluator recorded the same suite between our look and our append."""
+
+
+def _steps(checkpoints: list[Checkpoint], most: int = 12) -> str:
+    steps = sorted({c.step for c in checkpoints})
+    text = ", ".join(str(step) for step in steps[-most:])
+    return f"…, {text}" if len(steps) > most else text

@@ -1,0 +1,186 @@
+"""Restore: ledger → manifest → index → the regions wanted → verify → read into the target, all or nothing.
+
+Invariants
+
+1. Nothing in the target changes until everything that is needed has been read, verified and compared with it.
+2. A checkpoint that fails verification is passed over with its reason, and the next older one is tried; a mismatch
+   between checkpoint and target is the caller's to settle and is raised.
+3. Bytes are digested before they are parsed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ckpt_tasks.errors import (
+    IntegrityError,
+    NoGoodCheckpointError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    StateMismatchError,
+)
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.reading.download import DownloadedTensors
+from ckpt_tasks.reading.fetch import StoredTensors
+from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
+from ckpt_tasks.state.capture import plan_restore
+from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.storage.port import ReadableStore, Store
+
+__all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class HostSnapshot(Protocol):
+    """A complete snapshot on this host, in memory or in a local directory."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it is or would become."""
+
+    @property
+    def store(self) -> ReadableStore:
+        """Its objects."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+
+    def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
+        """Return the tensors of its `rows`."""
+
+
+_Snapshot = TypeVar("_Snapshot", bound=HostSnapshot)
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did: the step, where from, how many tensors and bytes, and what it passed over and why.
+
+    `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
+    """
+
+    step: int
+    source: str
+    tensors: int
+    size_bytes: int
+    seconds: float
+    skipped: tuple[tuple[int, str], ...] = ()
+    damaged: tuple[str, ...] = ()
+
+
+def restore_newest(
+    store: Store,
+    candidates: Iterable[Checkpoint],
+    state: dict[str, Any],
+    *,
+    partial: bool = False,
+    run_key: str | None = None,
+    damaged: tuple[str, ...] = (),
+    in_memory: Sequence[_Snapshot] = (),
+) -> tuple[Checkpoint, RestoreReport, _Snapshot | None]:
+    """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
+
+    `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
+    the others each before storage.
+
+    Returns the checkpoint, what was done, and the snapshot of this host that it came from.
+    A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
+    """
+    skipped: list[tuple[int, str]] = []
+    for checkpoint, generation in _sources(candidates, in_memory):
+        try:
+            if generation is None:
+                report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
+            else:
+                report = restore_one(
+                    generation.store, checkpoint, state, partial=partial, run_key=run_key, source=generation.tensors
+                )
+        except (IntegrityError, ObjectNotFoundError) as error:
+            skipped.append((checkpoint.step, f"{generation.place}: {error}" if generation else str(error)))
+            _log.warning("Step %d is passed over: %s", *skipped[-1])
+            continue
+        report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
+        _log_restored(report, checkpoint, generation)
+        return checkpoint, report, generation
+    raise NoGoodCheckpointError(
+        f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
+        reasons=tuple(skipped),
+        hint="The target is untouched. `ckpt verify` lists the damage.",
+    )
+
+
+def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: HostSnapshot | None) -> None:
+    if generation is None:
+        place, why = "storage", "this host has no good copy of it"
+    else:
+        place = generation.place.removeprefix("in ")
+        why = "storage does not have it yet" if checkpoint.n < 0 else "storage has it too, and would be slower"
+    passed = f"; passed over before it: {len(report.skipped)}" if report.skipped else ""
+    size_mib = report.size_bytes / 2**20
+    _log.info(
+        "Restored step %d from %s, as %s: %.1f MiB in %.2f s, %s%s",
+        report.step,
+        place,
+        why,
+        size_mib,
+        report.seconds,
+        report.source,
+        passed,
+    )
+
+
+def _sources(
+    candidates: Iterable[Checkpoint], in_memory: Sequence[_Snapshot]
+) -> Iterator[tuple[Checkpoint, _Snapshot | None]]:
+    committed = list(candidates)
+    known = {checkpoint.manifest_digest for checkpoint in committed}
+    yield from ((g.checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest not in known)
+    for checkpoint in committed:
+        yield from ((checkpoint, g) for g in in_memory if g.checkpoint.manifest_digest == checkpoint.manifest_digest)
+        yield checkpoint, None
+
+
+def restore_one(
+    store: ReadableStore,
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    *,
+    partial: bool = False,
+    run_key: str | None = None,
+    source: Callable[[Any, Sequence[IndexRow]], TensorSource] | None = None,
+) -> RestoreReport:
+    """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
+
+    Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
+    RunMismatchError where it is not of the run `run_key`; the target is untouched then.
+    """
+    started = time.perf_counter()
+    opened = open_checkpoint(store, checkpoint)
+    if run_key not in (None, opened.manifest.run_key):
+        raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
+    try:
+        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial)
+    except StateMismatchError as error:
+        error.step = checkpoint.step
+        raise
+    wanted = [row for row in opened.rows if row.full_key in plan.keys]
+    names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
+    for record in opened.manifest.objects:
+        if record.name in names:
+            check_header(store, record)
+    source = source or (StoredTensors if store.near else DownloadedTensors)
+    plan.apply(source(store, wanted))
+    return RestoreReport(
+        step=checkpoint.step,
+        source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
+        tensors=len(plan.keys),
+        size_bytes=sum(row.end - row.begin for row in wanted),
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,272 @@
+"""A run on one time line, as an SVG: loss and evaluations above, commits, failures and resumes, and where time went.
+
+It is light or dark as the page is that shows it, and holds nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from ckpt_tasks.ledger.goodput import SHARES, Course
+from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
+from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
+
+__all__ = ["draw_run", "main_metric", "sort_metrics"]
+
+_WIDTH, _HEIGHT = 900, 372
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # the axes
+_LEGEND = 22
+_STRIP, _THICK = 260, 10  # where the time went, as it went
+_SUMS = 328  # and summed up
+_MOST_VALUE = 1e300  # beyond it differences would be infinite
+_NAME_SHOWN = 40
+_MIN_SHOWN_PX = 0.5
+_MOST_MARKS = 300
+_TICKS_S = (
+    *(m * 10.0**e for e in range(-3, 1) for m in (1, 2, 5)),
+    *(10, 15, 30, 60, 120, 300, 600, 1_800, 3_600, 7_200, 14_400, 21_600, 43_200, 86_400),
+    *(86_400.0 * m * 10**e for e in range(7) for m in (2, 5, 10)),
+)
+_COLOURS = {
+    "useful": "#2e9e6b",
+    "lost": "#d1495b",
+    "saving": "#d9a100",
+    "starting": "#7d8ff0",
+    "down": "#8b8f98",
+    "idle": "#c9ccd3",
+    "other": "#5fb3c4",
+}
+_STYLE = """
+.ckr-back{fill:#ffffff}.ckr-grid{stroke:#e6e6e6}.ckr-line{stroke:#1f4e79}.ckr-dot{fill:#1f4e79}.ckr-axis{stroke:#888888}
+.ckr-down{fill:#9a9da5;opacity:.28}.ckr-idle{fill:#9a9da5;opacity:.12}.ckr-fail{stroke:#c0392b;fill:#c0392b}
+.ckr-again{stroke:#2b6fd6;fill:#2b6fd6}.ckr-eval{fill:#c2410c;stroke:#ffffff}.ckr-tick{stroke:#2e7d55}
+@media (prefers-color-scheme:dark){
+.ckr-back{fill:#1c1d20}.ckr-grid{stroke:#34363b}.ckr-line{stroke:#7fb4ea}.ckr-dot{fill:#7fb4ea}.ckr-ink{fill:#e4e4e7}
+.ckr-pale{fill:#a1a1aa}.ckr-fail{stroke:#f0705f;fill:#f0705f}.ckr-again{stroke:#74a7ff;fill:#74a7ff}
+.ckr-eval{fill:#fb923c;stroke:#1c1d20}.ckr-tick{stroke:#5cc492}}
+"""
+
+Scale = Callable[[float], float]
+
+
+class _Point(NamedTuple):
+    """A value at a time, and what it says when pointed at."""
+
+    elapsed_s: float
+    value: float
+    about: str
+
+
+def draw_run(course: Course, *, heading: str) -> str:
+    """Draw a run's course and return the SVG document."""
+    name = main_metric([one.moment.metrics for one in course.of("commit")])
+    losses, evaluations = _losses(course, name), _evaluations(course, name)
+    wall_s = max(course.wall_s, 1e-3)
+    low, high = _span_of([p.value for p in (*losses, *evaluations) if abs(p.value) <= _MOST_VALUE])
+
+    def x(elapsed_s: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * min(1.0, max(0.0, elapsed_s / wall_s))
+
+    def y(value: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low)
+
+    frame = f'x="{_LEFT}" y="{_TOP - 4}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP + 8}"'
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+    title = escape(printable(heading)[: 2 * _NAME_SHOWN])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
+        f"<title>{title}</title><style>{_STYLE}</style>",
+        f'<rect class="ckr-back" width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        *_bands(course, x),
+        *_axes(course, x, y, (low, high) if losses or evaluations else None),
+        *_axis_titles(name),
+        f'<clipPath id="frame"><rect {frame}/></clipPath>',
+        *_ticks(course, x),
+        *_curve(losses, x, y),
+        *_marks(course, x),
+        *_points(evaluations, x, y),
+        *_legend(name, course, bool(evaluations)),
+        *_strip(course, x),
+        *_sums(course),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def sort_metrics(names: Iterable[str]) -> list[str]:
+    """Put the metrics that there may not be room for last: losses, what they are compared with, then by name."""
+    return sorted(names, key=lambda name: ("loss" not in name, "entropy" not in name, name))
+
+
+def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
+    """Choose the metric that a run is drawn by; None where it has none."""
+    return next(iter(sort_metrics({name for one in metrics for name in one})), None)
+
+
+def _losses(course: Course, name: str | None) -> list[_Point]:
+    """Return the final line's values: what was left behind would be drawn over what took its place."""
+    found = []
+    for at_s, one in ((p.elapsed_s, p.moment) for p in course.of("commit") if p.moment.n in course.line):
+        if name is not None and name in one.metrics:
+            found.append(_Point(at_s, one.metrics[name], f"step {one.step}: {number(one.metrics[name])}"))
+    return found
+
+
+def _evaluations(course: Course, name: str | None) -> list[_Point]:
+    """Return the evaluations' values that are on the same scale: of the same metric, or a loss beside a loss."""
+    found = []
+    for at_s, one in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
+        fit = [n for n in sort_metrics(one.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
+        if fit:
+            value = one.metrics[fit[0]]
+            found.append(_Point(at_s, value, f"step {one.step}, {one.text}: {fit[0]} {number(value)}"))
+    return found
+
+
+def _span_of(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - room, high + room
+
+
+def _bands(course: Course, x: Scale) -> Iterator[str]:
+    for span in course.spans:
+        width = x(span.end_s) - x(span.begin_s)
+        if span.what in ("down", "idle") and width >= _MIN_SHOWN_PX:
+            place = f'x="{x(span.begin_s):.1f}" y="{_TOP}" width="{width:.1f}" height="{_BOTTOM - _TOP}"'
+            yield f'<rect {place} class="ckr-{span.what}"/>'
+
+
+def _axes(course: Course, x: Scale, y: Scale, ends: tuple[float, float] | None) -> Iterator[str]:
+    for value in round_ticks(*ends) if ends else ():
+        yield f'<path d="M{_LEFT} {y(value):.1f}H{_RIGHT}" class="ckr-grid" stroke="#e6e6e6"/>'
+        yield text(_LEFT - 8, y(value) + 4, f"{value:.4g}", anchor="end", size=12, css="ckr-pale", fill=PALE)
+    if ends is None:
+        middle = (_LEFT + _RIGHT) / 2
+        yield text(middle, (_TOP + _BOTTOM) / 2, "no metrics", anchor="middle", css="ckr-pale", fill=PALE)
+    every_s = next((tick_s for tick_s in _TICKS_S if course.wall_s / tick_s <= 8), _TICKS_S[-1])
+    for n in range(min(8, int(course.wall_s / every_s)) + 1):
+        label = fine_span(n * every_s).replace(".0 ", " ") if n else "0"
+        yield text(x(n * every_s), _STRIP + 26, label, anchor="middle", size=12, css="ckr-pale", fill=PALE)
+    yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckr-axis" stroke="#888888"/>'
+
+
+def _axis_titles(name: str | None) -> Iterator[str]:
+    along, up = (_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2
+    yield text(along, _STRIP + 44, "time since the start", anchor="middle", size=12, css="ckr-pale", fill=PALE)
+    if name:
+        title = text(0, 0, printable(name)[:_NAME_SHOWN], anchor="middle", size=12, css="ckr-pale", fill=PALE)
+        yield f'<g transform="translate(16 {up:.0f}) rotate(-90)">{title}</g>'
+
+
+def _curve(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
+    """Draw the finite stretches of the curve, thinned to the lowest and the highest of two pixels' values."""
+    stretch: list[_Point] = []
+    for point in (*points, None):
+        if point is not None and abs(point.value) <= _MOST_VALUE:
+            stretch.append(point)
+            continue
+        places = [(x(p.elapsed_s), y(p.value)) for p in _thinned(stretch, x)]
+        if places:
+            yield polyline(places, "#1f4e79", 2, "ckr-line")
+        if len(points) <= _WIDTH // 8:
+            yield from (f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" class="ckr-dot"/>' for a, b in places)
+        stretch = []
+        if point is not None:
+            yield _said(f'<path d="M{x(point.elapsed_s):.1f} {_TOP}v12" class="ckr-fail"/>', point.about)
+
+
+def _thinned(points: Sequence[_Point], x: Scale) -> list[_Point]:
+    by_pixel: dict[int, list[_Point]] = {}
+    for point in points:
+        by_pixel.setdefault(round(x(point.elapsed_s) / 2), []).append(point)
+    kept = {
+        id(p): p
+        for here in by_pixel.values()
+        for p in (here[0], min(here, key=lambda p: p.value), max(here, key=lambda p: p.value), here[-1])
+    }
+    return [p for p in points if id(p) in kept]
+
+
+def _ticks(course: Course, x: Scale) -> Iterator[str]:
+    """Mark the commits on the axis, one to a pixel."""
+    places = sorted({round(x(one.elapsed_s)) for one in course.of("commit")})
+    path = "".join(f"M{at_x} {_BOTTOM - 6}v6" for at_x in places)
+    yield f'<path d="{path}" class="ckr-tick" stroke="#2e7d55" stroke-width="1.5"/>'
+
+
+def _marks(course: Course, x: Scale) -> Iterator[str]:
+    """Mark failures, deaths and resumes: lines from top to bottom, one of a kind to a pixel."""
+    failures = [*course.deaths, *course.of("failure")]  # where both are, what failed says more
+    for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
+        for at_x, one in {round(x(one.elapsed_s)): one for one in places[-_MOST_MARKS:]}.items():
+            shape = f'<path d="M{at_x} {_TOP}V{_BOTTOM}" stroke-dasharray="3 3"/><path d="M{at_x} {_TOP}{head}"/>'
+            yield _said(f'<g class="{css}">{shape}</g>', f"{one.moment.what}: {one.moment.text[: _NAME_SHOWN * 2]}")
+
+
+def _points(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
+    for point in _thinned([p for p in points if abs(p.value) <= _MOST_VALUE], x):
+        shape = f"M{x(point.elapsed_s):.1f} {y(point.value) - 6:.1f}l6 6l-6 6l-6 -6z"
+        yield _said(f'<path d="{shape}" class="ckr-eval"/>', point.about)
+
+
+def _said(shape: str, about: str) -> str:
+    return f"<g><title>{escape(printable(about))}</title>{shape}</g>"
+
+
+def _legend(name: str | None, course: Course, evaluated: bool) -> Iterator[str]:
+    failed = bool(course.of("failure") or course.deaths)
+    entries = [
+        (bool(name), "M0 -4h18", "ckr-line", printable(name or "")[:_NAME_SHOWN]),
+        (evaluated, "M9 -10l6 6l-6 6l-6 -6z", "ckr-eval", "evaluation"),
+        (True, "M9 -8v8", "ckr-tick", "commit"),
+        (failed, "M9 0l-5 -8h10z", "ckr-fail", "failure"),
+        (bool(course.resumes), "M4 -1l5 -6l5 6z", "ckr-again", "resumed"),
+    ]
+    at_x = float(_LEFT)
+    for shown, shape, css, words in entries:
+        if shown:
+            yield f'<path d="{shape}" transform="translate({at_x:.0f} {_LEGEND})" class="{css}" stroke-width="2"/>'
+            yield text(at_x + 24, _LEGEND, words, size=12, css="ckr-ink")
+            at_x += 46 + 6.8 * len(words)
+    first = next(iter(course.of("taken", "lost")), None)
+    if first is not None:
+        yield text(
+            _RIGHT, _LEGEND, f"from {utc(first.moment.at_s)} UTC", anchor="end", size=12, css="ckr-pale", fill=PALE
+        )
+
+
+def _strip(course: Course, x: Scale) -> Iterator[str]:
+    """Draw what became of the time as it passed: a pixel has the colour of what most of it went into."""
+    columns: dict[int, dict[str, float]] = {}
+    for span in course.spans:
+        begin, end = x(span.begin_s), x(span.end_s)
+        for pixel in range(int(begin), math.ceil(end)):
+            inside = min(end, pixel + 1) - max(begin, pixel)
+            here = columns.setdefault(pixel, {})
+            here[span.what] = here.get(span.what, 0.0) + inside
+    for what, pixels in groupby(sorted(columns), key=lambda pixel: max(columns[pixel], key=columns[pixel].__getitem__)):
+        found = list(pixels)
+        place = f'x="{found[0]}" y="{_STRIP}" width="{found[-1] + 1 - found[0]}" height="{_THICK}"'
+        yield f'<rect {place} fill="{_COLOURS[what]}"/>'
+
+
+def _sums(course: Course) -> Iterator[str]:
+    """Draw one bar of the whole wall time by share, and name the shares below it."""
+    at_x, label_x = float(_LEFT), float(_LEFT)
+    yield text(_LEFT - 8, _SUMS + 12, "in all", anchor="end", size=12, css="ckr-pale", fill=PALE)
+    for what in SHARES:
+        seconds = course.seconds[what]
+        if seconds <= 0 or course.wall_s <= 0:
+            continue
+        width = (_RIGHT - _LEFT) * seconds / course.wall_s
+        yield f'<rect x="{at_x:.1f}" y="{_SUMS}" width="{width:.1f}" height="16" fill="{_COLOURS[what]}"/>'
+        at_x += width
+        words = f"{what} {percent(seconds / course.wall_s)}"
+        yield f'<rect x="{label_x:.1f}" y="{_SUMS + 26}" width="10" height="10" fill="{_COLOURS[what]}"/>'
+        yield text(label_x + 15, _SUMS + 35, words, size=12, css="ckr-ink", fill=INK)
+        label_x += 32 + 6.4 * len(words)

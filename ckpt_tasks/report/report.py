@@ -1,0 +1,302 @@
+"""The report of a run: the same facts as markdown, and as one HTML file that needs nothing else.
+
+What comes from a run directory is anybody's: keys, names of metrics, reasons. Every such text is escaped for the page
+that it goes into, and the HTML file forbids the browser to load or run anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+from typing import Any
+
+from ckpt_tasks.format.ledger import Checkpoint, State, lineage
+from ckpt_tasks.ledger.goodput import Course, follow
+from ckpt_tasks.ledger.ownership import NEVER_OWNED
+from ckpt_tasks.ledger.timeline import Moment, Timeline
+from ckpt_tasks.report.picture import draw_run, sort_metrics
+from ckpt_tasks.report.words import count, fine_span, number, percent, printable, size, utc
+
+__all__ = [
+    "GENERATOR",
+    "SHARES_MEAN",
+    "Report",
+    "checkpoint_rows",
+    "in_markdown",
+    "make_report",
+    "to_html",
+    "to_markdown",
+]
+
+GENERATOR = '<meta name="generator" content="ckpt-tasks report">'
+SHARES_MEAN = {
+    "useful": "training of steps that the result is made of",
+    "lost": "training that was thrown away, and done again",
+    "saving": "waiting for snapshots",
+    "starting": "from a start or a failure until training went on",
+    "down": "from the last entry of a process that died to the next process",
+    "idle": "released, and held by no process",
+    "other": "the rest: evaluations, waiting for commits, Prefect",
+}
+_SAID = {
+    "failure": "an attempt failed",
+    "lost": "taken over from a dead process",
+    "taken": "resumed",
+    "fallback": "fell back",
+    "copied": "copied",
+}
+_HAPPENINGS_SHOWN = 40
+_CHECKPOINTS_SHOWN = 200
+_METRICS_SHOWN = 4
+_TEXT_SHOWN = 200
+# What could begin something: a mark anywhere, a list at the start, a bare link. A number or a time has none of it.
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)|:(?=//)|(?<=www)\.", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is reported of one run; texts are as they were found, and escaped where they are written."""
+
+    run_key: str
+    url: str
+    timeline: Timeline
+    course: Course
+    checkpoints: Sequence[Mapping[str, str]]
+
+    @property
+    def summary(self) -> str:
+        """Return one line: where the run stands, and its goodput."""
+        commits = [one.moment for one in self.course.of("commit")]
+        at = f"step {commits[-1].step:,}" if commits and commits[-1].step is not None else "no checkpoint yet"
+        good = self.course.goodput
+        share = f", goodput {percent(good)} of {fine_span(self.course.wall_s)}" if good is not None else ""
+        return at + share
+
+    @property
+    def shares(self) -> list[tuple[str, float, float]]:
+        """Return (share, seconds, part of the wall time) of every share that there was."""
+        wall_s = self.course.wall_s or 1.0
+        return [(name, s, s / wall_s) for name, s in self.course.seconds.items() if s > 0]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what is known of the run in numbers, by name."""
+        course, commits = self.course, [one.moment for one in self.course.of("commit")]
+        deaths, failures = len(course.deaths), len(course.of("failure"))
+        taken = count(len(course.of("taken", "lost")), "time")
+        runs = len({one.moment.flow_run_id for one in course.of("taken", "lost") if one.moment.flow_run_id})
+        found = [
+            ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
+            ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
+            ("taken up", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
+            ("evaluations", f"{len(course.of('evaluation')):,}"),
+        ]
+        if course.placed:
+            first, last = course.placed[0].moment, course.placed[-1].moment
+            found.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
+        steps_s = [one.step_s for one in commits if one.step_s is not None]
+        if steps_s:
+            stalls = f"a save stalls {fine_span(median(one.stall_s for one in commits))}"
+            found.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
+        if commits and commits[-1].metrics:
+            shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
+            found.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
+        return [*found, ("checkpoints in", self.url)]
+
+    def caveats(self) -> list[str]:
+        """Return what this report cannot know."""
+        found = []
+        if self.timeline.copied:
+            found.append("This is a copy: times are those of the copying, not of the training.")
+        if self.timeline.older:
+            found.append(f"{count(self.timeline.older, 'older ledger entry', 'older ledger entries')} were left out.")
+        if self.timeline.damaged:
+            entries = count(self.timeline.damaged, "ledger entry", "ledger entries")
+            found.append(f"{entries} cannot be read; ckpt verify names them.")
+        return found
+
+    def happenings(self) -> list[tuple[str, str, str]]:
+        """Return (time, what, why) of the newest failures, resumes and fall-backs, newest first."""
+        found = [one.moment for one in self.course.of(*_SAID)]
+        return [(utc(one.at_s), *_said(one)) for one in reversed(found[-_HAPPENINGS_SHOWN:])]
+
+    def data(self) -> dict[str, Any]:
+        """Return the facts for programs."""
+        course = self.course
+        return {
+            "run_key": self.run_key,
+            "checkpoint_dir": self.url,
+            "wall_s": course.wall_s,
+            "goodput": course.goodput,
+            "seconds": course.seconds,
+            "step": next((one.moment.step for one in reversed(course.of("commit"))), None),
+            "commits": len(course.of("commit")),
+            "left_behind": len(course.of("commit")) - len(course.line),
+            "failed_attempts": len(course.of("failure")),
+            "deaths": len(course.deaths),
+            "evaluations": len(course.of("evaluation")),
+            "copied": self.timeline.copied,
+            "entries": {"damaged": self.timeline.damaged, "older": self.timeline.older},
+        }
+
+
+def _said(one: Moment) -> tuple[str, str]:
+    """Return what happened and why; the first start of a run is no resume."""
+    if one.what == "taken" and one.text == NEVER_OWNED:
+        return "started", ""
+    return _SAID[one.what] + (f" at step {one.step:,}" if one.step is not None else ""), one.text
+
+
+def make_report(
+    run_key: str | None, url: str, timeline: Timeline, state: State, kept: Mapping[str, str] | None = None
+) -> Report:
+    """Make the report of a run; `kept` says by identity why a checkpoint stays."""
+    return Report(
+        run_key=run_key or "run of unknown key",
+        url=url,
+        timeline=timeline,
+        course=follow(timeline.moments),
+        checkpoints=checkpoint_rows(state, kept),
+    )
+
+
+def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """Return the newest checkpoints as rows of texts, newest first; every row has the same columns."""
+    newest_first = lineage(state.live)[:_CHECKPOINTS_SHOWN]
+    metrics = sort_metrics({name for one in newest_first for name in one.metrics})[:_METRICS_SHOWN]
+    evaluated: dict[str, dict[tuple[str, str], float]] = {}
+    for one in state.evaluations:
+        found = evaluated.setdefault(one.manifest_digest, {})
+        found.update({(one.suite, name): value for name, value in one.metrics.items()})
+    measured = sorted(
+        {key for found in evaluated.values() for key in found}, key=lambda key: ("loss" not in key[1], key)
+    )
+    shown = measured[:_METRICS_SHOWN]
+
+    def row(one: Checkpoint) -> dict[str, str]:
+        results = evaluated.get(one.manifest_digest, {})
+        return {
+            "step": f"{one.step:,}",
+            "saved (UTC)": one.saved_at[:19].replace("T", " "),
+            **{name: number(one.metrics[name]) if name in one.metrics else "" for name in metrics},
+            **{f"{s}: {name}": number(results[s, name]) if (s, name) in results else "" for s, name in shown},
+            "size": size(one.size_bytes),
+            "cost": fine_span(one.cost_s),
+            **({} if kept is None else {"kept because": kept.get(one.manifest_digest, "")}),
+            **({"": "left behind" if one.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
+        }
+
+    return [row(one) for one in newest_first]
+
+
+# ── markdown ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_markdown(words: str) -> str:
+    """Return a text that markdown shows as it stands, spaces at its ends aside, on one line and in a table's cell."""
+    return _MARKDOWN.sub(r"\\\g<0>", printable(words).strip())
+
+
+def to_markdown(report: Report) -> str:
+    """Write the report as markdown, with its picture within it."""
+    picture = base64.b64encode(draw_run(report.course, heading=report.run_key).encode()).decode()
+    shares = [(name, SHARES_MEAN[name], fine_span(s), percent(part)) for name, s, part in report.shares]
+    return "\n\n".join(
+        [
+            f"## {in_markdown(report.run_key)}",
+            f"**{report.summary}**",
+            f"![the run on a time line](data:image/svg+xml;base64,{picture})",
+            *report.caveats(),
+            "### Where the time went",
+            _markdown_table(("", "", "time", "part"), shares, right=2),
+            "### In numbers",
+            "\n".join(f"- {name}: {in_markdown(value[:_TEXT_SHOWN])}" for name, value in report.facts()),
+            *(
+                ["### What happened", _markdown_table(("when (UTC)", "", "why"), report.happenings())]
+                if report.happenings()
+                else []
+            ),
+        ]
+    )
+
+
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
+    """Write a table; the columns from number `right` on hold numbers, which do not wrap."""
+    first = len(head) if right is None else right
+    lines = [head, ["---:" if n >= first else "---" for n in range(len(head))]]
+    for row in rows:
+        cells = [in_markdown(cell[:_TEXT_SHOWN]) for cell in row]
+        lines.append([*cells[:first], *(cell.replace(" ", "\u00a0") for cell in cells[first:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ── HTML ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+:root{color-scheme:light dark;--ink:#222;--pale:#667;--rule:#ddd;--back:#fff}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e4e7;--pale:#a1a1aa;--rule:#3a3c42;--back:#1c1d20}}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;color:var(--ink);
+background:var(--back);max-width:1400px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .4rem}p{margin:.3rem 0 1rem;color:var(--pale)}
+svg{max-width:100%;height:auto}.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+th{font-weight:500;color:var(--pale);text-align:left}
+th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);vertical-align:top;white-space:nowrap}
+th{vertical-align:bottom}
+td.n,th.n{text-align:right}th.n{white-space:normal}
+td.w,th.w{white-space:normal;overflow-wrap:anywhere;min-width:10rem}
+"""
+
+
+def to_html(report: Report) -> str:
+    """Write the report as one HTML file."""
+    name, columns = escape(printable(report.run_key)), list(report.checkpoints[0]) if report.checkpoints else []
+    rows = [[row[column] for column in columns] for row in report.checkpoints]
+    shares = [(share, SHARES_MEAN[share], fine_span(s), percent(part)) for share, s, part in report.shares]
+    words = {"kept because", "", "saved (UTC)"}
+    numbers = {n for n, column in enumerate(columns) if column not in words}
+    texts = {n for n, column in enumerate(columns) if column == "kept because"}
+    parts = [
+        "<!doctype html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
+        GENERATOR,
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
+        *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
+        draw_run(report.course, heading=report.run_key),
+        _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
+        _html_table("In numbers", (), report.facts(), texts={1}),
+        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={1, 2}),
+        _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),
+        "</body></html>",
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _html_table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: AbstractSet[int] = frozenset(),
+    texts: AbstractSet[int] = frozenset(),
+) -> str:
+    """Write a table. Columns of `texts` wrap, where they have to within a word; no other column does."""
+    if not rows:
+        return ""
+    css = {**dict.fromkeys(numbers, ' class="n"'), **dict.fromkeys(texts, ' class="w"')}
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        marked = ((css.get(n, ""), escape(printable(cell))) for n, cell in enumerate(cells))
+        return "<tr>" + "".join(f"<{tag}{mark}>{cell}</{tag}>" for mark, cell in marked) + "</tr>"
+
+    headings = line("th", head) if any(head) else ""
+    body = "\n".join(line("td", row) for row in rows)
+    return f'<h2>{title}</h2>\n<div class="wide"><table>{headings}\n{body}</table></div>'

@@ -1,0 +1,1 @@
+"""From a live state to a commit."""

@@ -1,0 +1,338 @@
+"""The steps of a save: snapshot → digests → images → index and manifest → commit.
+
+Invariants (MUST: breaking one loses data)
+
+1. Every object is durable before the manifest is written, and the manifest before the ledger entry is put.
+2. The entry is put only when every expected rank handed in its part, the regions of every tensor tile its box exactly,
+   and every object has its expected size.
+3. Every object's name holds the attempt's own nonce: no save ever writes into another one's objects.
+4. Any failure of any writer is raised, and then nothing is committed.
+"""
+
+from __future__ import annotations
+
+import operator
+import platform
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, SupportsIndex
+
+import torch
+
+from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
+from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.format.manifest import Manifest, ObjectRecord
+from ckpt_tasks.format.tree import encode
+from ckpt_tasks.ledger.history import History, now_iso
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.upkeep.upkeep import Retirement
+
+__all__ = [
+    "Described",
+    "Part",
+    "Saving",
+    "Stored",
+    "SupersededError",
+    "check_step",
+    "commit",
+    "describe",
+    "digest_image",
+    "discard",
+    "encode_groups",
+    "joined",
+    "new_attempt",
+    "reuse",
+    "write_description",
+]
+
+
+_AT_ONCE = 8  # requests to a store that is far away
+_REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
+
+
+class SupersededError(Exception):
+    """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote of one attempt: its index rows and its objects."""
+
+    rank: int
+    rows: tuple[IndexRow, ...]
+    objects: tuple[ObjectRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Everything about one save that is known before it: what is saved, as what, by whom."""
+
+    attempt: Attempt
+    run_key: str
+    owner: Owner
+    groups: Mapping[str, Mapping[str, object]]
+    metrics: Mapping[str, float]
+    epochs: int | None = None
+    interim: bool = False
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Described:
+    """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say.
+
+    `reuses` names the objects of older attempts that it is made of.
+    """
+
+    saving: Saving
+    manifest: Manifest
+    rows: tuple[IndexRow, ...]
+    index_bytes: bytes
+    manifest_bytes: bytes
+    digest: str
+
+    @property
+    def reuses(self) -> tuple[str, ...]:
+        """The objects that other attempts wrote."""
+        own = attempt_prefix(self.saving.attempt)
+        return tuple(record.name for record in self.manifest.objects if not record.name.startswith(own))
+
+    def checkpoint(self, *, parent: str | None, n: int, cost_s: float) -> Checkpoint:
+        """Return the checkpoint as the ledger holds it, committed by entry `n`."""
+        manifest = self.manifest
+        data_bytes = sum(record.size_bytes for record in manifest.objects)
+        return Checkpoint(
+            step=manifest.step,
+            attempt=manifest.attempt,
+            manifest=attempt_prefix(self.saving.attempt) + MANIFEST_NAME,
+            manifest_digest=self.digest,
+            parent=parent,
+            n=n,
+            metrics=manifest.metrics,
+            size_bytes=data_bytes + len(self.index_bytes) + len(self.manifest_bytes),
+            objects=len(manifest.objects) + 2,
+            saved_at=manifest.created_at,
+            cost_s=round(cost_s, 6),
+            epochs=self.saving.epochs,
+            reuses=self.reuses,
+            interim=self.saving.interim,
+        )
+
+
+class Stored(NamedTuple):
+    """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
+
+    records: Mapping[str, ObjectRecord]
+    rows: Mapping[str, tuple[IndexRow, ...]]
+
+    @classmethod
+    def of(cls, records: Iterable[ObjectRecord], rows: Iterable[IndexRow]) -> Stored:
+        """Sort the rows of a checkpoint by the objects that hold them."""
+        by_object: dict[str, list[IndexRow]] = {}
+        for row in rows:
+            by_object.setdefault(row.object, []).append(row)
+        return cls(
+            {_last(record.name): record for record in records},
+            {_last(name): tuple(found) for name, found in by_object.items()},
+        )
+
+
+def new_attempt(step: int, owner: Owner) -> Attempt:
+    """Name a new try to save a step."""
+    return Attempt(step, owner.epoch, secrets.token_hex(8))
+
+
+def check_step(step: SupportsIndex, position: int) -> int:
+    """Return a step as an int; raise StateError for what is no step, or comes before the one reported last."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
+    if number < position:
+        raise StateError(
+            f"step {number} comes after step {position}",
+            hint="Steps count on over all epochs; to go back, restore an older checkpoint.",
+        )
+    return number
+
+
+def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
+    """Turn the captured groups into JSON; raises UnsupportedStateError by path, before anything is written."""
+    return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
+
+
+def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> Part:
+    """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
+    name, header = attempt_prefix(attempt) + image.name, image.layout.header
+    digests: list[bytes] = []
+    for _, _, begin, end in image.layout.regions:
+        if given_up():
+            raise SupersededError
+        digests.append(digest_bytes(image.bytes[begin:end]))
+    with uncollected():
+        rows = tuple(
+            IndexRow(image.group, *spec, box, name, begin, end, digest)
+            for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
+        )
+    return Part(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+
+
+def joined(parts: Sequence[Part], rank: int = 0) -> Part:
+    """Make one rank's part of those of its images."""
+    rows = tuple(row for part in parts for row in part.rows)
+    return Part(rank, rows, tuple(record for part in parts for record in part.objects))
+
+
+def reuse(part: Part, stored: Stored | None) -> Part:
+    """Name the stored object instead of a new one that has the same header and the same regions and digests."""
+    (record,) = part.objects
+    name = _last(record.name)
+    old = stored.records.get(name) if stored else None
+    if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
+        return part
+    rows = stored.rows.get(name, ())
+    same = len(rows) == len(part.rows) and all(
+        row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
+    )
+    return Part(part.rank, rows, (old,)) if same else part
+
+
+@uncollected()
+def describe(saving: Saving, parts: Sequence[Part]) -> Described:
+    """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
+
+    Raises IntegrityError where a rank or a region is missing and UnsupportedStateError where one would be too large.
+    """
+    rows, objects = _combine(parts, saving.world_size)
+    index_bytes = write_index(rows)
+    place = attempt_prefix(saving.attempt) + INDEX_NAME
+    manifest = Manifest(
+        run_key=saving.run_key,
+        step=saving.attempt.step,
+        attempt=saving.attempt.name,
+        world_size=saving.world_size,
+        index=ObjectRecord(place, len(index_bytes), digest_hex(index_bytes), len(index_bytes)),
+        objects=tuple(objects),
+        groups=saving.groups,
+        metrics=dict(saving.metrics),
+        created_at=now_iso(),
+        environment={
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+        },
+    )
+    manifest_bytes = manifest.to_bytes()
+    described = Described(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
+    # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
+    open_checkpoint(_Description(described), described.checkpoint(parent=None, n=0, cost_s=0.0))
+    return described
+
+
+def write_description(store: Store, described: Described) -> None:
+    """Write index and manifest, once every object has its size; everything but the ledger entry is durable then."""
+    manifest = described.manifest
+    names = [record.name for record in manifest.objects]
+    if store.near or len(names) < 2:
+        sizes = [*map(store.size, names)]
+    else:
+        sizes = in_threads(store.size, names, _AT_ONCE, "ckpt-size")
+    for record, size_bytes in zip(manifest.objects, sizes, strict=True):
+        if size_bytes != record.size_bytes:
+            raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
+    store.put(manifest.index.name, [described.index_bytes])
+    store.put(attempt_prefix(described.saving.attempt) + MANIFEST_NAME, [described.manifest_bytes])
+
+
+def commit(
+    history: History,
+    described: Described,
+    *,
+    parent: str | None,
+    cost_s: float,
+    retirement: Retirement,
+    observed: Mapping[str, object],
+) -> Entry:
+    """Put the ledger entry: the one instant at which the checkpoint begins to exist, as the last of its live ones.
+
+    `cost_s` is how long training waited. `retirement` takes older checkpoints out. `observed` goes into the
+    entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
+    the old one; after CommitUncertainError nobody can know yet. Whatever it raises, the objects stay: the entry may
+    still arrive.
+    """
+    manifest = described.manifest
+    named = {record.name for record in (*manifest.objects, manifest.index)}
+
+    def change(state: State, n: int) -> State:
+        # What was given up may have left `retired` by now: only a live checkpoint's object is known to stay.
+        gone = named.intersection(state.retired) | {name for name in described.reuses if not state.keeps(name)}
+        if gone:
+            raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
+        checkpoint = described.checkpoint(parent=parent, n=n, cost_s=cost_s)
+        return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
+
+    event = {**observed, "kind": "commit", "step": manifest.step}
+    if retirement.checkpoints:
+        event["retires"] = retirement.checkpoints
+    return history.append(event, change, owner=described.saving.owner)
+
+
+def discard(store: Store, attempt: Attempt) -> None:
+    """Delete what an attempt wrote that failed before its commit; what cannot be deleted is swept by a later owner."""
+    with suppress(CkptError):
+        for name in store.names(attempt_prefix(attempt)):
+            store.delete(name)
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+class _Description:
+    """The index and the manifest of a checkpoint that is not written yet, as a store of these two objects."""
+
+    url = ""
+    near = True
+    gap_bytes = 0
+
+    def __init__(self, described: Described):
+        manifest = described.manifest
+        self._objects = {
+            manifest.index.name: described.index_bytes,
+            attempt_prefix(described.saving.attempt) + MANIFEST_NAME: described.manifest_bytes,
+        }
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = self._objects[name]
+        if len(data) > max_bytes:
+            raise UnsupportedStateError(
+                f"the checkpoint's {_last(name)} would have {len(data)} bytes, more than the {max_bytes} that are read",
+                hint="Keep large values in tensors.",
+            )
+        return data
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        into[:] = self._objects[name][begin : begin + into.nbytes]
+
+    def size(self, name: str) -> int:
+        return len(self._objects[name])
+
+
+def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], list[ObjectRecord]]:
+    ranks = sorted(part.rank for part in parts)
+    if ranks != list(range(world_size)):
+        raise IntegrityError(f"ranks {ranks} handed in their parts, 0 to {world_size - 1} were expected")
+    rows = [row for part in sorted(parts, key=lambda part: part.rank) for row in part.rows]
+    return rows, [record for part in parts for record in part.objects]

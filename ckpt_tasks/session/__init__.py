@@ -1,0 +1,1 @@
+"""Who computes: a session holds the live state between attempts."""

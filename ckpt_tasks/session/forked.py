@@ -1,0 +1,118 @@
+"""Runs that were forked, programs and their parameters: what a flow asks of them and records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.copying.fork import checked_params, find_source, plan_fork, run_fork
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, RunMismatchError, StateError
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.reading.reading import open_run, run_of
+from ckpt_tasks.storage.locations import find_place
+
+__all__ = [
+    "check_program",
+    "fork_run",
+    "params_before_fork",
+    "params_of",
+    "record_program",
+    "recorded_params",
+]
+
+_ABSENT = object()
+
+
+def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
+    """Make the run of `config` a fork of `source` ("DIR@STEP"), unless it is one: however often this is called.
+
+    What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError where the
+    run began by itself, and what a fork raises.
+    """
+    place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
+    history = History(place.open())
+    if _is_forked(history):
+        return
+    directory, which = split_target(source)
+    alike = directory.partition("://")[0] == os.fspath(config.checkpoint_dir).partition("://")[0]
+    run = open_run(directory, storage_options=config.storage_options if alike else None)
+    recorded = run.head().state.params or {}
+    changed = {name: value for name, value in (params or {}).items() if recorded.get(name, _ABSENT) != value}
+    checkpoint = find_source(run, which, history.store)
+    try:
+        plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
+        run_fork(run, history.store, plan, single_writer=config.single_writer or place.single_writer)
+    except StateError:
+        if not _is_forked(history):  # else another process of the same flow run was faster
+            raise
+
+
+def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """Return with what parameters the program of a run was built last; None where the run does not say, or is none."""
+    try:
+        return run_of(config).head().state.params
+    except CheckpointNotFoundError:
+        return None
+
+
+def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
+    """Return what `recorded_params` says, as the run's owner."""
+    return ckpt._history.head().state.params
+
+
+def check_program(config: CheckpointConfig, program: str) -> None:
+    """Raise RunMismatchError if the run is another program's; one that no flow has trained yet takes any program."""
+    with suppress(CheckpointNotFoundError):
+        _check_program(run_of(config).head().state, program)
+
+
+def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
+    """Record which program the run trains and with what it is built, as the owner; nothing is written twice.
+
+    Raises RunMismatchError if the run is another program's, ConfigError if the parameters cannot be written as JSON.
+    """
+    wanted, state = checked_params(params), ckpt._history.head().state
+    _check_program(state, program)
+    if program == state.program and wanted == (state.params or {}):
+        return
+    event = {"kind": "note", "note": "program", "program": program, "params": wanted}
+    ckpt._history.append(event, lambda state, n: replace(state, program=program, params=wanted), owner=ckpt._own())
+
+
+def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
+    """Return the source's parameters where what was restored last is the checkpoint that the run was forked from.
+
+    None where it is any other one: what was saved since has the changed values.
+    """
+    state, restored = ckpt._history.head().state, ckpt.last_restore
+    if state.origin is None or restored is None:
+        return None
+    forked = next((c for c in state.live if c.manifest_digest == state.origin.identity), None)
+    if forked is None or not restored.source.endswith("/" + forked.manifest.rpartition("/")[0]):
+        return None
+    return state.origin.params or {}
+
+
+def _check_program(state: State, program: str) -> None:
+    forked = state.origin is not None and all(c.manifest_digest == state.origin.identity for c in state.live)
+    if state.program not in (None, program) and not forked:
+        raise RunMismatchError(
+            f"the run trains {state.program}, not {program}",
+            hint="Give the other program a run_key and directory of its own; to go on with it from here, fork the run.",
+        )
+
+
+def _is_forked(history: History) -> bool:
+    state = history.head().state
+    if state.live and state.origin is None:
+        raise ConfigError(
+            f"{history.store.url} is a run that began by itself", hint="Fork into another directory, or go on with it."
+        )
+    return bool(state.live)

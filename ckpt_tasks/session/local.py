@@ -1,0 +1,279 @@
+"""Sessions in this process: over a state that the caller made, and over a program that is built when needed."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
+from ckpt_tasks.session.forked import params_before_fork, params_of, record_program
+from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
+from ckpt_tasks.session.parameters import params_before
+from ckpt_tasks.session.session import Progress, watcher
+from ckpt_tasks.state.flat import objects_of
+from ckpt_tasks.state.rng import seed_streams, undisturbed
+
+__all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
+
+_PACE_STEPS = 20
+_NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
+
+
+class Program(Protocol):
+    """What a user brings to the flow: a plain class with a state, one train step and one evaluation.
+
+    `state` names what is saved (modules, optimizer, scheduler, sampler …). `train_step` is one optimizer step on the
+    next data; it returns metrics, and the count of what it went through under the name in `unit`, if the program has
+    one (else "samples"). `evaluate` must change nothing and draw no number from the training's random streams.
+    `recorded_params`, if there is one, names the parameters that may come from the run's ledger although they are texts
+    or objects; a path or a host's name is better given by the deployment (docs/OPERATING.md).
+    """
+
+    state: dict[str, Any]
+
+    def train_step(self) -> Mapping[str, float]: ...
+
+    def evaluate(self, suite: str) -> Mapping[str, float]: ...
+
+
+def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Import "module:Factory" and return the factory, which is not called: nothing is built yet.
+
+    Raises ProgramError where the name leads nowhere, the factory does not accept `params` (if they are known: not
+    None), or it is a class that lacks what a program needs.
+    """
+    factory = find_named(name, what="program", kind="Factory", error=ProgramError)
+    try:
+        if params is not None:
+            inspect.signature(factory).bind(**params)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
+        hint = "They are the run's recorded ones, and over them those that were given: is it the run's own program?"
+        raise ProgramError(f"{name} cannot be called with these parameters: {error}", hint=hint) from error
+    if inspect.isclass(factory):
+        _check_methods(name, factory)
+    return factory
+
+
+def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
+    """Import "module:Factory" and call the factory with `params`.
+
+    Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
+    program; what else the factory raises passes through, as that may go away by itself.
+    """
+    factory = find_program(name, params)
+    try:
+        program = factory(**(params or {}))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CkptError):
+            raise
+        raise ProgramError(f"{name} cannot be built: {error}") from error
+    _check_methods(name, program)
+    if not isinstance(getattr(program, "state", None), dict):
+        raise ProgramError(f"{name} made a {type(program).__name__} without `state`, a dict", hint=_NEEDS)
+    built: Program = program
+    return built
+
+
+def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
+    """Seed the random streams of the process with the parameter `seed`, else with 0, and build a program.
+
+    One that seeds fewer streams than it draws from begins the same way in every process all the same.
+    """
+    seed = params.get("seed")
+    seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
+    return build_program(name, params)
+
+
+class StateSession:
+    """Hold a state that the caller made and keeps; a failed attempt's values are overwritten by the next restore."""
+
+    def __init__(self, ckpt: Checkpointer, state: dict[str, Any]):
+        self.ckpt = ckpt
+        self.clean = False
+        self._state = state
+        self._metrics: Mapping[str, float] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved and restored."""
+        return self._state
+
+    def restore(self) -> int:
+        """Make the live state that of the newest good checkpoint; where there is none, save this one as the first."""
+        step = self.ckpt.restore(self.state)
+        if not self.ckpt.checkpoints():
+            self.ckpt.save(step, self.state)
+        self.clean = True
+        return step
+
+    def save(self, step: int) -> None:
+        """Commit the live state as `step`, unless that is committed already."""
+        self.ckpt.wait()
+        last = self.ckpt.last_commit
+        if last is None or last.step != step:
+            # What step() has reported was saved where it was due.
+            self.ckpt.save(step, self.state, metrics=self._metrics, interim=step == self.ckpt.position)
+
+    def discard(self) -> None:
+        """Give up the live values, and the gradients with them."""
+        self.clean = False
+        for value in objects_of(self.state):
+            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                # No checkpoint holds gradients: those of the failed step would be added to the retry's.
+                value.zero_grad(set_to_none=True)
+
+
+class LocalSession(StateSession):
+    """Hold a program's live state in this process, build it when it is first needed, and anew after a failure."""
+
+    def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any] | None = None):
+        super().__init__(ckpt, {})
+        self._name = program
+        self._params = dict(params or {})
+        self._program: Program | None = None
+        self._fresh: Settings | None = None
+        self._step_s: deque[float] = deque(maxlen=_PACE_STEPS)
+
+    @property
+    def program(self) -> Program:
+        """The live program."""
+        if self._program is None:
+            self._program = build_from_seed(self._name, self._params)
+            self._fresh = settings_of(self._program.state)
+        return self._program
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved and restored: the live program's."""
+        return self.program.state
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that a step takes: the median of the last ones, without saves; None before the first."""
+        return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the last step reported."""
+        return self._metrics or {}
+
+    def restore(self) -> int:
+        """Restore as any session does, and record the program and its parameters.
+
+        Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
+        of optimizers and schedules. Raises StateMismatchError where they do not fit. On any other one a parameter that
+        sets what a restore brings back would be changed in the record alone: ConfigError.
+        """
+        step = super().restore()
+        self.clean = False
+        before = params_before_fork(self.ckpt)
+        if before is None and self.ckpt.last_restore is not None:
+            self._refuse_changes()
+        record_program(self.ckpt, self._name, self._params)
+        if before is not None and before != self._params:
+            self._change(before)
+        self.clean = True
+        return step
+
+    def run(self, until: int) -> None:
+        """Train from the position to step `until`, reporting every step to the Checkpointer and to the watcher."""
+        program, watch = self.program, watcher.get()
+        unit = str(getattr(program, "unit", "samples"))
+        while self.ckpt.position < until:
+            started = time.perf_counter()
+            metrics = self._train_step(program)
+            step_s = time.perf_counter() - started
+            amount = metrics.pop(unit, 0.0)
+            self._step_s.append(step_s)
+            self._metrics = metrics
+            step = self.ckpt.position + 1
+            self.ckpt.step(step, program.state, metrics=metrics)
+            if watch:
+                commit = self.ckpt.last_commit
+                watch(Progress(step=step, metrics=metrics, step_s=step_s, amount=amount, unit=unit, commit=commit))
+
+    def discard(self) -> None:
+        """Drop the program with all that it holds; the next restore builds a new one."""
+        self.clean = False
+        self._program = None
+        self._metrics = None
+        gc.collect()  # modules and optimizers refer to each other in circles: without this their memory stays taken
+        torch.cuda.empty_cache()
+
+    def _change(self, before: Mapping[str, Any]) -> None:
+        """Bring the difference between these parameters and those of before into the restored state."""
+        state, new = self.state, self._fresh
+        assert new is not None
+        old = self._settings_with(before)
+        apply_settings(state, changed_settings(settings_of(state), old, new))
+
+    def _refuse_changes(self) -> None:
+        """Raise ConfigError where other parameters than the run's would make other optimizers or schedules."""
+        recorded = params_of(self.ckpt)
+        own = recorded or {}
+        changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
+        if not changed:
+            return
+        try:
+            old = self._settings_with(own)
+        except ProgramError:
+            if recorded is None:
+                return  # begun by something else than a flow: with which parameters nobody knows
+            raise
+        assert self._fresh is not None
+        if not alike(old, self._fresh):
+            raise ConfigError(
+                f"another {', '.join(changed)} than the run's would be lost: a restore brings back what it sets",
+                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --set NAME=VALUE.",
+            )
+
+    def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
+        """Build the program with the parameters of before, too: what they set is seen in no other way."""
+        with undisturbed():
+            try:
+                before = params_before(find_program(self._name), recorded, self._params)
+                found = settings_of(build_program(self._name, before).state)
+            except ProgramError as error:
+                hint = "What a change of parameters does is seen by building the program with those of before, too."
+                raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
+        gc.collect()  # as in `discard`
+        return found
+
+    def _train_step(self, program: Program) -> dict[str, float]:
+        found = program.train_step()
+        if not isinstance(found, Mapping):
+            raise ProgramError(f"{self._name}.train_step() returned a {type(found).__name__}, not metrics by name")
+        return {str(name): _number(value) for name, value in found.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _check_methods(name: str, program: Any) -> None:
+    lacking = [method for method in ("train_step", "evaluate") if not callable(getattr(program, method, None))]
+    if lacking:
+        raise ProgramError(f"{name} is no program: it has no {' and no '.join(lacking)}", hint=_NEEDS)
+
+
+def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
+    """Import "package.module:attribute" and return it; raise `error`, in these words, where there is none."""
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
+    try:
+        module = import_module(module_name)
+    except ImportError as missing:
+        raise error(f"{name} cannot be imported: {missing}", hint="Is its folder on PYTHONPATH?") from missing
+    found: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(found):
+        raise error(f"{module_name} has no {kind.lower()} {attribute!r}")
+    return found

@@ -1,0 +1,1 @@
+"""Copies of the state in host memory that outlive the process."""

@@ -1,0 +1,63 @@
+"""The first copy of a state into a slot: written to new files, not copied into memory that is mapped from them.
+
+A page that is touched through a mapping is found by a fault of its own and cleared before it is overwritten; a write
+of all of it needs neither. 630 MiB take 0.15 s instead of 0.29 s, and one file more at a time is as good as a thread
+more: the kernel lets one writer into a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from ckpt_tasks.format.image import ImageLayout
+from ckpt_tasks.snapshot.snapshot import SnapshotPlan, storable
+from ckpt_tasks.state.copying import LARGE_BYTES, THREADS, is_plain
+from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.storage.publishing import write_at
+
+__all__ = ["FirstCopy"]
+
+_MOST_MADE_BYTES = 32 << 20  # what is not in C order has to be made so, in memory of its own
+
+
+class FirstCopy:
+    """Write `tensors` to the files of a plan; `done` says whether that happened."""
+
+    def __init__(self, plan: SnapshotPlan, tensors: Mapping[str, torch.Tensor]):
+        self.done = False
+        self._plan = plan
+        self._tensors = tensors
+
+    def write(self, files: Mapping[str, int]) -> bool:
+        """Write all images to new files, given by name and descriptor; raises OSError where there is no room.
+
+        False: nothing was written, they must be filled through a mapping.
+        """
+        made_bytes = sum(tensor.nbytes for tensor in self._tensors.values() if not is_plain(tensor))
+        if self._plan.devices or made_bytes > _MOST_MADE_BYTES:
+            return False
+        in_threads(lambda file: self._write(files[file[1]], *file), self._plan.files, THREADS, "ckpt-first")
+        self.done = True
+        return True
+
+    def _write(self, fd: int, group: str, _: str, layout: ImageLayout) -> None:
+        at = 0
+        for chunk in _chunks(layout.header, (self._tensors[f"{group}/{slot.spec.name}"] for slot in layout.slots)):
+            write_at(fd, chunk, at)
+            at += len(chunk)
+
+
+def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    small = [header]
+    for tensor in map(storable, tensors):
+        dense = tensor.contiguous()
+        if dense.nbytes < LARGE_BYTES:
+            small.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
+            continue
+        yield b"".join(small)
+        small = []
+        yield dense.reshape(-1).view(torch.uint8).numpy().data
+    yield b"".join(small)

@@ -1,0 +1,302 @@
+"""Snapshots that outlive their process: where they lie, which of them may be used, and how they are read.
+
+A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
+digest. It may be restored while it is committed, or while nothing has been committed since it was taken but itself and
+what was on its way then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.reading.fetch import StoredTensors
+from ckpt_tasks.reading.opening import change
+from ckpt_tasks.snapshot.local_copies import LocalCopies
+from ckpt_tasks.snapshot.memory import (
+    SLOTS,
+    Fill,
+    MemoryDirectory,
+    PrivateMemory,
+    SnapshotMemory,
+    default_directory,
+    private_root,
+    sweep,
+)
+from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.state.tensors import copy_all, tensor_at
+from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Generation", "Generations", "MappedTensors", "usable"]
+
+_READERS = 2
+_log = logging.getLogger("ckpt_tasks")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
+
+    `slot` is where it lies in the memory directory, None for a copy in the local directory.
+    """
+
+    seal: Seal
+    store: SlotStore | LocalStore
+    slot: str | None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint; its `n` is -1."""
+        return self.seal.checkpoint
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "in memory" if self.slot else "in the local directory"
+
+    def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
+        """Return the tensors of its `rows`."""
+        return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
+
+
+class Generations:
+    """The memory of one run's snapshots, in this process and from the one before it on this host."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory_dir: str | os.PathLike[str] | None,
+        local_dir: str | os.PathLike[str] | None = None,
+    ):
+        self.memory: SnapshotMemory = PrivateMemory()
+        self.copies = LocalCopies(local_dir) if local_dir is not None else None
+        self._store = store
+        self._memory_dir = memory_dir
+        self._run_key = ""
+        self._said = False  # that snapshots end with this process; to those who save, and once
+
+    def check(self) -> None:
+        """Raise ConfigError where the memory directory that was asked for is not this user's alone."""
+        if self._memory_dir not in (None, "auto"):
+            private_root(Path(self._memory_dir))
+
+    def open(self, run_key: str) -> None:
+        """Look for the run's memory directory, and take it; what cannot be had is said, and private memory used."""
+        self._run_key = run_key
+        if self.copies is not None:
+            self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
+        directory = self._directory(0)
+        if directory is None or isinstance(self.memory, MemoryDirectory):
+            return
+        run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
+        try:
+            root = private_root(directory)
+            self.memory = MemoryDirectory(root, run, self._store.url)
+            sweep(root, _is_gone)
+        except (StoreError, ConfigError) as error:
+            if self._memory_dir != "auto":
+                raise
+            self._do_without(str(error))
+
+    def found(self, live: Iterable[Checkpoint]) -> list[Generation]:
+        """List the snapshots of this host that may be restored, given the live checkpoints.
+
+        Those in memory come first, and of each kind the newest.
+        """
+        live = tuple(live)
+        found = self._in_memory(live)
+        if self.copies is not None:
+            seals, store = self.copies.seals(), self.copies.store
+            found += [Generation(seal, store, None) for seal in seals if self._belongs(seal, live)]
+        return found
+
+    def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
+        return seal.run_key == self._run_key and usable(seal, live)
+
+    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[Generation]:
+        if not isinstance(self.memory, MemoryDirectory):
+            return []
+        found = []
+        for slot in SLOTS:
+            data = self.memory.sealed(slot)
+            if data is None:
+                continue
+            try:
+                seal = Seal.from_bytes(data)
+            except CkptError as error:
+                _log.warning("A snapshot in memory is left alone: %s", error)
+                continue
+            if self._belongs(seal, live):
+                found.append(Generation(seal, SlotStore(self.memory, slot), slot))
+        # Of two that storage lacks, one lay there when the other one was taken.
+        return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
+
+    def clean(self, live: Iterable[Checkpoint]) -> int:
+        """Empty the slots and return the bytes freed; 0 if one holds a snapshot to restore that storage lacks."""
+        live = list(live)
+        known = {checkpoint.manifest_digest for checkpoint in live}
+        lacking = any(one.checkpoint.manifest_digest not in known for one in self._in_memory(tuple(live)))
+        if not isinstance(self.memory, MemoryDirectory) or lacking:
+            return 0
+        before_bytes = self.memory.held_bytes()
+        for slot in SLOTS:
+            self.memory.clear(slot)
+        return before_bytes - self.memory.held_bytes()
+
+    def make_room(self, size_bytes: int) -> None:
+        """See whether two snapshots of this size have room; without it, what lies in the slots goes."""
+        if self._memory_dir != "auto":
+            return
+        if isinstance(self.memory, MemoryDirectory):
+            wanted = size_bytes - self.memory.held_bytes() // len(SLOTS)
+            if default_directory(wanted) is None:
+                self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
+        elif not self._said:
+            self._do_without("there is no shared memory, or it has no room")
+
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
+        """Return a slot's memory as SnapshotMemory.take() does; where the memory directory has no room, private one."""
+        try:
+            return self.memory.take(slot, sizes, fill)
+        except StoreError as error:
+            if isinstance(self.memory, PrivateMemory):
+                raise
+            self._do_without(str(error))
+        return self.take(slot, sizes, fill)
+
+    def close(self, *, keep: bool) -> None:
+        """Let the memory go; `keep` what is sealed for the next process."""
+        memory, self.memory = self.memory, PrivateMemory()
+        memory.close(keep=keep)
+
+    def _directory(self, size_bytes: int) -> Path | None:
+        if self._memory_dir == "auto":
+            return default_directory(size_bytes)
+        return None if self._memory_dir is None else Path(self._memory_dir)
+
+    def _do_without(self, why: str) -> None:
+        place = "storage" if self.copies is None else "the local directory or storage"
+        _log.warning(
+            "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
+        )
+        self._said = True
+        self.close(keep=False)
+
+
+def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
+    """Say whether a snapshot belongs to the run as it is: committed, or the next one after what is."""
+    if any(checkpoint.manifest_digest == seal.checkpoint.manifest_digest for checkpoint in live):
+        return True
+    newest = lineage(live)[0].manifest_digest if live else None
+    return newest == seal.newest or (newest is not None and newest == seal.in_flight)
+
+
+class SlotStore:
+    """The reading half of a store over one slot: its files under the names that they have on storage, or would have."""
+
+    near = True
+    gap_bytes = 0
+
+    def __init__(self, memory: MemoryDirectory, slot: str):
+        self.url = memory.url
+        self._memory = memory
+        self._slot = slot
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """Return a file's bytes."""
+        data = self.map(name)
+        if len(data) > max_bytes:
+            raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
+        return bytes(data)
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        """Fill a buffer from a file."""
+        data = self.map(name)
+        if begin + into.nbytes > len(data):
+            raise IntegrityError(f"the file ends at byte {len(data)}", key=name)
+        into[:] = data[begin : begin + into.nbytes]
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes."""
+        return len(self.map(name))
+
+    def map(self, name: str) -> memoryview:
+        """Map a file; raises ObjectNotFoundError and IntegrityError."""
+        try:  # of whichever attempt the object is: a slot holds all of a snapshot, also what storage has from before
+            return self._memory.open(self._slot, name.rpartition("/")[2])
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
+        except OSError as error:
+            raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error
+
+
+class MappedTensors:
+    """The tensors of `rows` in a slot: verified where they lie, and copied from there; a TensorSource."""
+
+    def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
+        self._rows = list(rows)
+        self._first: dict[str, IndexRow] = {}
+        for row in sorted(self._rows, key=lambda row: (row.object, row.begin)):
+            self._first.setdefault(row.full_key, row)
+        self._maps = {name: store.map(name) for name in {row.object for row in self._rows}}
+        self._fills: list[tuple[torch.Tensor, str]] = []
+
+    def like(self, key: str) -> torch.Tensor:
+        row = self._first[key]
+        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
+
+    def read(self, key: str) -> torch.Tensor:
+        _verify([row for row in self._rows if row.full_key == key], self._maps)
+        return self._at(key)
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        self._fills.append((into, key))
+
+    def fetch(self) -> None:
+        share = -(-len(self._rows) // (4 * _READERS)) or 1
+        shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
+        in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")
+        fills, self._fills = self._fills, []
+        self.copy(fills)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
+        copy_all([(into, self._at(key)) for into, key in pairs])
+
+    def _at(self, key: str) -> torch.Tensor:
+        row = self._first[key]
+        return tensor_at(self._maps[row.object], row.dtype, row.tensor_shape, row.begin)
+
+
+def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
+    for row in rows:
+        if row.end > len(maps[row.object]):
+            raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
+        if digest_bytes(maps[row.object][row.begin : row.end]) != row.digest:
+            raise IntegrityError(change(row))
+
+
+def _name_of(url: str, format_json: bytes) -> str:
+    """Return the name of a run's memory; the same path can have another run by now, and format.json says which."""
+    return digest_hex(url.encode() + b"\0" + format_json)
+
+
+def _is_gone(name: str, url: str) -> bool:
+    """Say whether a run on a local disk was removed, or has made room for another one."""
+    try:
+        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name
+    except (FileNotFoundError, NotADirectoryError):
+        return True

@@ -1,0 +1,321 @@
+"""Memory for snapshots: private to the process, or files in a memory directory, which outlive it.
+
+A memory directory (`/dev/shm` where it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
+what describes them. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
+
+    lock                           held by the one process that uses the slots; its text is the run directory
+    a/model-00000-of-00001-0.safetensors …   the images
+    a/index.arrow, a/manifest.json           as on storage
+    a/seal.json                    put last and taken away first: a slot with a seal is complete
+    b/…
+
+Invariants
+
+1. A slot's seal is gone before the first byte of its images changes, and comes back when all of them are known.
+2. Only the process that holds the lock writes, and only it reads what others left.
+3. Everything is the user's own: directories that are another user's, or open to others, are refused.
+4. A child that is forked has no image and holds no slot: see processes.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
+from ckpt_tasks.snapshot.room import available_bytes
+from ckpt_tasks.state.processes import close_descriptor, finalize_here, map_memory, open_descriptor
+from ckpt_tasks.storage.publishing import write_at
+
+__all__ = [
+    "SLOTS",
+    "Fill",
+    "MemoryDirectory",
+    "PrivateMemory",
+    "SnapshotMemory",
+    "default_directory",
+    "private_root",
+    "sweep",
+    "touch",
+]
+
+SLOTS = ("a", "b")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
+_ROOM = 1.05  # of what the images need must be free
+_LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_HUGEPAGE, _POPULATE_WRITE = 14, 23
+_TOUCHED_BYTES = 16 << 20  # at once
+_HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
+
+
+Fill = Callable[[Mapping[str, int]], bool]
+
+
+class SnapshotMemory(Protocol):
+    """Where the images of the two slots lie."""
+
+    url: str
+
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
+        """Return memory for the images of a slot, by name; what the slot held is lost.
+
+        Where it is made of files, `fill` may write these, given by descriptor, and says whether it did.
+        """
+
+    def unseal(self, slot: str) -> None:
+        """Say that a slot's images are about to change."""
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        """Say that a slot's images are complete: keep what describes them, and the seal last."""
+
+    def close(self, *, keep: bool) -> None:
+        """Let the memory go; `keep` what is sealed for the next process of this host, where that is possible."""
+
+
+class PrivateMemory:
+    """Anonymous memory: gone with the process."""
+
+    url = "memory"
+
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
+        try:
+            taken = {name: map_memory(max(size_bytes, 1)) for name, size_bytes in sizes.items()}
+        except OSError as error:
+            raise StoreError(
+                f"there is no memory for a snapshot of {sum(sizes.values())} bytes: {error.strerror}",
+                hint="Two snapshots are kept beside the state: give the process (its container, `ulimit -v`) as much.",
+            ) from error
+        for memory in taken.values():
+            # Advice: a kernel without huge pages refuses it, and ordinary pages do as well.
+            _madvise(_address(memory), len(memory), _HUGEPAGE)
+        return taken
+
+    def unseal(self, slot: str) -> None:
+        """Do nothing: nobody else can look."""
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        """Do nothing: nobody else can look."""
+
+    def close(self, *, keep: bool) -> None:
+        """Do nothing: the memory goes with its last user."""
+
+
+class MemoryDirectory:
+    """The slots of one run in a memory directory; raises StoreError where another process holds them.
+
+    `about` is written into the lock file, for people: whose slots these are.
+    """
+
+    def __init__(self, root: Path, run: str, about: str = ""):
+        self.path = root / run
+        self.url = str(self.path)
+        if self.path in _HELD:
+            raise StoreError(f"another Checkpointer of this process holds the memory directory {self.path}")
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            _check_private(self.path)
+            lock = _open_lock(self.path / "lock")
+        except OSError as error:
+            raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
+        try:
+            # Not flock, which a forked DataLoader worker would go on holding after this process has been killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            close_descriptor(lock)
+            raise StoreError(f"another process holds the memory directory {self.path}") from error
+        os.pwrite(lock, about.encode(), 0)  # for people: the directory's own name says nothing
+        _HELD.add(self.path)
+        self._unlock = finalize_here(self, _unlock, self.path, lock)
+
+    def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
+        """Map files of their own, all of them allocated: raises StoreError where there is no room."""
+        self.unseal(slot)
+        directory = self._slot(slot)
+        files: dict[str, int] = {}
+        try:
+            for name in sizes:
+                (directory / name).unlink(missing_ok=True)  # what others may have mapped is never changed in size
+                files[name] = open_descriptor(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+            if fill is None or not fill(files):
+                for name, size_bytes in sizes.items():
+                    # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
+                    os.posix_fallocate(files[name], 0, max(size_bytes, 1))
+            taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
+        except OSError as error:
+            self.clear(slot)
+            raise StoreError(f"{sum(sizes.values())} bytes in {directory}: {error.strerror}") from error
+        finally:
+            for fd in files.values():
+                close_descriptor(fd)
+        return taken
+
+    def unseal(self, slot: str) -> None:
+        directory = self._slot(slot)
+        try:
+            (directory / SEAL_NAME).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"the seal in {directory} cannot be taken away: {error.strerror}") from error
+
+    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+        directory = self._slot(slot)
+        try:
+            for name, data in described.items():
+                _write_new(directory / name, data)
+            # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
+            temporary = directory / f".{SEAL_NAME}"
+            _write_new(temporary, seal)
+            temporary.rename(directory / SEAL_NAME)
+        except OSError as error:
+            raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
+
+    def sealed(self, slot: str) -> bytes | None:
+        """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
+        try:
+            with _opened(self._slot(slot) / SEAL_NAME) as fd:
+                return os.read(fd, MAX_SEAL_BYTES)
+        except OSError:
+            return None
+
+    def open(self, slot: str, name: str) -> memoryview:
+        """Map a file of a slot, copy-on-write; raises OSError, also where it is empty."""
+        with _opened(self._slot(slot) / name) as fd:
+            return map_memory(os.fstat(fd).st_size, fd, shared=False)
+
+    def held_bytes(self) -> int:
+        """Return the bytes that the slots take."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def clear(self, slot: str) -> None:
+        """Empty a slot."""
+        with suppress(StoreError):  # what is no seal goes with the slot, and a link that stands there is not followed
+            self.unseal(slot)
+        shutil.rmtree(self.path / slot, ignore_errors=True)
+
+    def _slot(self, slot: str) -> Path:
+        """Return a slot's directory, made if need be; raise StoreError where something else stands in its place."""
+        directory = self.path / slot
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _check_private(directory)
+        except (OSError, ConfigError) as error:
+            raise StoreError(f"the slot {directory} cannot be used: {error}") from error
+        return directory
+
+    def close(self, *, keep: bool) -> None:
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+
+def private_root(directory: Path) -> Path:
+    """Return this user's own directory in a memory directory; raise ConfigError where it is not his alone."""
+    root = directory / f"ckpt-tasks-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"memory_dir {directory} cannot be used: {error.strerror}") from error
+    _check_private(root)
+    return root
+
+
+def sweep(root: Path, is_gone: Callable[[str, str], bool]) -> None:
+    """Remove what runs left that are no more; `is_gone` takes the name of a directory and what its lock says.
+
+    What a process holds stays.
+    """
+    for path in set(root.iterdir()) - _HELD:  # to look at a lock of one's own would be to lose it
+        with suppress(OSError):
+            lock = _open_lock(path / "lock")
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_old = time.time() - os.fstat(lock).st_mtime > _LEFT_S
+                if is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace")):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                close_descriptor(lock)
+
+
+def default_directory(size_bytes: int) -> Path | None:
+    """Return /dev/shm where it, the machine and the container have room for two snapshots of this size, else None."""
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    status = os.statvfs(_SHARED_MEMORY)
+    free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
+    return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
+
+
+def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
+    """Have the kernel find all pages of a mapping now, while they are `wanted`; what they hold stays.
+
+    That takes several times a copy. Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are
+    filled.
+    """
+    for begin in range(0, len(memory), _TOUCHED_BYTES):
+        if not wanted():
+            return
+        # Not MAP_POPULATE: that would take all of it at once.
+        _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _unlock(path: Path, lock: int) -> None:
+    _HELD.discard(path)
+    close_descriptor(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock to write; raises OSError where it is no file of this user's alone (it could be one elsewhere)."""
+    lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(lock)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
+        close_descriptor(lock)
+        raise OSError(errno.EINVAL, "its lock is no file of this user's alone")
+    return lock
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file to read; raises OSError for what is none, and waits for nothing."""
+    fd = open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        yield fd
+    finally:
+        close_descriptor(fd)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # whatever it is: it is not written through
+    fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    try:
+        write_at(fd, data, 0)
+    finally:
+        close_descriptor(fd)
+
+
+def _check_private(path: Path) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{path} is not a directory of this user's alone",
+            hint="Somebody else made it. Remove it, or name another memory_dir.",
+        )
+
+
+os.register_at_fork(after_in_child=_HELD.clear)

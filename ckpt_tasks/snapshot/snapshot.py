@@ -1,0 +1,166 @@
+"""A snapshot: a copy of the state in host memory that already is the bytes of its files.
+
+The plan (which tensor at which offset of which file) depends only on names, dtypes, shapes and devices, and is kept
+while these stay the same. Images are filled by plain copies; nothing is serialised a second time. Where their memory
+comes from, and whether it outlives the process, is memory.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import eq
+
+import torch
+
+from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
+from ckpt_tasks.format.keys import shard_name
+from ckpt_tasks.snapshot.device import DeviceCopy, Devices
+from ckpt_tasks.state.copying import LARGE_BYTES, Move, copy_tensors
+from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
+
+__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
+
+MAX_SHARD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """The files of one state structure: (group, name, layout) each; `signature` says which structure.
+
+    `devices` names the files whose tensors come from CUDA devices, and one such device for each.
+    """
+
+    signature: tuple[_Described, ...]
+    files: tuple[tuple[str, str, ImageLayout], ...]
+    devices: Mapping[str, torch.device] = field(default_factory=dict)
+
+    def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str]) -> bool:
+        """Say whether this is the plan for these tensors."""
+        same = map(eq, self.signature, _described(tensors, frozen))
+        return len(self.signature) == len(tensors) and all(same)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, by name."""
+        return {name: layout.size_bytes for _, name, layout in self.files}
+
+
+class Image:
+    """One file of a snapshot in memory: its group, its name, its layout and its bytes."""
+
+    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: memoryview):
+        self.group = group
+        self.name = name
+        self.layout = layout
+        self.buffer = buffer
+        self.bytes = buffer[: layout.size_bytes]
+        self.bytes[: len(layout.header)] = layout.header
+        self.views = {slot.spec.name: _writable(buffer, slot) for slot in layout.slots}
+
+
+class ImageSet:
+    """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
+
+    @uncollected()
+    def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
+        self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
+        self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
+        self._devices = bool(plan.devices)
+        self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
+
+    @uncollected()
+    def fill(self, tensors: Mapping[str, torch.Tensor], devices: Devices) -> DeviceCopy | None:
+        """Copy captured tensors to their places: those of the host now, those of devices in the order of their streams.
+
+        Wait for what this returns before you read the images.
+        """
+        moves: list[Move] = []
+        into, out_of = [], []
+        on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for key, view in self._places:
+            live = tensors[key]
+            large = self._large.get(key)
+            if self._devices and live.is_cuda:
+                # An alias of our own: assigning to the live tensor's `.data` must not free what the device reads.
+                on_devices.append((view, storable(live.detach())))
+            elif large and live.is_cpu and live.is_contiguous():
+                moves.append((large[0], live.data_ptr(), large[1]))
+            else:
+                into.append(view)
+                out_of.append(storable(live))
+        copy = devices.start(on_devices) if on_devices else None  # first: devices copy while the host does
+        copy_tensors(into, out_of, moves)
+        return copy
+
+
+_Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
+
+
+def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
+    """Describe, tensor by tensor, the structure that a plan depends on."""
+    there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
+    return (
+        (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None) for key, t in tensors.items()
+    )
+
+
+@uncollected()
+def plan_snapshot(
+    tensors: Mapping[str, torch.Tensor],
+    frozen: frozenset[str] = frozenset(),
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> SnapshotPlan:
+    """Lay out one file per group: several where a group is large, and others for what is frozen."""
+    signature = tuple(_described(tensors, frozen))
+    groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
+    for full_key, dtype, shape, still, _ in signature:
+        group, _, key = full_key.partition("/")
+        groups.setdefault(group, ([], []))[still].append(
+            TensorSpec(key, str(dtype).removeprefix("torch."), tuple(shape))
+        )
+    files = tuple(
+        (group, shard_name(group, rank, world_size, number), plan_image(specs))
+        for group, kinds in groups.items()
+        for number, specs in enumerate(part for specs in kinds for part in plan_parts(specs, max_shard_bytes))
+    )
+    there = {key: device for key, *_, device in signature if device is not None}
+    devices = {
+        name: there[key]
+        for group, name, layout in (files if there else ())
+        for slot in layout.slots
+        if (key := f"{group}/{slot.spec.name}") in there
+    }
+    return SnapshotPlan(signature, files, devices)
+
+
+# Dtypes that few kernels know: their bits are copied as what they are. This torch may not have all of them.
+_AS_BYTES = frozenset(
+    name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
+)
+
+
+_VIEWS: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{getattr(torch, name): lambda t: t.view(torch.uint8) for name in _AS_BYTES if hasattr(torch, name)},
+    **{getattr(torch, name): lambda t: torch.view_as_real(t.resolve_conj()) for name in REAL_DTYPES},
+}
+
+
+def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
+    _, dtype, shape = slot.spec
+    if dtype in _AS_BYTES:
+        return tensor_at(buffer, "uint8", shape, slot.begin)
+    if STORED_DTYPES[dtype].suffix:
+        stored = {torch.float64: "float64", torch.float16: "float16"}[REAL_DTYPES[dtype]]
+        return tensor_at(buffer, stored, (*shape, 2), slot.begin)
+    return tensor_at(buffer, dtype, shape, slot.begin)
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
+    view = _VIEWS.get(tensor.dtype)
+    return tensor if view is None else view(tensor)

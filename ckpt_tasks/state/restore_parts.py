@@ -1,0 +1,160 @@
+"""One group of a state: what it is captured as, and what a restore of it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_tasks.errors import IntegrityError, StateMismatchError
+from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
+from ckpt_tasks.state.tensors import TensorSet, allocate, difference
+from ckpt_tasks.state.values import pack, unpack
+
+__all__ = [
+    "Captured",
+    "Differences",
+    "GroupState",
+    "Guard",
+    "Part",
+    "Saved",
+    "Stored",
+    "needed_keys",
+]
+
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py)."""
+
+    kind: str
+    tree: Any
+
+
+class Saved(Protocol):
+    """One group of a checkpoint; its tree may be decoded when it is asked for, and be malformed (IntegrityError)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tree(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state as it is now: the trees of its groups, and its live tensors by full key, detached and not copied.
+
+    `frozen` are the keys of parameters that take no gradient: they lie in files of their own, which need not be written
+    again.
+    """
+
+    groups: dict[str, GroupState]
+    tensors: dict[str, torch.Tensor]
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass
+class Differences:
+    """Collect in what a checkpoint and a target differ; `stored` has the dtype and shape of every stored tensor."""
+
+    stored: Stored
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    hint: str | None = None
+
+    def names(self, group: str, here: set[str], there: set[str]) -> None:
+        """Compare names: what only the target has is missing, what only the checkpoint has is unexpected."""
+        self.missing += sorted(f"{group}/{name}" for name in here - there)
+        self.unexpected += sorted(f"{group}/{name}" for name in there - here)
+
+    def differ(self, place: str, why: str) -> None:
+        """Note that a place differs, and how."""
+        self.different.append(f"{place} ({why})")
+
+    def tensor(self, place: str, live: torch.Tensor, ref: Any) -> None:
+        """Compare a live tensor with what the checkpoint has in its place."""
+        if type(ref) is not TensorRef:
+            self.differ(place, "a tensor here, another value in the checkpoint")
+        elif why := difference(live, *self.stored[ref.key]):
+            self.differ(place, why)
+
+    def raise_any(self) -> None:
+        """Raise StateMismatchError with everything noted, if anything was."""
+        if self.missing or self.unexpected or self.different:
+            raise StateMismatchError(
+                "the checkpoint does not fit the state; nothing was changed",
+                missing=tuple(self.missing),
+                unexpected=tuple(self.unexpected),
+                different=tuple(self.different),
+                hint=self.hint,
+            )
+
+
+class Part(Protocol):
+    """The restore of one group.
+
+    `compare` notes every difference, before a tensor is read. `prepare` makes what has to be made, whose values come
+    with the source's `fetch`, and changes nothing; `write` changes the target. What runs code of the user's has a
+    `guard`, to be undone when it raises.
+    """
+
+    guard: Guard | None
+
+    def compare(self, differences: Differences) -> None: ...
+    def prepare(self, source: TensorSource) -> None: ...
+    def write(self) -> None: ...
+
+
+class Guard:
+    """Keep a copy of the state of an object whose load_state_dict may raise half-way."""
+
+    def __init__(self, target: Any, group: str, state: Any):
+        self._target = target
+        self._live = TensorSet()
+        self._state = state
+        self._tree = pack(state, group, self._live)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(self) -> None:
+        """Copy the tensors of the old state."""
+        with torch.no_grad():
+            self._kept = {key: tensor.clone() for key, tensor in self._live.tensors.items()}
+
+    def undo(self) -> None:
+        """Give the old state back to the object."""
+        self._target.load_state_dict(unpack(self._tree, Maker(HeldTensors(self._kept)), self._state))
+
+
+class Maker:
+    """Make new tensors, and arrays, for refs. Equal refs get one tensor, so that what was tied comes back tied."""
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+        self._made: dict[tuple[TensorRef, torch.device], torch.Tensor] = {}
+
+    def __call__(self, ref: TensorRef, live: Any, device: torch.device | None = None) -> Any:
+        """Make one: on `device`, or else where the live tensor in its place is, or else on the CPU."""
+        if device is None or ref.array:
+            device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
+        plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # an array may share its memory
+        if (plain, device) not in self._made:
+            self._made[plain, device] = allocate(self._source.like(ref.key), plain, device)
+            self._source.fill(self._made[plain, device], ref.key)
+        made = self._made[plain, device]
+        return made.numpy() if ref.array else made
+
+
+def needed_keys(group: str, tree: Any, stored: Stored) -> set[str]:
+    """Return the keys of a tree's tensors; raise IntegrityError where one is not among the stored ones."""
+    keys = {ref.key for ref in tensor_refs(tree)}
+    if not keys <= stored.keys():
+        raise IntegrityError(
+            f"group {group} names a tensor that is not in the checkpoint", key=min(keys - stored.keys())
+        )
+    return keys

@@ -1,0 +1,328 @@
+"""Verify and prune: what is damaged, what nothing names, and what policy no longer keeps.
+
+Prune writes top-down what save wrote bottom-up: first the ledger says which checkpoints are gone and which objects are
+given up, orphans included, so that no later commit names one; then the objects are deleted, the manifest first. A
+process that stalls here and is fenced may delete what it gave up at any later time. A crash between leaves names in
+`retired`, and the next owner deletes them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.image import parse_header
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import (
+    FORMAT_NAME,
+    LEDGER_PREFIX,
+    MANIFEST_NAME,
+    attempt_prefix,
+    ledger_name,
+    parse_attempt,
+    parse_ledger_name,
+)
+from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
+from ckpt_tasks.reading.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.storage.port import Store
+
+__all__ = [
+    "Retirement",
+    "RunFaults",
+    "delete_retired",
+    "missing_metric",
+    "orphans",
+    "plan_prune",
+    "retire",
+    "verify_checkpoint",
+    "verify_run_directory",
+]
+
+_FAR_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class RunFaults:
+    """What is wrong in a run directory: faults by checkpoint, other damaged objects, and objects that nothing names."""
+
+    checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
+    damaged: tuple[str, ...]
+    orphans: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether every checkpoint verifies and the ledger is whole; orphans are no fault."""
+        return not self.damaged and not any(faults for _, faults in self.checkpoints.values())
+
+
+def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], None] | None = None) -> list[str]:
+    """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
+
+    `check` is called before every read, and stops the verification by what it raises. Raises StoreError where the store
+    does not answer: that says nothing about the checkpoint.
+    """
+    check = check or (lambda: None)
+    try:
+        opened = open_checkpoint(store, checkpoint)
+        opened.check_trees()
+    except (IntegrityError, ObjectNotFoundError) as error:
+        return [str(error)]
+    faults: list[str] = []
+    by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
+    for row in opened.rows:
+        by_object[row.object].append(row)
+    for record in opened.manifest.objects:
+        check()
+        try:
+            check_header(store, record)
+            faults += _header_faults(store, record, by_object[record.name])
+        except (IntegrityError, ObjectNotFoundError) as error:
+            faults.append(str(error))
+            by_object[record.name].clear()
+    runs = [run for rows in by_object.values() for run in merge_runs(rows)]
+    return [*faults, *_run_faults(store, runs, check)]
+
+
+def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
+    """Read and digest runs, several at a time where the store is far away; an object is given up at its first error."""
+    buffers, given_up = threading.local(), set[str]()
+
+    def faults_of(run: list[IndexRow]) -> list[str]:
+        check()
+        name, begin, end = run[0].object, run[0].begin, run[-1].end
+        if name in given_up:
+            return []
+        if not hasattr(buffers, "one"):  # one for all: fresh memory costs more than the reads
+            buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
+        try:
+            store.read(name, begin, buffers.one[: end - begin])
+        except (IntegrityError, ObjectNotFoundError) as error:
+            given_up.add(name)
+            return [str(error)]
+        return verify_run(run, buffers.one[: end - begin])
+
+    if store.near:
+        return [fault for run in runs for fault in faults_of(run)]
+    return [fault for faults in in_threads(faults_of, runs, _FAR_REQUESTS, "ckpt-verify") for fault in faults]
+
+
+def verify_run_directory(history: History) -> RunFaults:
+    """Verify every live checkpoint and look for damaged ledger entries and orphans.
+
+    The run may be training: what could not be read because it was pruned meanwhile is left out.
+    """
+    head = history.head()
+    found = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
+    if any(faults for _, faults in found.values()):
+        live = {c.manifest_digest for c in history.head().state.live}
+        found = {digest: one for digest, one in found.items() if digest in live or not one[1]}
+    return RunFaults(found, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
+
+
+def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
+    try:
+        return tuple(verify_checkpoint(store, checkpoint))
+    except StoreError as error:  # the others are looked at all the same
+        return (f"it cannot be read now: {error}",)
+
+
+def record_faults(history: History) -> list[str]:
+    """List what is wrong beside the checkpoints, with why: ledger entries, old ones too, format.json, evaluations."""
+    head = history.head()
+    faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
+    numbers = {n for name in history.store.names(LEDGER_PREFIX) if (n := parse_ledger_name(name)) is not None}
+    for n in sorted(numbers):
+        try:
+            history.read_entry(n)
+        except (IntegrityError, StoreError) as error:
+            faults.append(f"{ledger_name(n)}: {error.message}")
+    for before, after in pairwise([-1, *sorted(numbers)]):
+        if after > before + 1:  # numbers are dense, unless somebody made a name of a high one
+            more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
+            faults.append(f"{ledger_name(before + 1)}{more}: no such object")
+    for evaluation in head.state.evaluations:
+        try:
+            if digest_hex(history.store.get(evaluation.table, MAX_ENTRY_BYTES)) != evaluation.table_digest:
+                faults.append(f"{evaluation.table}: its bytes have changed")
+        except (IntegrityError, StoreError) as error:
+            faults.append(f"{evaluation.table}: {error.message}")
+    return faults
+
+
+def orphans(store: Store, state: State) -> list[str]:
+    """List the objects of attempts that were never committed or are no longer live, and that none that is live reuses.
+
+    Attempts of the present owner's epoch may be under way and do not count; nor do names that are not ours.
+    """
+    epoch = state.owner.epoch if state.owner else 0
+    found = []
+    for name in store.names(""):
+        attempt = parse_attempt(name)
+        if attempt is None or state.keeps(name) or attempt.epoch <= state.spared_epochs:
+            continue
+        if attempt.epoch < epoch or (attempt.epoch == epoch and state.owner is not None and state.owner.released):
+            found.append(name)
+    return found
+
+
+def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
+    """Name the objects that checkpoints reuse which only a damaged ledger entry may have listed."""
+    found: set[str] = set()
+    for name in store.names("") if state.spared_epochs else ():
+        attempt = parse_attempt(name)
+        if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or state.keeps(name):
+            continue
+        if attempt.epoch <= state.spared_epochs:
+            with suppress(IntegrityError, ObjectNotFoundError):  # a checkpoint without its manifest is no loss more
+                data = store.get(name, MAX_MANIFEST_BYTES)
+                found |= {one.name for one in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects}
+    return frozenset(found)
+
+
+def plan_prune(
+    state: State,
+    policy: RetentionPolicy,
+    *,
+    verified: frozenset[str] = frozenset(),
+    restored_from: str | None = None,
+) -> list[Verdict]:
+    """Decide what stays and why; reads nothing and changes nothing."""
+    now = time.time()
+    return plan_retention(
+        lineage(state.live),
+        policy,
+        pins=state.pins,
+        leased={lease.manifest_digest: lease.holder for lease in state.leases if lease.expires_at > now},
+        verified=verified,
+        restored_from=restored_from,
+        metrics=state.evaluated,
+    )
+
+
+def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
+    """Say which metrics there are where the policy keeps the best by another one; None where it has what it needs."""
+    if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
+        return None
+    known = ", ".join(sorted(state.metric_names)) or "none at all"
+    return f"no checkpoint has the metric {policy.best_metric!r}: there is {known}"
+
+
+class Retirement:
+    """What one ledger entry takes out of a run: the checkpoints that `plan` removes, and their objects.
+
+    The objects are listed here, of what the plan removes from `state`; `unnamed` ones, which no checkpoint names, are
+    given up with them. `deleted` names what was given up before and is gone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        plan: Callable[[State], Iterable[Verdict]],
+        deleted: frozenset[str],
+        unnamed: Sequence[str] = (),
+    ):
+        self.deleted = deleted
+        self.given_up: tuple[str, ...] = ()
+        going = _going(plan(state))
+        self._plan = plan
+        self._objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
+        self._unnamed = unnamed
+        self._spared = _reused_by_spared(store, state) if going or unnamed else frozenset()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The identities of what the plan removes."""
+        return sorted(self._objects)
+
+    def apply(self, state: State) -> State:
+        """Return the state after the entry, and remember as `given_up` what may be deleted then, manifests first.
+
+        What the plan would keep by now stays: it has been leased, pinned or evaluated meanwhile.
+        """
+        gone = _going(self._plan(state)).intersection(self._objects) if self._objects else frozenset()
+        after = state.retire(gone, (), self.deleted)
+        names = [name for digest, objects in self._objects.items() if digest in gone for name in objects]
+        given_up = (name for name in (*names, *self._unnamed) if not after.keeps(name) and name not in self._spared)
+        self.given_up = tuple(dict.fromkeys(given_up))
+        return state.retire(gone, self.given_up, self.deleted)
+
+
+def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str, ...]:
+    """Take checkpoints out of the ledger in an entry of its own; return the objects to delete, manifests first.
+
+    None of them may be deleted before this returns.
+    """
+    event = {"kind": "retire", "checkpoints": retirement.checkpoints}
+    history.append(event, lambda state, n: retirement.apply(state), owner=owner)
+    return retirement.given_up
+
+
+def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None] = lambda: None) -> frozenset[str]:
+    """Delete retired objects, manifests first, and return those that are gone; the others are left to a later try.
+
+    `check` stops it by what it raises.
+    """
+
+    def delete(name: str) -> str | None:
+        check()
+        try:
+            store.delete(name)
+        except CkptError:
+            return None
+        return name
+
+    rest, manifests = _parted(names, lambda name: name.endswith(f"/{MANIFEST_NAME}"))
+    if store.near:
+        return frozenset(filter(None, map(delete, [*manifests, *rest])))
+    gone = in_threads(delete, manifests, _FAR_REQUESTS, "ckpt-delete")
+    return frozenset(filter(None, [*gone, *in_threads(delete, rest, _FAR_REQUESTS, "ckpt-delete")]))
+
+
+def _parted(names: Iterable[str], of_second: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    first: list[str] = []
+    second: list[str] = []
+    for name in names:
+        (second if of_second(name) else first).append(name)
+    return first, second
+
+
+def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
+    return frozenset(v.manifest_digest for v in verdicts if not v.keep)
+
+
+def _objects_of(store: Store, checkpoint: Checkpoint) -> list[str]:
+    attempt = parse_attempt(checkpoint.manifest)
+    assert attempt is not None
+    prefix = attempt_prefix(attempt)
+    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *checkpoint.reuses]
+
+
+def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:
+    prefix = bytearray(record.digested_bytes)
+    store.read(record.name, 0, memoryview(prefix))
+    try:
+        entries = parse_header(bytes(prefix), record.size_bytes)
+    except IntegrityError as error:
+        which = f", tensor {error.key!r:.80}" if error.key else ""
+        raise IntegrityError(f"{error.message}{which}", key=record.name) from error
+    spans: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        begin, end = spans.get(row.key, (row.begin, row.end))
+        spans[row.key] = (min(begin, row.begin), max(end, row.end))
+    return [
+        f"{key}: the header of {record.name} places it at {entries[key][2:] if key in entries else 'nowhere'}"
+        for key, span in spans.items()
+        if key not in entries or entries[key][2:] != span
+    ]
