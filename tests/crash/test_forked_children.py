@@ -54,7 +54,7 @@ SAVING: dict[str, Phase] = {
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),
-    "prune": (Pruner, "run"),
+    "prune": (Pruner, "_delete"),
 }
 
 

@@ -26,6 +26,7 @@ from tests.flows.gated import timed
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
+HEARD_S = 15.0  # Prefect's engine asks every 10 s whether its flow run is suspended; the batches here take milliseconds
 AT, STEPS, TOTAL = 3, 6, 12  # where a process is acted upon; the end of its batch; the end of the run
 PLACES = [  # where it is then, and the step that is committed when it ends in order
     pytest.param("step", AT, id="in a step"),
@@ -272,6 +273,7 @@ def test_suspend(start: Start, place: str) -> None:
     """The batch ends and is committed, the directory is released, and a person resumes the run."""
     run = start(place, retry_delay_s=3.0)
     run.client.set_flow_run_state(run.run, Suspended(timeout_seconds=6000))
+    time.sleep(HEARD_S)
     run.go()
     assert run.ended() == 0
     assert run.states()[-1] == "Suspended"
