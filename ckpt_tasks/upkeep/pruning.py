@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tasks.errors import CkptError, FencedError, StoreError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
@@ -178,10 +178,15 @@ class Pruner:
             self._history.store.keep_room()  # the entry above may have used it
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
-        """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason."""
+        """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason.
+
+        Raises CheckpointNotFoundError where it is not live, or is pruned while this is written.
+        """
         found = Run(self._history, None).find(step)
 
         def change(state: State, n: int) -> State:
+            if all(one.manifest_digest != found.manifest_digest for one in state.live):
+                raise CheckpointNotFoundError("the checkpoint has just been pruned", step=step)
             return state.with_pin(found.manifest_digest, reason)
 
         self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)

@@ -73,7 +73,7 @@ def test_an_owner_whose_clock_cannot_be_used_is_followed_when_nothing_changes(ru
     followed(run_dir, 0.6)
 
 
-@pytest.mark.parametrize("kind", UNTIMELY)
+@pytest.mark.parametrize("kind", [kind for kind in UNTIMELY if len(kind) <= 4000])  # of a longer one nothing is read
 def test_an_owner_whose_clock_cannot_be_used_and_who_lives_is_not_disturbed(run_dir: Path, kind: str) -> None:
     """P33: what changes lives, whatever it says of the time."""
     beat, over = held_elsewhere(run_dir), threading.Event()

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint import checkpointer
-from ckpt_tasks.errors import FencedError, StoreError
+from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, StoreError
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.storage.calls import WatchedCalls
@@ -190,3 +190,26 @@ def test_a_restore_stops_the_prune_behind(run_dir: Path) -> None:
     ckpt._pruner.finish(60)
     assert committed(run_dir) == [1, 2]
     ckpt.close()
+
+
+def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
+    """P66: a pin that comes after the checkpoint went is an error, and no pin of nothing."""
+    with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.save(1, state_at(1))
+        ckpt._pruner.finish(60)
+        first = ckpt.checkpoints()[0]
+
+        class PrunedMeanwhile(WrappedStore):
+            def put_if_absent(self, name: str, body: bytes) -> None:
+                if b'"kind":"pin"' in body and run.head().state.live == (first,):
+                    ckpt._history.store = self.inner
+                    ckpt.save(2, state_at(2))
+                    ckpt._pruner.finish(60)
+                super().put_if_absent(name, body)
+
+        run = open_run(str(run_dir))
+        ckpt._history.store = PrunedMeanwhile(ckpt._history.store)
+        with pytest.raises(CheckpointNotFoundError, match="just been pruned"):
+            ckpt.pin(1, "late")
+        assert run.head().state.pins == {}
+    assert committed(run_dir) == [2]
