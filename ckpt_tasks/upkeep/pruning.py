@@ -1,6 +1,7 @@
 """Prune as an owner does it: decide, read back what must be known to be good, retire, delete, sweep.
 
-After a commit this goes on in a thread of its own: a save is done when it is committed, and what prune meets is logged.
+The entry that commits a checkpoint retires what may go by then (`with_commit`). What is left goes on after the commit,
+in a thread of its own: a save is done when it is committed, and what prune meets is logged.
 
 Invariants
 
@@ -147,7 +148,7 @@ class Pruner:
         return head.state.sparing(head.spared_epochs)
 
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
-        """Prune the newest state, for whoever holds `_one`; `check` stops it by what it raises."""
+        """Prune the newest state; `check` stops it by what it raises. The caller holds `_one`."""
         # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
         # does not count, or nothing newer would ever be read.
         wanted = plan_prune(state, self._policy, restored_from=going_on_from)
