@@ -12,10 +12,12 @@ from urllib.request import urlopen
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
+from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
 from tests.servers.process import free_port
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -24,7 +26,7 @@ PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 @pytest.fixture(scope="session")
 def harness() -> Iterator[None]:
     """Run flows of this process against a server and a database of the test session."""
-    keep_prefect_out_of_forks()  # tests of this process that come later fork
+    _keep_prefect_out_of_later_tests()
     # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
     quiet = {PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
@@ -56,9 +58,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     """Return a client of the real server, which this process is then configured for."""
-    keep_prefect_out_of_forks()
+    _keep_prefect_out_of_later_tests()
     with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
+        EventsWorker.drain_all()  # one that has begun goes on sending to the server that it began with
         yield found
+        EventsWorker.drain_all()
+
+
+def _keep_prefect_out_of_later_tests() -> None:
+    """Let later tests of this process fork, and draw from Python's `random`, as if Prefect had no threads."""
+    keep_prefect_out_of_forks()
+    keep_threads_out_of_streams()
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
