@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 
 from ckpt_tasks.cli import app
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.parsing import MAX_CONTAINERS, MAX_VALUES
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from tests.faults.hostile import Body, Hostile, train
@@ -153,3 +157,25 @@ def test_twice_as_large_a_checkpoint_is_twice_the_work(base: Path, tmp_path: Pat
             opened.check_trees()
         steps.append(count())
     assert steps[1] < MOST * steps[0], steps
+
+
+FULL: dict[str, Callable[[], Any]] = {
+    "numbers": lambda: [1234567] * (MAX_VALUES - 1000),
+    "texts": lambda: ["abcdefghij"] * (MAX_VALUES - 1000),
+    "lists": lambda: [[1, 1, 1]] * (MAX_CONTAINERS - 1000),
+    "keys": lambda: {f"k{at}": 1 for at in range(MAX_VALUES // 2 - 100_000)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FULL)
+def test_a_manifest_at_its_limits_takes_three_gib(base: Path, tmp_path: Path, what: str) -> None:
+    """P42: the largest manifests that are read at all are shown in at most 3 GiB of memory."""
+    shutil.copytree(base, tmp_path / "run")
+    Hostile(tmp_path / "run", tmp_path).change_manifest(lambda body: add_to_tree(body, FULL[what]()))
+    command = [str(Path(sys.prefix, "bin", "ckpt")), "show", str(tmp_path / "run"), "--json"]
+    showing = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(showing.pid, 0)
+    showing.returncode = os.waitstatus_to_exitcode(status)
+    assert showing.returncode == 0
+    assert used.ru_maxrss < 3 << 20, f"{used.ru_maxrss >> 10} MiB"  # ru_maxrss is in KiB
