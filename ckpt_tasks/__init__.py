@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.orchestration.attempts import resumable_task
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
-    from ckpt_tasks.state.data import ResumableSampler
+    from ckpt_tasks.state.sampler import ResumableSampler
 
 __version__ = "0.1.0.dev0"
 
@@ -38,7 +38,7 @@ _MODULES = {
     "CheckpointConfig": "ckpt_tasks.ledger.config",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
     "RestoreReport": "ckpt_tasks.reading.restore",
-    "ResumableSampler": "ckpt_tasks.state.data",
+    "ResumableSampler": "ckpt_tasks.state.sampler",
     "open_run": "ckpt_tasks.reading.reading",
     "resumable_task": "ckpt_tasks.orchestration.attempts",
 }

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.errors import OwnerError
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
 from ckpt_tasks.ledger.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.ledger.history import History
@@ -23,7 +23,7 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.position import Position, point
 from ckpt_tasks.saving.save import check_step, encode_groups
 from ckpt_tasks.saving.saver import Saver
-from ckpt_tasks.snapshot.generations import Generations
+from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.state.unsaved import warn_of_unsaved
@@ -70,8 +70,8 @@ class Checkpointer:
         self._interrupt = Interrupt()
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
-        self._generations = Generations(self._history.store, config.memory_dir, config.local_dir)
-        self._saver = Saver(self._history, config, self._pruner, self._generations)
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir)
+        self._saver = Saver(self._history, config, self._pruner, self._cache)
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has seen that nobody else has committed anything
         self._finite = FiniteMetrics(config.on_non_finite)
@@ -127,10 +127,10 @@ class Checkpointer:
         RunMismatchError; the state is untouched then.
         """
         self._own()
-        self._settle()
+        self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
         known = candidates = self.checkpoints()
-        in_memory = self._generations.found(known)
+        in_memory = self._cache.found(known)
         if step is not None or self._finite.failed_step is not None:
             candidates = self._finite.older(known) if step is None else [Run(self._history, self._run_key).find(step)]
             digests = {one.manifest_digest for one in candidates}
@@ -139,10 +139,10 @@ class Checkpointer:
             self._knows_line = True
             self._saver.restored(None)
             self._at.restored(0, None)  # also after steps of which nothing was committed: they are taken again
-            self._hand_on()
+            self._deliver_signal()
             return 0
         damaged, self._damaged = self._damaged, ()
-        found, report, generation = restore_newest(
+        found, report, cached = restore_newest(
             self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged, in_memory=in_memory
         )
         if report.skipped or report.damaged:
@@ -151,16 +151,16 @@ class Checkpointer:
             self.note("rollback", step=found.step, failed=failed_step)
         self.last_restore, self._knows_line = report, True
         self._at.restored(found.step, found.epochs)
-        self._saver.restored(generation.slot if generation is not None else None)
+        self._saver.restored(cached.slot if cached is not None else None)
         if found.n < 0:  # storage does not have it yet
             self._saver.parent = known[0] if known else None
             self._snapshot(found.step, state, found.metrics, found.epochs, keep=True, interim=found.interim)
         else:
             self._saver.parent = found
-            if generation is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
+            if cached is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
                 self._pruner.verified.add(found.manifest_digest)
         self._saver.listeners.restored(report)
-        self._hand_on()
+        self._deliver_signal()
         return found.step
 
     def step(
@@ -192,7 +192,7 @@ class Checkpointer:
             self._saver.prepare(capture(state))
         if ending:
             self._saver.wait()
-        self._hand_on()
+        self._deliver_signal()
         return taken
 
     def save(
@@ -216,7 +216,7 @@ class Checkpointer:
         self._finite.check(step, metrics or {}, saving=True)
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
-        self._hand_on()
+        self._deliver_signal()
         saved = self.last_commit
         assert saved is not None
         return saved
@@ -249,10 +249,10 @@ class Checkpointer:
             self._interrupt.uninstall()
             self._release(prune_s=0 if keep else _PRUNE_S)
             self._saver.forget_plan()
-            self._generations.close(keep=keep)
+            self._cache.close(keep=keep)
 
     def _release(self, *, prune_s: float) -> None:
-        self._saver.settle()
+        self._saver.wait_idle()
         self._pruner.finish(prune_s)
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -295,7 +295,7 @@ class Checkpointer:
             return self._pruner.plan(parent)
         verdicts = self._pruner.run(owner, parent)
         if not self._knows_line:
-            self.freed_bytes = self._generations.clean(self.checkpoints())
+            self.freed_bytes = self._cache.clean(self.checkpoints())
         return verdicts
 
     def hold_signals(self, hold: bool) -> None:
@@ -306,7 +306,7 @@ class Checkpointer:
         if not self._entered or not self._process.is_here:
             return
         if hold:
-            self._hand_on()  # nothing has been trained since the last commit
+            self._deliver_signal()  # nothing has been trained since the last commit
             self._interrupt.install()
         else:
             self._interrupt.uninstall()
@@ -332,7 +332,7 @@ class Checkpointer:
         self._process.check()
         config = self.config
         if self._owner is None:
-            self._generations.check()
+            self._cache.check()
             key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
             self._history.create(key, single_writer=config.single_writer or self._place.single_writer)
             self._run_key = self._history.check(config.run_key) or key
@@ -344,7 +344,7 @@ class Checkpointer:
             self._history.store.keep_room()
             self._pruner.new_owner()
             self._knows_line = False
-            self._generations.open(self._run_key)
+            self._cache.open(self._run_key)
             self._saver.begin(self._owner, self._run_key)
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
         if self._heartbeat is None:
@@ -356,7 +356,7 @@ class Checkpointer:
     ) -> None:
         interim = interim and self.config.has_interval
         started_s = time.perf_counter()
-        with uncollected():
+        with gc_paused():
             captured = capture(state)
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
             if self.last_commit is None:
@@ -385,16 +385,16 @@ class Checkpointer:
             raise self._heartbeat.fenced
         self._saver.raise_failure()
 
-    def _settle(self) -> None:
+    def _wait_idle(self) -> None:
         """Let what is on its way end, however it ends: a restore goes on from what is there then."""
-        self._saver.settle()
+        self._saver.wait_idle()
         failure = self._saver.take_failure()
         if isinstance(failure, OwnerError):
             raise failure
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
 
-    def _hand_on(self) -> None:
+    def _deliver_signal(self) -> None:
         if self._interrupt.pending is not None:
             self._release(prune_s=0)  # the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()

@@ -45,8 +45,8 @@ def diff(a: CheckpointArgument, b: CheckpointArgument, every: AllOption = False,
 def _compare(out: Output, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> Comparison:
     from ckpt_tasks.copying.compare import compare_checkpoints
 
-    with reading(out, "comparing", a[1].size_bytes + b[1].size_bytes) as told:
-        stores = [WatchedStore(run.history.store, told) for run, _ in (a, b)]
+    with reading(out, "comparing", a[1].size_bytes + b[1].size_bytes) as on_progress:
+        stores = [WatchedStore(run.history.store, on_progress) for run, _ in (a, b)]
         return compare_checkpoints(stores[0], a[1], stores[1], b[1])
 
 

@@ -58,9 +58,9 @@ def _measure(out: Output, url: str) -> tuple[Findings, Verdict]:
     from ckpt_tasks.storage.retrying import RetryingStore
 
     store = open_store(url)
-    with _saying(out) as told:
+    with _saying(out) as on_progress:
         # Each request once: what a repetition would hide is what is asked for.
-        findings = measure(store.inner if isinstance(store, RetryingStore) else store, told=told)
+        findings = measure(store.inner if isinstance(store, RetryingStore) else store, on_progress=on_progress)
     return findings, judge(findings)
 
 

@@ -70,8 +70,8 @@ def _export(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Map
 
     store = run.history.store
     plan = plan_export(store, checkpoint, out, **how)
-    with reading(result, "exporting", plan.read_bytes) as told:
-        return write_export(store, plan, told)
+    with reading(result, "exporting", plan.read_bytes) as on_progress:
+        return write_export(store, plan, on_progress)
 
 
 def _size_bytes(text: str) -> int:

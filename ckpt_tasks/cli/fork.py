@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import written
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable
-from ckpt_tasks.cli.params import written
 from ckpt_tasks.cli.progress import reading
 from ckpt_tasks.cli.sync import SingleOption, print_unleased
 from ckpt_tasks.cli.target import CheckpointArgument, parse_target
@@ -63,8 +63,10 @@ def fork(
         target, began = place.open(), time.monotonic()
         found = find_source(run, wanted.which, target)
         planned = plan_fork(run, found, target, changed, run_key)
-        with reading(out, "copying", found.size_bytes) as told:
-            moved = run_fork(run, target, planned, single_writer=single_writer or place.single_writer, told=told)
+        with reading(out, "copying", found.size_bytes) as on_progress:
+            moved = run_fork(
+                run, target, planned, single_writer=single_writer or place.single_writer, on_progress=on_progress
+            )
         took_s = time.monotonic() - began
         out.data({**_facts(planned, target, moved, took_s), "leased": not run.read_only})
         if not as_json:

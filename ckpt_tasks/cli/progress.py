@@ -21,18 +21,18 @@ _SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
 class WatchedStore(WrappedStore):
     """A store that tells how many bytes were read from it."""
 
-    def __init__(self, inner: Store, told: Callable[[int], None]):
+    def __init__(self, inner: Store, on_progress: Callable[[int], None]):
         super().__init__(inner)
-        self._told = told
+        self._on_progress = on_progress
 
     def get(self, name: str, max_bytes: int) -> bytes:
         data = super().get(name, max_bytes)
-        self._told(len(data))
+        self._on_progress(len(data))
         return data
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         super().read(name, begin, into)
-        self._told(into.nbytes)
+        self._on_progress(into.nbytes)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int]
     task = bar.add_task(what, total=total_bytes, work="")
     began, done = bar.get_time(), 0
 
-    def told(size_bytes: int) -> None:
+    def on_progress(size_bytes: int) -> None:
         nonlocal done
         done += size_bytes
         bar.update(task, completed=done, work=_work(done, total_bytes, bar.get_time() - began))
@@ -63,7 +63,7 @@ def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int]
             bar.start()
 
     try:
-        yield told
+        yield on_progress
     finally:
         bar.stop()
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import kept_because
 from ckpt_tasks.cli.files import write_file
-from ckpt_tasks.cli.kept import kept_because
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.cli.target import RunArgument

@@ -71,9 +71,9 @@ def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, sing
     from ckpt_tasks.copying.syncing import plan_sync, run_sync
 
     plan = plan_sync(run, target, only)
-    with reading(out, "copying", plan.size_bytes) as told:
+    with reading(out, "copying", plan.size_bytes) as on_progress:
         try:
-            return run_sync(run, target, plan, single_writer=single_writer, told=told)
+            return run_sync(run, target, plan, single_writer=single_writer, on_progress=on_progress)
         except OwnedError as error:
             error.hint = "Nothing is copied to a run that is training: stop it there, or copy to another directory."
             raise

@@ -49,11 +49,11 @@ def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, in
 
     live = [only] if only else run.checkpoints()
     done = [0]
-    with reading(out, "verifying", sum(c.size_bytes for c in live)) as told:
+    with reading(out, "verifying", sum(c.size_bytes for c in live)) as on_progress:
 
         def both(size_bytes: int) -> None:
             done[0] += size_bytes
-            told(size_bytes)
+            on_progress(size_bytes)
 
         store = WatchedStore(run.history.store, both)
         if only is None:

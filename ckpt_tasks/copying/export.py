@@ -127,7 +127,7 @@ class ExportPlan:
 
     @property
     def read_bytes(self) -> int:
-        """What `progress` will have been told of at the end."""
+        """What `on_progress` will have been told of at the end."""
         return sum(row.end - row.begin for shard in self.shards for row in shard.places)
 
 
@@ -166,17 +166,17 @@ def export_checkpoint(
     groups: Iterable[str] | None = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    on_progress: Progress | None = None,
 ) -> ExportReport:
     """Write the tensors of `groups` (without any: of all modules) as files that every safetensors reader opens.
 
     `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
-    their index. `progress` is told of every read, in bytes. Raises ConfigError where that cannot be done as asked,
+    their index. `on_progress` is told of every read, in bytes. Raises ConfigError where that cannot be done as asked,
     UnsupportedStateError where one file cannot hold so many names, IntegrityError where bytes are damaged and
     StoreError where a read or a write fails.
     """
     plan = plan_export(store, checkpoint, out, groups=groups, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
-    return write_export(store, plan, progress)
+    return write_export(store, plan, on_progress)
 
 
 def plan_export(
@@ -214,13 +214,13 @@ def plan_export(
     return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=tuple(shards), index=index)
 
 
-def write_export(store: Store, plan: ExportPlan, progress: Progress | None = None) -> ExportReport:
-    """Write what was planned and return the plan's report; `progress` and errors as of `export_checkpoint`."""
+def write_export(store: Store, plan: ExportPlan, on_progress: Progress | None = None) -> ExportReport:
+    """Write what was planned and return the plan's report; `on_progress` and errors as of `export_checkpoint`."""
     objects = {row.object for shard in plan.shards for row in shard.places}
     for record in plan.opened.manifest.objects:
         if record.name in objects:
             check_header(store, record)
-    copy = partial(_copy, store, progress or (lambda size_bytes: None))
+    copy = partial(_copy, store, on_progress or (lambda size_bytes: None))
     if plan.index is None:
         with staged_file(plan.out, overwrite=plan.overwrite) as fd:
             copy(plan.shards[0], fd)
@@ -234,7 +234,7 @@ def write_export(store: Store, plan: ExportPlan, progress: Progress | None = Non
     return plan.report
 
 
-def _copy(store: Store, progress: Progress, shard: _Shard, fd: int) -> None:
+def _copy(store: Store, on_progress: Progress, shard: _Shard, fd: int) -> None:
     """Write one file; every region is verified between its read and its write."""
     write_at(fd, shard.header, 0)
     runs = merge_runs(shard.places)
@@ -248,7 +248,7 @@ def _copy(store: Store, progress: Progress, shard: _Shard, fd: int) -> None:
             raise IntegrityError(faults[0])
         for row in run:
             write_at(fd, data[row.begin - begin : row.end - begin], shard.places[row])
-        progress(size_bytes)
+        on_progress(size_bytes)
 
 
 def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:

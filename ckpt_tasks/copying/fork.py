@@ -22,7 +22,7 @@ from operator import add
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from ckpt_tasks.copying.syncing import check_apart, leased
+from ckpt_tasks.copying.syncing import check_apart, renewed_lease
 from ckpt_tasks.copying.transfer import Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
@@ -44,7 +44,7 @@ __all__ = ["ForkPlan", "Moved", "checked_params", "find_source", "plan_fork", "r
 
 _HOLDER = "ckpt fork"
 
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +142,23 @@ def plan_fork(
 
 
 def run_fork(
-    source: Run, target: Store, plan: ForkPlan, *, single_writer: bool = False, told: Told = lambda size_bytes: None
+    source: Run,
+    target: Store,
+    plan: ForkPlan,
+    *,
+    single_writer: bool = False,
+    on_progress: OnProgress = lambda size_bytes: None,
 ) -> Moved:
     """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
 
-    `told` hears of every read, in bytes, where bytes have to be sent. Raises IntegrityError where the source is damaged
-    (the target is no run then) and StateError where another fork was faster. What was brought by then stays there.
+    `on_progress` gets the size in bytes of every read, where bytes have to be sent. Raises IntegrityError where the
+    source is damaged (the target is no run then) and StateError where another fork was faster. What was brought by then
+    stays there.
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
     history = History(target)
-    with leased(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, told) as bringing:
+    with renewed_lease(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, on_progress) as bringing:
         for record in plan.opened.manifest.objects:  # before anything is written
             check_header(source.history.store, record)
         for record in plan.records:  # the index first: from then on nobody begins a run here
@@ -189,9 +195,9 @@ def without_user(url: str) -> str:
 class _Bringing:
     """Objects on their way to a fork, by the cheapest way that there is: a second name, the store's own copy, bytes."""
 
-    def __init__(self, source: Run, target: Store, plan: ForkPlan, told: Told):
+    def __init__(self, source: Run, target: Store, plan: ForkPlan, on_progress: OnProgress):
         self.moved = Moved()
-        self._source, self._target, self._told = source.history.store, target, told
+        self._source, self._target, self._on_progress = source.history.store, target, on_progress
         self._rows = by_object(plan.opened.rows)
         self._stack = ExitStack()
         self._transfer: Transfer | None = None
@@ -210,7 +216,7 @@ class _Bringing:
             self._add(Moved(record.size_bytes) if self._target.near else Moved(0, record.size_bytes))
             return
         if self._transfer is None:
-            transfer = Transfer(self._source, self._target, State(), self._told)
+            transfer = Transfer(self._source, self._target, State(), self._on_progress)
             self._transfer = self._stack.enter_context(transfer)
         sent, found = self._transfer.bring(record, self._rows.get(record.name, ()))
         self._transfer.check([record])

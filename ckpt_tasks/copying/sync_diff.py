@@ -19,11 +19,11 @@ from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
 from ckpt_tasks.ledger.entries import SYNCED, newest_first
 from ckpt_tasks.ledger.history import Head, History
 
-__all__ = ["Lacking", "find_lacking", "in_order", "rank"]
+__all__ = ["SyncDiff", "find_sync_diff", "in_order", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lacking:
+class SyncDiff:
     """What a target lacks of what was asked for.
 
     `ranked` are those in `missing`, with the source's entry numbers, and those that the target has, with its own, in
@@ -59,7 +59,9 @@ class _Mark(NamedTuple):
     given_up: frozenset[str]
 
 
-def find_lacking(source: History, head: Head, target: History, there: Head, only: Checkpoint | None = None) -> Lacking:
+def find_sync_diff(
+    source: History, head: Head, target: History, there: Head, only: Checkpoint | None = None
+) -> SyncDiff:
     """Compare two ledgers; `only` asks for one checkpoint instead of all live ones.
 
     Raises RunMismatchError where the target has a checkpoint that the source never had.
@@ -68,7 +70,7 @@ def find_lacking(source: History, head: Head, target: History, there: Head, only
     mark = _last_copy(source, target, there)
     chosen = live if only is None else {only.manifest_digest: only}
     missing = [c for digest, c in chosen.items() if digest not in have and digest not in mark.pruned]
-    return Lacking(
+    return SyncDiff(
         missing=frozenset(c.manifest_digest for c in missing),
         ranked=rank([*have.values()], missing, _order(source, head, have, missing, mark)),
         pruned=mark.pruned & live.keys(),

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from ckpt_tasks.copying.sync_diff import Lacking, find_lacking
+from ckpt_tasks.copying.sync_diff import SyncDiff, find_sync_diff
 from ckpt_tasks.copying.transfer import Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
@@ -45,7 +45,7 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "leased", "plan_sync", "run_sync"]
+__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "renewed_lease", "run_sync"]
 
 _IN_FLIGHT = 8
 _LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
@@ -53,7 +53,7 @@ _OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
 _MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
 
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class SyncPlan:
     run_key: str
     head: Head
     only: Checkpoint | None
-    lacking: Lacking
+    diff: SyncDiff
     size_bytes: int
 
     @property
@@ -108,42 +108,50 @@ def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> Syn
     head, history = source.head(), History(target)
     key = source.run_key or _run_key(source.history.store, head)
     there = _look(history, key)
-    lacking = find_lacking(source.history, head, history, there, only)
-    if only is not None and only.manifest_digest in lacking.pruned:
+    diff = find_sync_diff(source.history, head, history, there, only)
+    if only is not None and only.manifest_digest in diff.pruned:
         raise StateError(
             f"{target.url} has had this checkpoint and pruned it, and no name is used twice",
             step=only.step,
             hint="Copy it to another directory.",
         )
-    missing = [c for c in lacking.ranked if c.manifest_digest in lacking.missing]
+    missing = [c for c in diff.ranked if c.manifest_digest in diff.missing]
     size_bytes = _size_bytes(source.history.store, missing, there.state)
-    return SyncPlan(run_key=key, head=head, only=only, lacking=lacking, size_bytes=size_bytes)
+    return SyncPlan(run_key=key, head=head, only=only, diff=diff, size_bytes=size_bytes)
 
 
 def run_sync(
-    source: Run, target: Store, plan: SyncPlan, *, single_writer: bool = False, told: Told = lambda size_bytes: None
+    source: Run,
+    target: Store,
+    plan: SyncPlan,
+    *,
+    single_writer: bool = False,
+    on_progress: OnProgress = lambda size_bytes: None,
 ) -> SyncReport:
     """Do what a plan says, after a second look as the target's owner; where it lacks nothing, nothing is written.
 
-    `told` hears of every read, in bytes. What is damaged at the source, or pruned there meanwhile, is left out and
-    reported; any other failure is raised, and the same call goes on from there. Raises OwnedError where a process
-    that may be alive holds the target.
+    `on_progress` gets the size in bytes of every read. What is damaged at the source, or pruned there meanwhile, is
+    left out and reported; any other failure is raised, and the same call goes on from there. Raises OwnedError where a
+    process that may be alive holds the target.
     """
-    if plan.lacking.nothing:
+    if plan.diff.nothing:
         return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
     history = History(target)
     history.create(plan.run_key, single_writer=single_writer)
-    with _owned(source, history, plan) as (owner, owned_plan), _Copy(source, history, owner, owned_plan, told) as copy:
+    with (
+        _owned(source, history, plan) as (owner, owned_plan),
+        _Copy(source, history, owner, owned_plan, on_progress) as copy,
+    ):
         return copy.run()
 
 
 class _Copy:
     """One copy under way, by the target's owner."""
 
-    def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, told: Told):
+    def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, on_progress: OnProgress):
         self._source, self._target, self._owner, self._plan = source, target, owner, plan
-        state, given_up = target.head().state, plan.lacking.given_up
-        self._objects = Transfer(source.history.store, target.store, state, told, given_up)
+        state, given_up = target.head().state, plan.diff.given_up
+        self._objects = Transfer(source.history.store, target.store, state, on_progress, given_up)
         self._faults: list[str] = []
 
     def __enter__(self) -> Self:
@@ -155,11 +163,11 @@ class _Copy:
 
     def run(self) -> SyncReport:
         """Copy and commit in order; then evaluations, pins, and the note that says how far this has come."""
-        lacking = self._plan.lacking
+        diff = self._plan.diff
         rows: dict[str, Row] = {}
         last_n = -1
-        for checkpoint in lacking.ranked:
-            if checkpoint.manifest_digest in lacking.missing:
+        for checkpoint in diff.ranked:
+            if checkpoint.manifest_digest in diff.missing:
                 row, n = self._copy(checkpoint)
                 rows[checkpoint.manifest_digest] = row
                 last_n = last_n if n is None else n
@@ -168,8 +176,8 @@ class _Copy:
             else:
                 last_n = self._commit(self._target, checkpoint)
         there = {c.manifest_digest for c in self._target.head().state.live}
-        recorded = [self._record(one) for one in lacking.evaluations if one.manifest_digest in there]
-        pins = {digest: why for digest, why in lacking.pins.items() if digest in there}
+        recorded = [self._record(one) for one in diff.evaluations if one.manifest_digest in there]
+        pins = {digest: why for digest, why in diff.pins.items() if digest in there}
         for digest, why in pins.items():
             self._pin(digest, why)
         self._note()
@@ -184,7 +192,7 @@ class _Copy:
         store = self._source.history.store
         copied = found = 0
         try:
-            with leased(self._source, checkpoint, _HOLDER) as renew:
+            with renewed_lease(self._source, checkpoint, _HOLDER) as renew:
                 records = []
                 for record, rows in _contents(store, checkpoint, self._plan.run_key):
                     renew()
@@ -238,10 +246,10 @@ class _Copy:
         self._target.append(event, lambda state, n: state.with_pin(digest, why), owner=self._owner)
 
     def _note(self) -> None:
-        """Say how far this copy has come: what `lacking` looks for, to spare the next one all older entries."""
+        """Say how far this copy has come: what `diff` looks for, to spare the next one all older entries."""
         head = self._plan.head
         assert head.entry is not None  # it has a checkpoint
-        pruned, given_up = sorted(self._plan.lacking.pruned), sorted(self._plan.lacking.given_up)
+        pruned, given_up = sorted(self._plan.diff.pruned), sorted(self._plan.diff.given_up)
         event = {
             "kind": "note",
             "note": SYNCED,
@@ -271,7 +279,7 @@ def _contents(
 
 
 @contextmanager
-def leased(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
+def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
 
     A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
@@ -320,7 +328,7 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
     """Let the owner's epoch be above those of the attempts that come, so that what is left of them is orphaned."""
-    attempts = [parse_attempt(c.manifest) for c in plan.lacking.ranked]
+    attempts = [parse_attempt(c.manifest) for c in plan.diff.ranked]
     epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
     if owner.epoch > epoch:
         return owner
@@ -368,7 +376,7 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
 
 def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:
     """Say what became of a checkpoint that was not copied."""
-    return Row(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.lacking.pruned else "there already")
+    return Row(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.diff.pruned else "there already")
 
 
 def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -42,10 +42,10 @@ class Transfer:
         source: Store,
         target: Store,
         state: State,
-        told: Callable[[int], None],
+        on_progress: Callable[[int], None],
         given_up: frozenset[str] = frozenset(),
     ):
-        self._source, self._target, self._state, self._told = source, target, state, told
+        self._source, self._target, self._state, self._on_progress = source, target, state, on_progress
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
         self._memory = memoryview(b"")
@@ -164,7 +164,7 @@ class Transfer:
         try:
             for at, one in enumerate(reads):
                 one.result()
-                self._told(min(READ_BYTES, data.nbytes - at * READ_BYTES))
+                self._on_progress(min(READ_BYTES, data.nbytes - at * READ_BYTES))
         finally:
             for one in reads:
                 one.cancel()

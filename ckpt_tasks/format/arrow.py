@@ -10,14 +10,17 @@ Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
 import pyarrow as pa
 
-__all__ = ["FAULTS", "read_arrow"]
+from ckpt_tasks.errors import IntegrityError
+
+__all__ = ["FAULTS", "read_arrow", "read_metrics", "write_metrics"]
 
 FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)  # what hostile bytes make Arrow raise
 
@@ -28,6 +31,8 @@ _EXTENSION = b"ARROW:extension"  # other libraries register readers for such typ
 _GOES_ON = 0xFFFFFFFF  # begins every message
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of a message
 _ALIGNMENT = 8
+_MAX_METRICS = 1 << 20
+_METRICS = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 
 
 class _Message(NamedTuple):
@@ -209,3 +214,24 @@ def _read(data: bytes, form: str, at: int) -> int:
         raise ValueError("a message that points out of itself")
     found: int = struct.unpack_from(form, data, at)[0]
     return found
+
+
+def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> bytes:
+    """Write metrics as the bytes of an Arrow IPC file, one row each; `about` goes into the schema's metadata."""
+    schema = _METRICS.with_metadata({name.encode(): value.encode() for name, value in about.items()})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(pa.table([list(metrics), [float(v) for v in metrics.values()]], schema=schema))
+    return sink.getvalue()
+
+
+def read_metrics(data: bytes) -> dict[str, float]:
+    """Read what `write_metrics` wrote; the bytes are verified before. Raises IntegrityError on anything else."""
+    try:
+        table = read_arrow(data, _METRICS, _MAX_METRICS)
+        names, values = table.column("metric"), table.column("value")
+        if names.null_count or values.null_count:
+            raise ValueError("a value is missing")
+        return dict(zip(names.to_pylist(), values.to_pylist(), strict=True))
+    except FAULTS as error:
+        raise IntegrityError(f"the table of metrics is malformed: {error!s:.200}") from error

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
+__all__ = ["gc_paused"]
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (half of the time).
 
     It is the process's, not the thread's: a program that turns it off while another thread has it paused finds it on

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
 from ckpt_tasks.format.regions import Box, blocks
 
@@ -128,7 +128,7 @@ class ImageLayout:
     size_bytes: int
 
     @cached_property
-    @uncollected()
+    @gc_paused()
     def regions(self) -> list[tuple[TensorSpec, Box, int, int]]:
         """What is digested on its own, all of it, as in the file: (spec, box, begin, end)."""
         return [(slot.spec, box, begin, end) for slot in self.slots for box, begin, end in slot.regions()]
@@ -177,7 +177,7 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
     return parts
 
 
-@uncollected()
+@gc_paused()
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import MAX_DIMENSIONS, REGION_BYTES, STORED_DTYPES
 from ckpt_tasks.format.keys import is_group, is_shard
 from ckpt_tasks.format.regions import Box, tiling_fault
@@ -142,7 +142,7 @@ class Index:
     @cached_property
     def rows(self) -> tuple[IndexRow, ...]:
         """All rows, in their order."""
-        with uncollected():
+        with gc_paused():
             columns = (
                 self._group.values(),
                 self._key.to_pylist(),

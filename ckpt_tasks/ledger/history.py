@@ -46,7 +46,7 @@ from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
 from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
-from ckpt_tasks.storage.rereading import read_good
+from ckpt_tasks.storage.retrying import read_good
 
 __all__ = ["Head", "History", "now_iso"]
 
@@ -278,7 +278,7 @@ class History:
             if owner is not None:
                 check_owner(head.state.owner, owner)
             entry, began_s = _next(head, nonce, event, change(head.state, head.next_n)), time.monotonic()
-            if self._settle(entry):
+            if self._read_back(entry):
                 return entry
             if owner is None:
                 # The owner goes first: it tries again at once. Others wait, the longer the more there are of them.
@@ -307,7 +307,7 @@ class History:
             Entry.from_bytes(found, name)
         return found == data
 
-    def _settle(self, entry: Entry) -> bool:
+    def _read_back(self, entry: Entry) -> bool:
         """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)

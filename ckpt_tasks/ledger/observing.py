@@ -21,7 +21,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.state.threads import in_threads
 
-__all__ = ["ENTRIES_READ", "Happening", "LearningCadence", "happening", "observe", "recent", "summarize"]
+__all__ = ["ENTRIES_READ", "LearningCadence", "LedgerEvent", "ledger_event", "observe", "recent", "summarize"]
 
 ENTRIES_READ = 256  # at most half of them retire; costs are measured of the newest 32 commits alone
 _AT_ONCE = 16  # requests to a store that is far away
@@ -32,7 +32,7 @@ _LOST = ("is gone", "has shown no life", "has been started anew", "has not relea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happening:
+class LedgerEvent:
     """What one ledger entry says about cost and failure.
 
     `what` is "commit"; "failure", an attempt that failed in a process that lived on; "lost", an owner that came after
@@ -69,7 +69,7 @@ class LearningCadence:
 
     def learn(self, entry: Entry) -> None:
         """Take a commit's costs into account."""
-        one = happening(entry)
+        one = ledger_event(entry)
         if one is not None:
             self._happened.append(one)
             self._update()
@@ -85,11 +85,11 @@ def observe(history: History) -> Observed | None:
     return summarize(recent(history))
 
 
-def recent(history: History, most: int = ENTRIES_READ) -> deque[Happening]:
+def recent(history: History, most: int = ENTRIES_READ) -> deque[LedgerEvent]:
     """Read what the newest `most` ledger entries say, oldest first; entries that cannot be read are left out.
 
-    A process that goes on appending what it commits itself, `happening(entry)`, knows what the next one will find: the
-    oldest make room.
+    A process that goes on appending what it commits itself, `ledger_event(entry)`, knows what the next one will find:
+    the oldest make room.
     """
     next_n = history.head().next_n
     numbers = range(max(0, next_n - most), next_n)
@@ -100,15 +100,15 @@ def recent(history: History, most: int = ENTRIES_READ) -> deque[Happening]:
     return deque((one for one in read if one is not None), maxlen=most)
 
 
-def _read(history: History, n: int) -> Happening | None:
+def _read(history: History, n: int) -> LedgerEvent | None:
     try:
         entry, _ = history.read_entry(n)
     except (IntegrityError, ObjectNotFoundError):
         return None  # a damaged entry is `verify`'s to report
-    return happening(entry)
+    return ledger_event(entry)
 
 
-def happening(entry: Entry) -> Happening | None:
+def ledger_event(entry: Entry) -> LedgerEvent | None:
     """Return what an entry says about cost and failure; None where it says nothing."""
     event, owner = entry.event, entry.state.owner
     epoch = owner.epoch if owner else entry.epoch  # an owner's own entry still carries the epoch before it
@@ -120,15 +120,15 @@ def happening(entry: Entry) -> Happening | None:
         return _commit(entry, epoch, at_s)
     if event["kind"] == "owner":
         lost = any(words in str(event.get("because")) for words in _LOST)
-        return Happening(what="lost" if lost else "taken", epoch=epoch, at_s=at_s)
+        return LedgerEvent(what="lost" if lost else "taken", epoch=epoch, at_s=at_s)
     if event["kind"] == "note" and event.get("note") == "failure":
-        return Happening(what="failure", epoch=epoch, at_s=at_s)
+        return LedgerEvent(what="failure", epoch=epoch, at_s=at_s)
     return None
 
 
-def summarize(happenings: Iterable[Happening]) -> Observed | None:
+def summarize(events: Iterable[LedgerEvent]) -> Observed | None:
     """Turn what happened, oldest first, into what the cadence decides from; None before the first commit."""
-    known = list(happenings)
+    known = list(events)
     commits = [one for one in known if one.what == "commit"][-_MEASURED:]
     if not commits:
         return None
@@ -142,11 +142,11 @@ def summarize(happenings: Iterable[Happening]) -> Observed | None:
     )
 
 
-def _commit(entry: Entry, epoch: int, at_s: float) -> Happening:
+def _commit(entry: Entry, epoch: int, at_s: float) -> LedgerEvent:
     made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
     cost_s = made.cost_s if made else 0.0  # all that older entries say: a synchronous save waits for its flush
     stall_s, flush_s = _seconds(entry.event, "stall_s"), _seconds(entry.event, "flush_s")
-    return Happening(
+    return LedgerEvent(
         what="commit",
         epoch=epoch,
         at_s=at_s,
@@ -157,30 +157,30 @@ def _commit(entry: Entry, epoch: int, at_s: float) -> Happening:
     )
 
 
-def _trained(happenings: list[Happening]) -> Iterator[tuple[float, Happening, Happening]]:
+def _trained(events: list[LedgerEvent]) -> Iterator[tuple[float, LedgerEvent, LedgerEvent]]:
     """Yield (seconds, from, to) of training that a commit or a noted failure ended.
 
     What was trained between the last commit of an owner and its death is in no entry. Leaving it out makes failures
     look a little more frequent than they are, and saves with them.
     """
-    for before, after in pairwise(happenings):
+    for before, after in pairwise(events):
         if after.epoch == before.epoch and after.what in ("commit", "failure"):
             yield max(0.0, after.at_s - before.at_s), before, after
 
 
-def _failures(happenings: list[Happening]) -> int:
+def _failures(events: list[LedgerEvent]) -> int:
     """Count the failures; one that was noted and then ended its process as well counts once."""
     count, noted = 0, False
-    for one in happenings:
+    for one in events:
         if one.what == "failure" or (one.what == "lost" and not noted):
             count += 1
         noted = one.what == "failure"
     return count
 
 
-def _steps_s(happenings: list[Happening]) -> Iterator[float]:
+def _steps_s(events: list[LedgerEvent]) -> Iterator[float]:
     """Yield how long a step took at most, from commit to commit: whatever else was done meanwhile is in it."""
-    for gap_s, before, after in _trained(happenings):
+    for gap_s, before, after in _trained(events):
         if before.what == after.what == "commit" and after.step > before.step and gap_s > 0:
             yield max(0.0, gap_s - after.stall_s) / (after.step - before.step)
 

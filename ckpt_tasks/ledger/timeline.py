@@ -16,7 +16,7 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.observing import Happening, happening
+from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
 
 __all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline"]
 
@@ -33,7 +33,7 @@ class Moment:
     `what` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that came after
     one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "pruned" or "copied". `at_s` is
     in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came, what failed, which
-    suite. The identities and seconds are a commit's, as in `observing.Happening`.
+    suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`.
     """
 
     what: str
@@ -89,7 +89,7 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
 
 def moment(entry: Entry) -> Moment | None:
     """Return what an entry says of the run's course; None where it says nothing, or not when."""
-    owner, event, timed = entry.state.owner, entry.event, happening(entry)
+    owner, event, timed = entry.state.owner, entry.event, ledger_event(entry)
     at_s = timed.at_s if timed else _seconds(entry.at)
     if at_s is None:
         return None
@@ -125,7 +125,7 @@ def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]
         yield from pool.map(read, numbers)
 
 
-def _commit(entry: Entry, timed: Happening, about: Mapping[str, Any]) -> Moment:
+def _commit(entry: Entry, timed: LedgerEvent, about: Mapping[str, Any]) -> Moment:
     made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
     return Moment(
         **about,

@@ -25,7 +25,7 @@ from ckpt_tasks.reading.leasing import LEASE_S, leased
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.session.local import build_from_seed, find_program
 from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.state.flat import flat
+from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.rng import OwnStreams
 
 __all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]

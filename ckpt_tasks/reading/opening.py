@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.keys import MANIFEST_NAME
@@ -23,7 +23,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import decode, tensor_refs
 from ckpt_tasks.storage.port import ReadableStore
-from ckpt_tasks.storage.rereading import read_good
+from ckpt_tasks.storage.retrying import read_good
 
 __all__ = [
     "READ_BYTES",
@@ -51,7 +51,7 @@ class SavedGroup:
     @cached_property
     def tree(self) -> Any:
         """The tree, decoded; raises IntegrityError where it is none of its kind, or names what the index lacks."""
-        with uncollected():
+        with gc_paused():
             tree = decode(self._manifest.groups[self._name]["tree"])
             check_group(self._name, self.kind, tree)
             tensors = self._index.tensors
@@ -91,7 +91,7 @@ class Opened:
 
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
-    with uncollected():
+    with gc_paused():
         return _open(store, checkpoint)
 
 
@@ -136,7 +136,7 @@ def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
         raise IntegrityError("the header's bytes have changed", key=record.name)
 
 
-@uncollected()
+@gc_paused()
 def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[list[IndexRow]]:
     """Group regions that follow each other in one object into reads of at most `max_bytes`; a larger one is alone."""
     runs: list[list[IndexRow]] = []

@@ -157,7 +157,7 @@ class Run:
         """Commit an evaluation beside its checkpoint; False where this suite has been recorded for it already."""
         if not is_group(suite):
             raise ConfigError(f"{suite!r:.80} is no suite", hint="Use a letter, then letters, digits and underscores.")
-        from ckpt_tasks.state.tables import write_metrics  # brings in pyarrow
+        from ckpt_tasks.format.arrow import write_metrics  # brings in pyarrow
 
         about = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
         data = write_metrics(metrics, about)

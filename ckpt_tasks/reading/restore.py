@@ -94,21 +94,21 @@ def restore_newest(
     A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
     """
     skipped: list[tuple[int, str]] = []
-    for checkpoint, generation in _sources(candidates, in_memory):
+    for checkpoint, cached in _sources(candidates, in_memory):
         try:
-            if generation is None:
+            if cached is None:
                 report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
             else:
                 report = restore_one(
-                    generation.store, checkpoint, state, partial=partial, run_key=run_key, source=generation.tensors
+                    cached.store, checkpoint, state, partial=partial, run_key=run_key, source=cached.tensors
                 )
         except (IntegrityError, ObjectNotFoundError) as error:
-            skipped.append((checkpoint.step, f"{generation.place}: {error}" if generation else str(error)))
+            skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
             continue
         report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
-        _log_restored(report, checkpoint, generation)
-        return checkpoint, report, generation
+        _log_restored(report, checkpoint, cached)
+        return checkpoint, report, cached
     raise NoGoodCheckpointError(
         f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
         reasons=tuple(skipped),
@@ -116,11 +116,11 @@ def restore_newest(
     )
 
 
-def _log_restored(report: RestoreReport, checkpoint: Checkpoint, generation: HostSnapshot | None) -> None:
-    if generation is None:
+def _log_restored(report: RestoreReport, checkpoint: Checkpoint, cached: HostSnapshot | None) -> None:
+    if cached is None:
         place, why = "storage", "this host has no good copy of it"
     else:
-        place = generation.place.removeprefix("in ")
+        place = cached.place.removeprefix("in ")
         why = "storage does not have it yet" if checkpoint.n < 0 else "storage has it too, and would be slower"
     passed = f"; passed over before it: {len(report.skipped)}" if report.skipped else ""
     size_mib = report.size_bytes / 2**20

@@ -12,7 +12,7 @@ import sys
 import weakref
 from typing import Protocol
 
-__all__ = ["end_with_interpreter", "say_lost"]
+__all__ = ["end_with_interpreter", "report_lost"]
 
 
 class Ending(Protocol):
@@ -29,7 +29,7 @@ def end_with_interpreter(ending: Ending) -> None:
     _endings.add(ending)
 
 
-def say_lost(failure: BaseException, *, kept: bool) -> None:
+def report_lost(failure: BaseException, *, kept: bool) -> None:
     """Write on stderr which step is not committed and why; `kept`: its snapshot outlives the process."""
     step = getattr(failure, "step", None)
     then = "the next start on this host can restore it" if kept else "it is lost with this process"

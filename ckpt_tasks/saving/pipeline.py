@@ -20,11 +20,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
-from ckpt_tasks.saving.save import Described, Part, Saving, SupersededError
+from ckpt_tasks.saving.save import PreparedCheckpoint, RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
-from ckpt_tasks.state.niceness import be_nice
+from ckpt_tasks.state.threads import lower_priority
 from ckpt_tasks.storage.progress import watching
 
 __all__ = ["Pipeline", "Snapshot"]
@@ -52,20 +52,20 @@ class Snapshot:
     copy: DeviceCopy | None = None
     taken_s: float = field(default_factory=time.monotonic)
     base: str | None = None
-    described: Described | None = None
+    prepared: PreparedCheckpoint | None = None
     error: BaseException | None = None
     given_up: bool = False
     flushed: bool = False
     known: threading.Event = field(default_factory=threading.Event)
-    digested: SimpleQueue[tuple[Part, Part] | None] = field(default_factory=SimpleQueue)
+    digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
 
-    def description(self) -> Described:
+    def wait_prepared(self) -> PreparedCheckpoint:
         """Wait until the snapshot is digested; raise what went wrong."""
         self.known.wait()
         if self.error is not None:
             raise self.error
-        assert self.described is not None
-        return self.described
+        assert self.prepared is not None
+        return self.prepared
 
 
 class Pipeline:
@@ -191,13 +191,13 @@ class Pipeline:
             if not self._running:
                 threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
                 self._running = True  # until it finds nothing to do
-            about = (snapshot, self._lacking(snapshot.slot))
+            about = (snapshot, self._not_stored(snapshot.slot))
             sealer = threading.Thread(target=self._digest, args=about, name="ckpt-seal", daemon=True)
             sealer.start()
             self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
 
-    def _lacking(self, slot: str) -> Snapshot | None:
+    def _not_stored(self, slot: str) -> Snapshot | None:
         """Return the snapshot in the other slot, unless storage has it: on its way there, or its flush has failed."""
         other = next((one for name, one in self._in_slot.items() if name != slot), self._flushing)
         return None if other is None or other.flushed else other
@@ -231,7 +231,7 @@ class Pipeline:
     # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        be_nice()
+        lower_priority()
         with self._changed:
             pass  # submit() has it
         try:
@@ -251,7 +251,7 @@ class Pipeline:
             self._sealed(snapshot)
 
     def _run(self) -> None:
-        be_nice()
+        lower_priority()
         while True:
             with self._changed:
                 snapshot: Snapshot | None = self._waiting

@@ -23,7 +23,7 @@ import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
@@ -38,21 +38,21 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 
 __all__ = [
-    "Described",
-    "Part",
+    "PreparedCheckpoint",
+    "RankPart",
     "Saving",
     "Stored",
     "SupersededError",
     "check_step",
     "commit",
-    "describe",
     "digest_image",
     "discard",
     "encode_groups",
     "joined",
     "new_attempt",
+    "prepare_checkpoint",
     "reuse",
-    "write_description",
+    "write_index_and_manifest",
 ]
 
 
@@ -65,7 +65,7 @@ class SupersededError(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank wrote of one attempt: its index rows and its objects."""
 
     rank: int
@@ -88,7 +88,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Described:
+class PreparedCheckpoint:
     """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say.
 
     `reuses` names the objects of older attempts that it is made of.
@@ -173,7 +173,7 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
-def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> Part:
+def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
     """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
     name, header = attempt_prefix(attempt) + image.name, image.layout.header
     digests: list[bytes] = []
@@ -181,21 +181,21 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
         if given_up():
             raise SupersededError
         digests.append(digest_bytes(image.bytes[begin:end]))
-    with uncollected():
+    with gc_paused():
         rows = tuple(
             IndexRow(image.group, *spec, box, name, begin, end, digest)
             for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
         )
-    return Part(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+    return RankPart(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
 
 
-def joined(parts: Sequence[Part], rank: int = 0) -> Part:
+def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
     """Make one rank's part of those of its images."""
     rows = tuple(row for part in parts for row in part.rows)
-    return Part(rank, rows, tuple(record for part in parts for record in part.objects))
+    return RankPart(rank, rows, tuple(record for part in parts for record in part.objects))
 
 
-def reuse(part: Part, stored: Stored | None) -> Part:
+def reuse(part: RankPart, stored: Stored | None) -> RankPart:
     """Name the stored object instead of a new one that has the same header and the same regions and digests."""
     (record,) = part.objects
     name = _last(record.name)
@@ -206,11 +206,11 @@ def reuse(part: Part, stored: Stored | None) -> Part:
     same = len(rows) == len(part.rows) and all(
         row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
     )
-    return Part(part.rank, rows, (old,)) if same else part
+    return RankPart(part.rank, rows, (old,)) if same else part
 
 
-@uncollected()
-def describe(saving: Saving, parts: Sequence[Part]) -> Described:
+@gc_paused()
+def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedCheckpoint:
     """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
 
     Raises IntegrityError where a rank or a region is missing and UnsupportedStateError where one would be too large.
@@ -235,15 +235,17 @@ def describe(saving: Saving, parts: Sequence[Part]) -> Described:
         },
     )
     manifest_bytes = manifest.to_bytes()
-    described = Described(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
+    prepared = PreparedCheckpoint(
+        saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes)
+    )
     # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
-    open_checkpoint(_Description(described), described.checkpoint(parent=None, n=0, cost_s=0.0))
-    return described
+    open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
+    return prepared
 
 
-def write_description(store: Store, described: Described) -> None:
+def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
     """Write index and manifest, once every object has its size; everything but the ledger entry is durable then."""
-    manifest = described.manifest
+    manifest = prepared.manifest
     names = [record.name for record in manifest.objects]
     if store.near or len(names) < 2:
         sizes = [*map(store.size, names)]
@@ -252,13 +254,13 @@ def write_description(store: Store, described: Described) -> None:
     for record, size_bytes in zip(manifest.objects, sizes, strict=True):
         if size_bytes != record.size_bytes:
             raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
-    store.put(manifest.index.name, [described.index_bytes])
-    store.put(attempt_prefix(described.saving.attempt) + MANIFEST_NAME, [described.manifest_bytes])
+    store.put(manifest.index.name, [prepared.index_bytes])
+    store.put(attempt_prefix(prepared.saving.attempt) + MANIFEST_NAME, [prepared.manifest_bytes])
 
 
 def commit(
     history: History,
-    described: Described,
+    prepared: PreparedCheckpoint,
     *,
     parent: str | None,
     cost_s: float,
@@ -272,21 +274,21 @@ def commit(
     the old one; after CommitUncertainError nobody can know yet. Whatever it raises, the objects stay: the entry may
     still arrive.
     """
-    manifest = described.manifest
+    manifest = prepared.manifest
     named = {record.name for record in (*manifest.objects, manifest.index)}
 
     def change(state: State, n: int) -> State:
         # What was given up may have left `retired` by now: only a live checkpoint's object is known to stay.
-        gone = named.intersection(state.retired) | {name for name in described.reuses if not state.keeps(name)}
+        gone = named.intersection(state.retired) | {name for name in prepared.reuses if not state.keeps(name)}
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
-        checkpoint = described.checkpoint(parent=parent, n=n, cost_s=cost_s)
+        checkpoint = prepared.checkpoint(parent=parent, n=n, cost_s=cost_s)
         return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
 
     event = {**observed, "kind": "commit", "step": manifest.step}
     if retirement.checkpoints:
         event["retires"] = retirement.checkpoints
-    return history.append(event, change, owner=described.saving.owner)
+    return history.append(event, change, owner=prepared.saving.owner)
 
 
 def discard(store: Store, attempt: Attempt) -> None:
@@ -300,18 +302,18 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-class _Description:
+class _PreparedStore:
     """The index and the manifest of a checkpoint that is not written yet, as a store of these two objects."""
 
     url = ""
     near = True
     gap_bytes = 0
 
-    def __init__(self, described: Described):
-        manifest = described.manifest
+    def __init__(self, prepared: PreparedCheckpoint):
+        manifest = prepared.manifest
         self._objects = {
-            manifest.index.name: described.index_bytes,
-            attempt_prefix(described.saving.attempt) + MANIFEST_NAME: described.manifest_bytes,
+            manifest.index.name: prepared.index_bytes,
+            attempt_prefix(prepared.saving.attempt) + MANIFEST_NAME: prepared.manifest_bytes,
         }
 
     def get(self, name: str, max_bytes: int) -> bytes:
@@ -330,7 +332,7 @@ class _Description:
         return len(self._objects[name])
 
 
-def _combine(parts: Sequence[Part], world_size: int) -> tuple[list[IndexRow], list[ObjectRecord]]:
+def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[list[IndexRow], list[ObjectRecord]]:
     ranks = sorted(part.rank for part in parts)
     if ranks != list(range(world_size)):
         raise IntegrityError(f"ranks {ranks} handed in their parts, 0 to {world_size - 1} were expected")

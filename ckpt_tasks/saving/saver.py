@@ -19,16 +19,16 @@ from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving import save as steps
-from ckpt_tasks.saving.ending import end_with_interpreter, say_lost
+from ckpt_tasks.saving.ending import end_with_interpreter, report_lost
 from ckpt_tasks.saving.listening import Listeners
 from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
+from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.first import FirstCopy
-from ckpt_tasks.snapshot.generations import Generations
 from ckpt_tasks.snapshot.memory import SLOTS, Fill, MemoryDirectory, touch
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.niceness import be_nice
+from ckpt_tasks.state.threads import lower_priority
 from ckpt_tasks.storage.progress import moved
 from ckpt_tasks.upkeep.pruning import Pruner
 
@@ -45,7 +45,7 @@ class Saver:
     known here to have committed a checkpoint; `cadence` the automatic one, from the first step on.
     """
 
-    def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, generations: Generations):
+    def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, cache: SnapshotCache):
         self.parent: Checkpoint | None = None
         self.last_commit: Checkpoint | None = None
         self.known_n = -1
@@ -56,7 +56,7 @@ class Saver:
         pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
         self._owner: Owner | None = None
         self._run_key = ""
-        self._generations = generations
+        self._cache = cache
         self.cadence: LearningCadence | None = None
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
@@ -130,7 +130,7 @@ class Saver:
         slot = self._pipeline.take_slot()
         images, filled = self._images(slot, captured)
         self._early = step == 0
-        self._generations.memory.unseal(slot)
+        self._cache.memory.unseal(slot)
         copy = None if filled else images.fill(captured.tensors, self._devices)
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
@@ -163,7 +163,7 @@ class Saver:
         if not done:
             raise self._pipeline.stuck_error()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
         self._pipeline.wait()
 
@@ -177,23 +177,23 @@ class Saver:
                 if owner is not None:
                     self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
             except FencedError:
-                self._generations.close(keep=False)  # what a fenced process has in memory is no part of the run
+                self._cache.close(keep=False)  # what a fenced process has in memory is no part of the run
         return True
 
     def end(self) -> None:
         """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
         self._pruner.cancel(0)
-        kept = isinstance(self._generations.memory, MemoryDirectory) or self._generations.copies is not None
+        kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
         try:
             done = self._pipeline.end()
             failure = self._pipeline.take_failure()
             if failure is not None or not done:
-                say_lost(failure or self._pipeline.stuck_error(), kept=kept)
+                report_lost(failure or self._pipeline.stuck_error(), kept=kept)
             self._pruner.cancel(_END_S)
             self.release()
         except KeyboardInterrupt:
             if left := self._pipeline.under_way:
-                say_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
+                report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
@@ -236,21 +236,21 @@ class Saver:
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
             self._plan = plan_snapshot(captured.tensors, captured.frozen)
-            self._generations.make_room(sum(self._plan.sizes.values()))
+            self._cache.make_room(sum(self._plan.sizes.values()))
         return self._plan
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
         """Return a slot's images, made if need be; for whoever holds `_taking`."""
         found = self._sets.get(slot)
         if found is None:
-            found = self._sets[slot] = ImageSet(plan, self._generations.take(slot, plan.sizes, fill))
+            found = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))
             for image in found.images:
                 if image.name in plan.devices:
                     self._devices.pin(image.buffer, image, plan.devices[image.name])
         return found
 
     def _take_ahead(self, slot: str) -> None:
-        be_nice()
+        lower_priority()
         found: tuple[Image, ...] = ()
         with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
             if (plan := self._plan) is not None:  # it may have been forgotten, or another one be there by now
@@ -263,26 +263,26 @@ class Saver:
             parent = self.parent
             snapshot.base = parent.manifest_digest if parent is not None else None
         base = self._stored_of(parent)
-        found: list[steps.Part] = []
+        found: list[steps.RankPart] = []
         for image in snapshot.images.images:
             part = steps.digest_image(snapshot.saving.attempt, image, lambda: snapshot.given_up)
             found.append(steps.reuse(part, base))
             snapshot.digested.put((part, found[-1]))  # the flush has been waiting for it
-        described = steps.describe(snapshot.saving, [steps.joined(found)])
-        in_flight = before.described.digest if before is not None and before.described is not None else None
-        seal = self._seal_of(snapshot, described, in_flight)
-        snapshot.described = described
-        files = {INDEX_NAME: described.index_bytes, MANIFEST_NAME: described.manifest_bytes}
+        prepared = steps.prepare_checkpoint(snapshot.saving, [steps.joined(found)])
+        in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
+        seal = self._seal_of(snapshot, prepared, in_flight)
+        snapshot.prepared = prepared
+        files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
         try:
-            self._generations.memory.seal(snapshot.slot, files, seal.to_bytes())
+            self._cache.memory.seal(snapshot.slot, files, seal.to_bytes())
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", snapshot.saving.attempt.step, error)
 
-    def _seal_of(self, snapshot: Snapshot, described: steps.Described, in_flight: str | None) -> Seal:
+    def _seal_of(self, snapshot: Snapshot, prepared: steps.PreparedCheckpoint, in_flight: str | None) -> Seal:
         newest = self.parent.manifest_digest if self.parent else None
         return Seal(
             run_key=snapshot.saving.run_key,
-            checkpoint=described.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
+            checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
             newest=newest,
             in_flight=in_flight,
         )
@@ -308,8 +308,8 @@ class Saver:
         self.listeners.committed(saved, time.monotonic() - snapshot.taken_s)
         if self.cadence is not None:
             self.cadence.learn(entry)
-        if self._generations.copies is not None:
-            self._generations.copies.retain(entry.state.live)
+        if self._cache.copies is not None:
+            self._cache.copies.retain(entry.state.live)
         self._pruner.follow(snapshot.saving.owner, entry.state)
 
     def _save(self, snapshot: Snapshot) -> Entry:
@@ -319,7 +319,7 @@ class Saver:
         check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
         try:
             self._copy(snapshot)
-            described = self._write(snapshot, state)
+            prepared = self._write(snapshot, state)
         except CkptError:
             with suppress(StoreError):  # a new owner sweeps what it finds of ours: then that is the reason
                 check_owner(self._history.head().state.owner, snapshot.saving.owner)
@@ -327,36 +327,36 @@ class Saver:
             raise
         superseded = self._pipeline.superseded
         parent = self.parent.manifest_digest if self.parent else None
-        new = described.checkpoint(parent=parent, n=head.next_n, cost_s=snapshot.stall_s)
+        new = prepared.checkpoint(parent=parent, n=head.next_n, cost_s=snapshot.stall_s)
         retirement = self._pruner.with_commit(state, new)
         flush_s = round(time.monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
         entry = steps.commit(
-            self._history, described, parent=parent, cost_s=snapshot.stall_s, retirement=retirement, observed=observed
+            self._history, prepared, parent=parent, cost_s=snapshot.stall_s, retirement=retirement, observed=observed
         )
         self._pipeline.told(superseded)
         self._pruner.deleted -= retirement.deleted
         self._stored = (
             entry.state.live[-1].manifest_digest,
-            steps.Stored.of(described.manifest.objects, described.rows),
+            steps.Stored.of(prepared.manifest.objects, prepared.rows),
         )
         return entry
 
     def _copy(self, snapshot: Snapshot) -> None:
         """Write the snapshot to the local directory, where there is one; what fails there is said, and no more."""
-        copies = self._generations.copies
+        copies = self._cache.copies
         if copies is None:
             return
-        described = snapshot.description()
+        prepared = snapshot.wait_prepared()
         images = {image.name: image.bytes for image in snapshot.images.images}
-        objects = {one.name: images[one.name.rpartition("/")[2]] for one in described.manifest.objects}
-        index = described.manifest.index.name, described.index_bytes
+        objects = {one.name: images[one.name.rpartition("/")[2]] for one in prepared.manifest.objects}
+        index = prepared.manifest.index.name, prepared.index_bytes
         try:
-            copies.write(objects, index, described.manifest_bytes, self._seal_of(snapshot, described, None))
+            copies.write(objects, index, prepared.manifest_bytes, self._seal_of(snapshot, prepared, None))
         except StoreError as error:
             _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
-    def _write(self, snapshot: Snapshot, state: State) -> steps.Described:
+    def _write(self, snapshot: Snapshot, state: State) -> steps.PreparedCheckpoint:
         store, prefix = self._history.store, attempt_prefix(snapshot.saving.attempt)
         parts, as_planned = [], True
         for image in snapshot.images.images:
@@ -370,11 +370,11 @@ class Saver:
                 found = part
                 store.put(prefix + image.name, [image.bytes])
             parts.append(found)
-        described = snapshot.description()
+        prepared = snapshot.wait_prepared()
         if not as_planned:  # an object that was to be reused has been given up since
-            described = steps.describe(snapshot.saving, [steps.joined(parts)])
-        steps.write_description(store, described)
-        return described
+            prepared = steps.prepare_checkpoint(snapshot.saving, [steps.joined(parts)])
+        steps.write_index_and_manifest(store, prepared)
+        return prepared
 
     def _stored_of(self, parent: Checkpoint | None) -> steps.Stored | None:
         """Return what the checkpoint before is made of; None where there is none, or it cannot be read."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.state.flat import flat
+from ckpt_tasks.state.groups import flat
 
 __all__ = ["Settings", "alike", "apply_settings", "changed_settings", "settings_of"]
 

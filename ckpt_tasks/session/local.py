@@ -18,8 +18,8 @@ from ckpt_tasks.session.forked import params_before_fork, params_of, record_prog
 from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.session.parameters import params_before
 from ckpt_tasks.session.session import Progress, watcher
-from ckpt_tasks.state.flat import objects_of
-from ckpt_tasks.state.rng import seed_streams, undisturbed
+from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.state.rng import preserved_rng, seed_streams
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
 
@@ -237,7 +237,7 @@ class LocalSession(StateSession):
 
     def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
         """Build the program with the parameters of before, too: what they set is seen in no other way."""
-        with undisturbed():
+        with preserved_rng():
             try:
                 before = params_before(find_program(self._name), recorded, self._params)
                 found = settings_of(build_program(self._name, before).state)

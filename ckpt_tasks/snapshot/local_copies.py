@@ -2,7 +2,7 @@
 
 The directory holds copies under the names that the objects have in the store, and a seal for every checkpoint that is
 whole. It has no ledger: what is committed, and what follows what, the store's ledger alone says, as for snapshots in
-memory (`generations`). Unlike those, copies survive the host.
+memory (`cache`). Unlike those, copies survive the host.
 
 Invariants
 

@@ -77,7 +77,7 @@ class SnapshotMemory(Protocol):
     def unseal(self, slot: str) -> None:
         """Say that a slot's images are about to change."""
 
-    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
         """Say that a slot's images are complete: keep what describes them, and the seal last."""
 
     def close(self, *, keep: bool) -> None:
@@ -105,7 +105,7 @@ class PrivateMemory:
     def unseal(self, slot: str) -> None:
         """Do nothing: nobody else can look."""
 
-    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
         """Do nothing: nobody else can look."""
 
     def close(self, *, keep: bool) -> None:
@@ -168,10 +168,10 @@ class MemoryDirectory:
         except OSError as error:
             raise StoreError(f"the seal in {directory} cannot be taken away: {error.strerror}") from error
 
-    def seal(self, slot: str, described: dict[str, bytes], seal: bytes) -> None:
+    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
         directory = self._slot(slot)
         try:
-            for name, data in described.items():
+            for name, data in files.items():
                 _write_new(directory / name, data)
             # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
             temporary = directory / f".{SEAL_NAME}"

@@ -13,11 +13,11 @@ from operator import eq
 
 import torch
 
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
-from ckpt_tasks.state.copying import LARGE_BYTES, Move, copy_tensors
+from ckpt_tasks.state.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
 
 __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
@@ -63,14 +63,14 @@ class Image:
 class ImageSet:
     """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
 
-    @uncollected()
+    @gc_paused()
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
         self._devices = bool(plan.devices)
         self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 
-    @uncollected()
+    @gc_paused()
     def fill(self, tensors: Mapping[str, torch.Tensor], devices: Devices) -> DeviceCopy | None:
         """Copy captured tensors to their places: those of the host now, those of devices in the order of their streams.
 
@@ -106,7 +106,7 @@ def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = fro
     )
 
 
-@uncollected()
+@gc_paused()
 def plan_snapshot(
     tensors: Mapping[str, torch.Tensor],
     frozen: frozenset[str] = frozenset(),

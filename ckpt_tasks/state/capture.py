@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from ckpt_tasks.format.gc_pause import uncollected
-from ckpt_tasks.state.flat import flat
-from ckpt_tasks.state.kinds import kind_of, modules_of
+from ckpt_tasks.format.gc_pause import gc_paused
+from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names, takes_part, unwrapped
 from ckpt_tasks.state.optimizers import capture_optimizer, is_ordinary
 from ckpt_tasks.state.owners import refuse_copies_of_state
 from ckpt_tasks.state.restore_parts import Captured, GroupState
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
-from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, undisturbed
+from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, preserved_rng
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
@@ -42,11 +41,11 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     tensors = TensorSet()
     found: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
-    with uncollected():
+    with gc_paused():
         parameters = named_parameters(modules_of(state))
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
-            with undisturbed() if may_draw(state[name]) else nullcontext():
+            with preserved_rng() if may_draw(state[name]) else nullcontext():
                 found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:

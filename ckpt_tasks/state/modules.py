@@ -19,7 +19,7 @@ from torch import nn
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Guard, Maker
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
 from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
@@ -96,7 +96,7 @@ class ModulePart:
         self._owners = {_bare(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
         taking_part = any(takes_part(module) for module in self._module.modules())
-        self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
+        self.guard = Rollback(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Guard, Maker
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
 from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
@@ -81,7 +81,7 @@ class OptimizerPart:
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
-        self.guard = None if is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
+        self.guard = None if is_ordinary(optimizer) else Rollback(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
         """Compare which parameters there are, in which group each is, and the shapes that no module answers for."""

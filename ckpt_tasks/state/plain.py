@@ -20,7 +20,7 @@ from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.owners import belongs_to_another, refuse_copies_of_state
-from ckpt_tasks.state.restore_parts import Differences, Guard, Maker, Stored
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, Stored
 from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
 from ckpt_tasks.state.values import DICTS, REFILLED, array_view, is_scalar, pack, unpack_key
@@ -35,7 +35,7 @@ _Place = tuple[Any, ...]  # the group's name, then keys and indices
 class PlainPart:
     """Restore one plain value of a state."""
 
-    guard: Guard | None = None
+    guard: Rollback | None = None
 
     def __init__(self, state: Mapping[str, Any], name: str, tree: Any, copies: Copies):
         self._state = state

@@ -18,8 +18,8 @@ __all__ = [
     "Captured",
     "Differences",
     "GroupState",
-    "Guard",
-    "Part",
+    "RestorePart",
+    "Rollback",
     "Saved",
     "Stored",
     "needed_keys",
@@ -96,7 +96,7 @@ class Differences:
             )
 
 
-class Part(Protocol):
+class RestorePart(Protocol):
     """The restore of one group.
 
     `compare` notes every difference, before a tensor is read. `prepare` makes what has to be made, whose values come
@@ -104,14 +104,14 @@ class Part(Protocol):
     `guard`, to be undone when it raises.
     """
 
-    guard: Guard | None
+    guard: Rollback | None
 
     def compare(self, differences: Differences) -> None: ...
     def prepare(self, source: TensorSource) -> None: ...
     def write(self) -> None: ...
 
 
-class Guard:
+class Rollback:
     """Keep a copy of the state of an object whose load_state_dict may raise half-way."""
 
     def __init__(self, target: Any, group: str, state: Any):

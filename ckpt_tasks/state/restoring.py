@@ -19,15 +19,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.flat import flat
-from ckpt_tasks.state.kinds import kind_of, modules_of
+from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
-from ckpt_tasks.state.restore_parts import Differences, Guard, Maker, Part, Saved, Stored, needed_keys
-from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, undisturbed
+from ckpt_tasks.state.restore_parts import Differences, Maker, RestorePart, Rollback, Saved, Stored, needed_keys
+from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, preserved_rng
 from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.values import unpack
 
@@ -42,7 +41,7 @@ class RestorePlan:
     `keys` are the full keys of the tensors that it needs.
     """
 
-    def __init__(self, parts: Mapping[str, Part], keys: frozenset[str], copies: Copies):
+    def __init__(self, parts: Mapping[str, RestorePart], keys: frozenset[str], copies: Copies):
         self.keys = keys
         self._parts = dict(parts)
         self._copies = copies
@@ -54,7 +53,7 @@ class RestorePlan:
         values do not fit or are damaged; the target is as it was then. A plan is applied once.
         """
         parts, self._parts = self._parts, {}  # they hold what they made
-        with undisturbed(), uncollected():
+        with preserved_rng(), gc_paused():
             for part in parts.values():
                 part.prepare(source)
             self._copies.prepare(source)
@@ -68,7 +67,7 @@ class RestorePlan:
             parts[RNG].write()
 
 
-def _write_guarded(parts: Mapping[str, Part]) -> None:
+def _write_guarded(parts: Mapping[str, RestorePart]) -> None:
     guarded = [(name, part, part.guard) for name, part in parts.items() if part.guard is not None]
     for _, _, guard in guarded:
         guard.keep()
@@ -86,7 +85,7 @@ def _write_guarded(parts: Mapping[str, Part]) -> None:
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
 
 
-def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
+def _undo_all(guards: list[tuple[str, Rollback]]) -> list[str]:
     faults = []
     for name, guard in guards:
         try:
@@ -124,7 +123,7 @@ def plan_restore(
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
     copies = Copies()
-    with undisturbed(), uncollected():
+    with preserved_rng(), gc_paused():
         try:
             parts = _parts(state, wanted, differences, copies)
         except UnsupportedStateError as error:
@@ -141,9 +140,9 @@ def plan_restore(
 
 def _parts(
     state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, copies: Copies
-) -> dict[str, Part]:
+) -> dict[str, RestorePart]:
     names = parameter_names(named_parameters(modules_of(state)))
-    parts: dict[str, Part] = {}
+    parts: dict[str, RestorePart] = {}
     for name, group in groups.items():
         if name == RNG:
             parts[RNG] = StreamsPart(group.tree)
@@ -174,7 +173,7 @@ class StatefulPart:
         self._tree = tree
         self._live = target.state_dict()
         self._value: Any = None
-        self.guard: Guard | None = Guard(target, name, self._live)
+        self.guard: Rollback | None = Rollback(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
         """Compare nothing but a GradScaler that is on with one that is off: it would ignore the state silently."""

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.restore_parts import Differences, Guard
+from ckpt_tasks.state.restore_parts import Differences, Rollback
 from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
@@ -30,8 +30,8 @@ __all__ = [
     "capture_generator",
     "capture_streams",
     "current_streams",
+    "preserved_rng",
     "seed_streams",
-    "undisturbed",
 ]
 
 RNG = "rng"  # the group of the process's streams
@@ -39,7 +39,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Put every stream of the process back to where it was, for code of others that may draw from one.
 
     What other threads draw meanwhile, they draw once more: keep it to the code that needs it.
@@ -110,7 +110,7 @@ def _tree(generator: Any, state: Any, path: str, tensors: TensorSet) -> dict[str
 class GeneratorPart:
     """Restore one generator."""
 
-    guard: Guard | None = None
+    guard: Rollback | None = None
 
     def __init__(self, generator: Any, path: str, tree: Any):
         self._generator = generator
@@ -142,7 +142,7 @@ class GeneratorPart:
 class StreamsPart:
     """Restore the streams of the process; one for a device that is not here is an error, one not stored stays."""
 
-    guard: Guard | None = None
+    guard: Rollback | None = None
 
     def __init__(self, tree: Any):
         if type(tree) is not dict or not {"python", "numpy", "torch"} <= tree.keys():

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef, new_ref
-from ckpt_tasks.state.copying import copy_tensors
+from ckpt_tasks.state.memcpy import copy_tensors
 
 __all__ = [
     "DTYPES",

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from ckpt_tasks.state.capture import may_draw
-from ckpt_tasks.state.flat import flat
 from ckpt_tasks.state.gradients import Gradients
-from ckpt_tasks.state.kinds import kind_of
-from ckpt_tasks.state.rng import undisturbed
+from ckpt_tasks.state.groups import flat, kind_of
+from ckpt_tasks.state.rng import preserved_rng
 
 __all__ = ["warn_of_unsaved"]
 
@@ -41,7 +40,7 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
         )
     for name, value in flat(state).items():
-        with undisturbed() if may_draw(value) else nullcontext():
+        with preserved_rng() if may_draw(value) else nullcontext():
             nothing = (name, type(value)) not in _empty and _saves_nothing(value)
         if nothing:
             _empty.add((name, type(value)))

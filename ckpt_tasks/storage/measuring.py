@@ -46,14 +46,14 @@ class _StoppedError(Exception):
 
 
 def measure(
-    store: Store, *, large_bytes: int = _LARGE_BYTES, told: Callable[[str], None] = lambda doing: None
+    store: Store, *, large_bytes: int = _LARGE_BYTES, on_progress: Callable[[str], None] = lambda doing: None
 ) -> Findings:
-    """Try a store and measure it; `told` hears what is being done.
+    """Try a store and measure it; `on_progress` hears what is being done.
 
     Ctrl-C ends it between two requests; what was written is deleted then as well. Directories above a local place
     that were not there are removed. Raises ConfigError where the store cannot be used at all.
     """
-    trial = _Trial(store, large_bytes, told)
+    trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
         running = thread.submit(trial.run)
         try:
@@ -69,13 +69,13 @@ def measure(
 class _Trial:
     """One round of everything; `place` is where it happens."""
 
-    def __init__(self, store: Store, large_bytes: int, told: Callable[[str], None]):
+    def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
         self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # for what is asked once and has to be known
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
-        self._told = told
+        self._on_progress = on_progress
         self._written: list[str] = []
         self._abilities: dict[str, Ability] = {}
         self._latencies: dict[str, Latency] = {}
@@ -299,7 +299,7 @@ class _Trial:
 
     def _doing(self, what: str) -> None:
         self._pause()
-        self._told(what)
+        self._on_progress(what)
 
     def _pause(self) -> None:
         if self.stop.is_set():
@@ -307,7 +307,7 @@ class _Trial:
 
     def _tidy(self, made: Sequence[Path]) -> tuple[str, ...]:
         """Delete what was written, and the directories that were made for it; return what is still there."""
-        self._told("tidying up")
+        self._on_progress("tidying up")
         left = list(self._written)
         for name in self._written:
             try:

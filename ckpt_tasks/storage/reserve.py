@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import is_live_list, parse_ledger_name
-from ckpt_tasks.storage.links import unlinked
+from ckpt_tasks.storage.local_fs import unlinked
 
 __all__ = ["Reserve"]
 

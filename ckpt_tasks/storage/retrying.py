@@ -19,12 +19,14 @@ from typing import TypeVar
 
 import tenacity
 
-from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.answers import is_expired
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.storage.wrapping import WrappedStore, unwrapped
 
-__all__ = ["RetryingStore", "send_part"]
+__all__ = ["RetryingStore", "read_good", "send_part"]
+
+_T = TypeVar("_T")
 
 _DEADLINE_S = 120.0  # from a request's first failure on; beyond it the store is down, and the caller's policy speaks
 _FIRST_S = 0.2
@@ -32,8 +34,9 @@ _MOST_S = 10.0
 _QUIET_TRIES = 2  # a refusal or two is an ordinary day
 _PART_TRIES = 5
 _LOOK_BYTES = 16 << 20
+_READS = 3
+_PAUSE_S = 0.1
 
-_T = TypeVar("_T")
 _log = logging.getLogger("ckpt_tasks")
 _dice = random.SystemRandom()
 
@@ -151,3 +154,18 @@ def _is_transient(error: BaseException) -> bool:
 
 def _was_refused(error: BaseException) -> bool:
     return isinstance(error, StoreError) and error.refused
+
+
+def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:
+    """Return what `read` reads and verifies, at the third try at the latest.
+
+    `listed`: the object is known to be there, so that a store which does not find it is asked again as well.
+    """
+    again = (IntegrityError, ObjectNotFoundError) if listed else (IntegrityError,)
+    for _ in range(_READS - 1):
+        try:
+            return read()
+        except again:
+            if not store.near:
+                time.sleep(_PAUSE_S)
+    return read()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Generic, TypeVar
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
@@ -24,7 +25,7 @@ from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.upkeep.background import Background, CancelledWorkError
+from ckpt_tasks.state.threads import lower_priority
 from ckpt_tasks.upkeep.upkeep import (
     Retirement,
     delete_retired,
@@ -35,11 +36,12 @@ from ckpt_tasks.upkeep.upkeep import (
     verify_checkpoint,
 )
 
-__all__ = ["Pruner"]
+__all__ = ["Background", "CancelledWorkError", "Pruner"]
 
 _MOST_ORPHANS = 20_000  # in one entry, of 100 bytes each; the next prune takes more
 _MOST_NOTES = 16  # of saves that failed one after the other; the log has all
 _log = logging.getLogger("ckpt_tasks")
+_T = TypeVar("_T")
 
 
 class Pruner:
@@ -232,3 +234,64 @@ def is_older(name: str, epoch: int) -> bool:
     """Say whether an object's name is an attempt's of an owner before `epoch`."""
     attempt = parse_attempt(name)
     return attempt is not None and attempt.epoch < epoch
+
+
+class CancelledWorkError(Exception):
+    """The work is not wanted any more; only the thread that did it sees this."""
+
+
+class Background(Generic[_T]):
+    """Run `work` for the newest request, in a daemon thread that ends when there is none.
+
+    `work` calls `check` wherever it can stop.
+    """
+
+    def __init__(self, work: Callable[[_T], None], name: str):
+        self._work = work
+        self._name = name
+        self._changed = threading.Condition()
+        self._requested: list[_T] = []
+        self._running = False
+        self._cancelled = False
+
+    def request(self, argument: _T) -> None:
+        """Have the work done soon; a request that still waits is dropped for this one."""
+        with self._changed:
+            self._requested = [argument]
+            if not self._running:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._running = True
+
+    def check(self) -> None:
+        """Raise CancelledWorkError if the work that runs was cancelled."""
+        if self._cancelled:
+            raise CancelledWorkError
+
+    def finish(self, limit_s: float) -> None:
+        """Wait until nothing is left to do, at most `limit_s`; then cancel what is left."""
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._running, limit_s):
+                return
+        self.cancel(0)
+
+    def cancel(self, limit_s: float) -> None:
+        """Drop what waits, cancel what runs, and wait at most `limit_s` for its end."""
+        with self._changed:
+            self._requested = []
+            self._cancelled = self._running
+            self._changed.wait_for(lambda: not self._running, limit_s)
+
+    def _run(self) -> None:
+        lower_priority()
+        while True:
+            with self._changed:
+                if not self._requested:
+                    self._running = self._cancelled = False
+                    self._changed.notify_all()
+                    return
+                argument = self._requested.pop()
+                self._cancelled = False
+            try:
+                self._work(argument)
+            except CancelledWorkError:
+                continue

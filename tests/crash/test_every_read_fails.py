@@ -20,7 +20,7 @@ from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.storage import local_errors
+from ckpt_tasks.storage import local_fs
 from ckpt_tasks.storage.local import Calls, LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
@@ -32,7 +32,7 @@ STEPS = [2, 3]  # of the base; the policy keeps two, so the save of step 4 retir
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read again at once: thousands of reads fail here."""
-    monkeypatch.setattr(local_errors, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(local_fs, "_PAUSES_S", (0.0, 0.0))
 
 
 @pytest.fixture(scope="module")

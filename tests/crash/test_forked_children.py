@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.fetch import StoredTensors
-from ckpt_tasks.snapshot.generations import MappedTensors
+from ckpt_tasks.snapshot.cache import MappedTensors
 from ckpt_tasks.snapshot.memory import MemoryDirectory
 from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
@@ -50,7 +50,7 @@ LAST = 4
 SAVING: dict[str, Phase] = {
     "copy": ("ckpt_tasks.snapshot.snapshot", "copy_tensors"),
     "digest": ("ckpt_tasks.saving.save", "digest_image"),
-    "describe": ("ckpt_tasks.saving.save", "describe"),
+    "prepare_checkpoint": ("ckpt_tasks.saving.save", "prepare_checkpoint"),
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),

@@ -39,7 +39,7 @@ def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
     ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
     for step in range(good + 1, bad + 1):
         ckpt.step(step, state_of(step, SIZE))
-        ckpt._saver.settle()  # it has failed before the next one is taken
+        ckpt._saver.wait_idle()  # it has failed before the next one is taken
     die(ckpt)
 
 

@@ -177,7 +177,7 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
         time.sleep(0.01)
     assert ckpt._heartbeat is not None
     ckpt._heartbeat.stop()
-    ckpt._generations.close(keep=True)
+    ckpt._cache.close(keep=True)
     restored, source, _ = _train(run_dir, memory, 0)
     calls.over.set()
     assert restored == 3
@@ -264,7 +264,7 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memor
     assert gone == [1, 1, 1, 1]
     assert ckpt._heartbeat is not None
     ckpt._heartbeat.stop()
-    ckpt._generations.close(keep=True)
+    ckpt._cache.close(keep=True)
 
 
 def test_two_runs_on_one_host_do_not_meet(run_dir: Path, memory: Path, stuck: Stuck, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P33: while one process holds the slots another one, which took the run over, uses its own memory and says so."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.generations.default_directory", lambda size_bytes: memory)
+    monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     first = Checkpointer(config)
     first.step(1, state_of(1, SIZE))
@@ -342,8 +342,8 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     assert "of this process holds" in caplog.text
     second.step(2, state_of(2, SIZE))
     second.close()
-    first._saver.settle()
-    first._generations.close(keep=False)
+    first._saver.wait_idle()
+    first._cache.close(keep=False)
     assert _committed(run_dir) == [1, 2]
 
 
@@ -359,7 +359,7 @@ def test_without_room_private_memory_is_used(
     if mounted.returncode != 0:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        monkeypatch.setattr("ckpt_tasks.snapshot.generations.default_directory", lambda size_bytes: small)
+        monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: small)
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)) as ckpt:
             ckpt.step(1, {"x": torch.ones(1 << 20)})
             ckpt.step(2, {"x": torch.full((1 << 20,), 2.0)})

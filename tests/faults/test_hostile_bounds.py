@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import index, manifest, parsing
-from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
 from ckpt_tasks.format.index import IndexRow, write_index
@@ -26,7 +26,6 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.regions import Box, blocks
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
-from ckpt_tasks.state.tables import read_metrics, write_metrics
 from tests.unit.indexes import indexed
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"

@@ -201,6 +201,6 @@ def test_a_number_far_off_costs_no_reads(h: Hostile) -> None:
         there.put_entry(body, root / ledger_name(body["n"]))
     h.change_entry(lambda body: body["state"]["live"].pop(0))  # it is looked for in all older entries
     source, target = Counting(LocalStore(h.root)), Counting(LocalStore(h.outside / "backup"))
-    assert plan_sync(Run(History(source), "run"), target).lacking.missing
+    assert plan_sync(Run(History(source), "run"), target).diff.missing
     assert source.asked + target.asked < 60
     assert [entry.n for entry, _ in newest_first(History(source))][:2] == [10**15, before]

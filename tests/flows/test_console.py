@@ -182,7 +182,7 @@ def test_sigterm_in_a_step_commits_that_step(served: Runs, tmp_path: Path) -> No
 
 
 def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
-    """P33: a second process ends with one line and 1, and the first one trains on undisturbed."""
+    """P33: a second process ends with one line and 1, and the first one trains on preserved_rng."""
     first = served.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.05}')
     served.wait_for_step(10)
     status, said = served.finish("--steps", "9999")

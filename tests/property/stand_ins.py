@@ -29,7 +29,7 @@ from ckpt_tasks.state import capture as capturing
 from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep import background, pruning, upkeep
+from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.schedules import Schedule
 
 __all__ = ["Threads", "clock", "put_in"]
@@ -43,7 +43,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
         patch.setattr(module, "time", clock(schedule))
     for module in (history, ownership, reading, save):
         patch.setattr(module, "secrets", names)
-    for module in (background, ownership, pipeline, pruning, saver):
+    for module in (ownership, pipeline, pruning, saver):
         patch.setattr(module, "threading", threads)
     patch.setattr(history, "datetime", SimpleNamespace(now=partial(_now, schedule)))
     # Every process lives on a host of its own, or they would be told from each other by a number that is the test's.
@@ -52,8 +52,8 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(history, "_dice", schedule.rng)
     # What a dataclass makes by default was bound when the class was made.
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
-    for module in (background, pipeline, saver):
-        patch.setattr(module, "be_nice", lambda: None)  # it would be the test's own thread
+    for module in (pipeline, pruning, saver):
+        patch.setattr(module, "lower_priority", lambda: None)  # it would be the test's own thread
     patch.setattr(saver, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
     patch.setattr(checkpointer, "find_place", lambda *_: SimpleNamespace(open=store, single_writer=False))
     # The random streams of this process are not those of the simulated ones, and need no guard.
@@ -63,7 +63,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(upkeep, "READ_BYTES", 1 << 16)
     patch.setattr(ownership, "_POLL_S", 5.0)  # who waits asks less often
     for module in (capturing, restoring):
-        patch.setattr(module, "undisturbed", nullcontext)
+        patch.setattr(module, "preserved_rng", nullcontext)
     # What is read over and over is parsed once, and what is written is not copied before: nobody changes either.
     patch.setattr(Entry, "from_bytes", staticmethod(lru_cache(Entry.from_bytes)))
     patch.setattr(opening, "read_index", lru_cache(read_index))

@@ -118,7 +118,7 @@ def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
 def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
     def commit(
         history: History,
-        described: save.Described,
+        prepared: save.PreparedCheckpoint,
         *,
         parent: str | None,
         cost_s: float,
@@ -126,11 +126,11 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
         observed: Mapping[str, object],
     ) -> Entry:
         def change(state: State, n: int) -> State:
-            checkpoint = described.checkpoint(parent=parent, n=n, cost_s=cost_s)
+            checkpoint = prepared.checkpoint(parent=parent, n=n, cost_s=cost_s)
             return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
 
-        event = {**observed, "kind": "commit", "step": described.manifest.step}
-        return history.append(event, change, owner=described.saving.owner)
+        event = {**observed, "kind": "commit", "step": prepared.manifest.step}
+        return history.append(event, change, owner=prepared.saving.owner)
 
     patch.setattr(save, "commit", commit)
 
@@ -167,11 +167,11 @@ def attempts_of_the_present_owner_are_swept(patch: pytest.MonkeyPatch, schedule:
 def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
     commit = save.commit
 
-    def tidy(history: History, described: save.Described, **options: Any) -> Entry:
+    def tidy(history: History, prepared: save.PreparedCheckpoint, **options: Any) -> Entry:
         try:
-            return commit(history, described, **options)
+            return commit(history, prepared, **options)
         except (StoreError, CommitUncertainError):
-            save.discard(history.store, described.saving.attempt)
+            save.discard(history.store, prepared.saving.attempt)
             raise
 
     patch.setattr(save, "commit", tidy)

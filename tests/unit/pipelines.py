@@ -71,7 +71,7 @@ def die(ckpt: Checkpointer) -> None:
     assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
     assert ckpt._heartbeat is not None
     ckpt._heartbeat.stop()
-    ckpt._generations.close(keep=True)  # what the kernel does with the lock of a process that is gone
+    ckpt._cache.close(keep=True)  # what the kernel does with the lock of a process that is gone
 
 
 def committed(run_dir: Path) -> list[int]:

@@ -166,7 +166,7 @@ def snapshots(memory: Path) -> list[Path]:
 
 def test_the_snapshots_in_memory_go_too(run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P67: what a run that ended badly left in the default memory directory is freed; a dry run leaves it."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.generations.default_directory", lambda size_bytes: memory)
+    monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
     left_in_memory(run_dir, "auto")
     assert snapshots(memory) != []
     assert ckpt("prune", run_dir, "--dry-run").status == 0

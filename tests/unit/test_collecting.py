@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.gc_pause import uncollected
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.capture import capture
 from tests.unit.roundtrip import restore, save
 
@@ -60,7 +60,7 @@ def test_a_child_that_is_forked_during_a_pause_has_its_garbage_collector() -> No
     paused, done = threading.Event(), threading.Event()
 
     def pause() -> None:
-        with uncollected():
+        with gc_paused():
             paused.set()
             done.wait(60)
 

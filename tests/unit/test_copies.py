@@ -149,7 +149,7 @@ def test_a_full_disk_costs_the_copy_and_not_the_checkpoint(
     def full(name: str, body: Any) -> None:
         raise StoreError("No space left on device", key=name)
 
-    copies = ckpt._generations.copies
+    copies = ckpt._cache.copies
     assert copies is not None
     monkeypatch.setattr(copies.store, "put", full)
     assert ckpt.save(2, state(2.0)).step == 2

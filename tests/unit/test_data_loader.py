@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.data import ResumableSampler
+from ckpt_tasks.state.sampler import ResumableSampler
 
 WORKERS: list[dict[str, Any]] = [
     {"num_workers": 0},

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.state.order import Permutation
+from ckpt_tasks.state.sampler import Permutation
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1023, 1024, 1025, 4097])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.format.tree import decode, encode
-from ckpt_tasks.state.data import ResumableSampler
+from ckpt_tasks.state.sampler import ResumableSampler
 from tests.unit.roundtrip import restore, save
 
 

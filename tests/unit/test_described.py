@@ -10,13 +10,21 @@ import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.saving import save
-from ckpt_tasks.saving.save import Described, Part, Saving, describe, digest_image, encode_groups, joined
+from ckpt_tasks.saving.save import (
+    PreparedCheckpoint,
+    RankPart,
+    Saving,
+    digest_image,
+    encode_groups,
+    joined,
+    prepare_checkpoint,
+)
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
 from tests.unit.ledgers import owner_of
 
 
-def parts_of() -> tuple[Saving, Part]:
+def parts_of() -> tuple[Saving, RankPart]:
     captured = capture({"x": {"w": torch.zeros(5), "v": torch.zeros(2, 3)}, "seen": [1]})
     plan = plan_snapshot(captured.tensors, captured.frozen)
     images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
@@ -29,12 +37,12 @@ def parts_of() -> tuple[Saving, Part]:
 def test_what_is_whole_is_described() -> None:
     """What the parts hold comes back out of the description."""
     saving, part = parts_of()
-    described = describe(saving, [part])
-    assert isinstance(described, Described)
-    assert described.rows == part.rows
+    prepared = prepare_checkpoint(saving, [part])
+    assert isinstance(prepared, PreparedCheckpoint)
+    assert prepared.rows == part.rows
 
 
-HOLES: dict[str, Callable[[Part], Part]] = {
+HOLES: dict[str, Callable[[RankPart], RankPart]] = {
     "a region is missing": lambda part: replace(part, rows=part.rows[1:]),
     "a region is there twice": lambda part: replace(part, rows=(part.rows[0], *part.rows)),
     "an object is missing": lambda part: replace(part, objects=part.objects[1:]),
@@ -50,7 +58,7 @@ def test_what_has_holes_is_refused(what: str) -> None:
     """P47: a save whose parts do not make whole tensors and objects ends before index and manifest are written."""
     saving, part = parts_of()
     with pytest.raises(IntegrityError):
-        describe(saving, [HOLES[what](part)])
+        prepare_checkpoint(saving, [HOLES[what](part)])
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 1.0}, {}])
@@ -61,11 +69,11 @@ def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, metrics: 
         with monkeypatch.context() as patch:
             patch.setattr(f"ckpt_tasks.reading.opening.{bound}", 100)
             with pytest.raises(UnsupportedStateError, match="Keep large values in tensors"):
-                describe(replace(saving, metrics=metrics), [part])
+                prepare_checkpoint(replace(saving, metrics=metrics), [part])
 
 
 def test_a_manifest_that_no_reader_takes_is_refused() -> None:
     """P47: what the reader of a manifest would refuse is refused before it is written, whatever made it so."""
     saving, part = parts_of()
     with pytest.raises(CkptError):
-        describe(replace(saving, groups={"no group!": {"kind": "plain", "tree": 1}}), [part])
+        prepare_checkpoint(replace(saving, groups={"no group!": {"kind": "plain", "tree": 1}}), [part])

@@ -122,7 +122,7 @@ def test_a_device_that_fails_fails_the_save(run_dir: Path, tmp_path: Path, cuda:
         sealed = {path: path.read_bytes() for path in memory.rglob("seal.json")}
         cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
         ckpt.step(2, state(2.0))
-        ckpt._saver.settle()
+        ckpt._saver.wait_idle()
         assert {path: path.read_bytes() for path in memory.rglob("seal.json")} == sealed
         cuda.broken = None
         with pytest.raises(StateError, match="an illegal memory access"):

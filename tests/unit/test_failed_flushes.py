@@ -37,7 +37,7 @@ def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> Non
 
 
 def _until_raised(ckpt: Checkpointer) -> None:
-    ckpt._saver.settle()
+    ckpt._saver.wait_idle()
     ckpt.step(3, state_at(3))
 
 
@@ -89,7 +89,7 @@ def test_of_very_many_failed_saves_the_newest_are_noted(run_dir: Path) -> None:
         good, store._calls = store._calls, Refusing()
         for step in range(2, 22):
             ckpt.step(step, state_at(step))
-            ckpt._saver.settle()
+            ckpt._saver.wait_idle()
         store._calls = good
         ckpt.save(22, state_at(22))
     assert [note["step"] for note in open_run(str(run_dir)).notes()] == [*range(21, 5, -1)]
@@ -118,7 +118,7 @@ def test_what_was_dropped_is_recorded_by_the_first_commit_that_lands(run_dir: Pa
         for step in (2, 3):
             ckpt.step(step, state_at(step))
         gate.opened.set()
-        ckpt._saver.settle()
+        ckpt._saver.wait_idle()
         assert committed(run_dir) == [1]
         gate.refusing = False
         ckpt.save(4, state_at(4))

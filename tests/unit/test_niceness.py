@@ -61,7 +61,7 @@ def test_every_thread_that_saves_is_nicer_than_the_one_that_trains(
         ckpt.restore(state)
         ckpt._history.store._calls = calls  # type: ignore[attr-defined]
         for what in ("take", "seal"):
-            memory = ckpt._generations.memory
+            memory = ckpt._cache.memory
             monkeypatch.setattr(memory, what, calls.watched(what, getattr(memory, what)))
         ckpt.step(1, state)
         for thread in threading.enumerate():
@@ -80,9 +80,9 @@ def test_a_process_that_is_nice_itself_has_nicer_threads(process: int, thread: i
     """A trainer that gives way to others is not overtaken by what it saves with."""
     script = f"""
         import os, threading
-        from ckpt_tasks.state.niceness import be_nice
+        from ckpt_tasks.state.threads import lower_priority
         os.setpriority(os.PRIO_PROCESS, 0, {process})
-        be_nice_in = threading.Thread(target=lambda: (be_nice(), be_nice(), print(os.getpriority(
+        be_nice_in = threading.Thread(target=lambda: (lower_priority(), lower_priority(), print(os.getpriority(
             os.PRIO_PROCESS, threading.get_native_id()))))
         be_nice_in.start()
         be_nice_in.join()

@@ -16,7 +16,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.ledger import ownership
-from ckpt_tasks.ledger.observing import ENTRIES_READ, happening, observe, recent, summarize
+from ckpt_tasks.ledger.observing import ENTRIES_READ, ledger_event, observe, recent, summarize
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.cadence import Observed
 from tests.unit.cli_runs import config, flip, save_steps, some_state
@@ -233,7 +233,7 @@ def test_what_a_process_appends_is_what_the_next_one_reads(told: Told) -> None:
     trained(told, 3, every_s=60.0, steps=100, **COSTS)
     known = recent(told.history, 4)
     for entry in trained(told, 3, every_s=45.0, steps=100, **COSTS).entries[-3:]:
-        one = happening(entry)
+        one = ledger_event(entry)
         assert one is not None
         known.append(one)
     assert known == recent(told.history, 4)

@@ -153,7 +153,7 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
         ckpt.close()
     assert caught.value.transient  # a later try may find it well: a flow run is resumed
     gate.opened.set()
-    ckpt._saver.settle()
+    ckpt._saver.wait_idle()
 
 
 @pytest.mark.parametrize("under_way", [ValueError("a bug"), FencedError("taken"), KeyboardInterrupt()])
@@ -183,7 +183,7 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
     second = opened(run_dir)
     second._take_over = True
     second.restore(state_at(0))
-    unseal = first._generations.memory.unseal
+    unseal = first._cache.memory.unseal
 
     def late(slot: str) -> None:
         gate.opened.set()
@@ -191,10 +191,10 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
             assert first._saver._pipeline._changed.wait_for(lambda: first._saver._pipeline._failure is not None, 30)
         unseal(slot)
 
-    monkeypatch.setattr(first._generations.memory, "unseal", late)
+    monkeypatch.setattr(first._cache.memory, "unseal", late)
     with pytest.raises(FencedError):
         first.step(2, state_at(2))
-    first._saver.settle()
+    first._saver.wait_idle()
     assert failed == [1]
     assert first._saver.take_failure() is None
 
@@ -207,7 +207,7 @@ def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
     second._take_over = True
     second.restore(state_at(0))
     first.step(2, state_at(2))
-    first._saver.settle()
+    first._saver.wait_idle()
     with pytest.raises(FencedError):
         first.step(3, state_at(3))
     second.save(2, state_at(20))

@@ -142,7 +142,7 @@ def test_what_a_save_under_way_reuses_is_not_retired(run_dir: Path, steps: Steps
         ckpt.step(3, state(3))
         ckpt.step(4, state(4))
         assert ckpt._saver._pipeline._last is not None
-        assert ckpt._saver._pipeline._last.description().reuses  # chosen while step 2 was the newest one
+        assert ckpt._saver._pipeline._last.wait_prepared().reuses  # chosen while step 2 was the newest one
         steps.through[3].set()
         until(lambda: ckpt.last_commit is not None and ckpt.last_commit.step == 3)
         ckpt._pruner.finish(60)

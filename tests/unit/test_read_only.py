@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.copying.syncing import leased
+from ckpt_tasks.copying.syncing import renewed_lease
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.unit.cli_runs import ckpt, save_steps
@@ -79,7 +79,7 @@ def test_only_a_denied_lease_is_done_without(place: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # EFBIG
     try:
-        with pytest.raises(StoreError), leased(run, checkpoint, "a test"):
+        with pytest.raises(StoreError), renewed_lease(run, checkpoint, "a test"):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -15,7 +15,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import Captured, GroupState, capture, plan_restore
-from ckpt_tasks.state.rng import undisturbed
+from ckpt_tasks.state.rng import preserved_rng
 from tests.unit.roundtrip import assert_same, restore, save
 
 
@@ -151,7 +151,7 @@ def test_a_body_that_raises_is_undisturbed_too() -> None:
     before = save({})
 
     def fail() -> None:
-        with undisturbed():
+        with preserved_rng():
             draw()
             raise RuntimeError("drew")
 

@@ -157,7 +157,7 @@ def test_a_copy_reads_what_is_new(run_dir: Path, tmp_path: Path) -> None:
     train(run_dir, 25, max_num_checkpoints=2)
     source, target = Counting(LocalStore(run_dir)), Counting(LocalStore(tmp_path / "b"))
     plan = plan_sync(Run(History(source), "run"), target)
-    assert len(plan.lacking.missing) == 1
+    assert len(plan.diff.missing) == 1
     assert source.entries + target.entries < 12
 
 

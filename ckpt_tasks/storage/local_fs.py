@@ -1,18 +1,23 @@
-"""What a local file system's errors mean: which are one object's, which the store's, and what to do about them."""
+"""The operating system as a local store sees it: its calls, what its errors mean, and symbolic links.
+
+What stands behind a link in the place of a run's directory is not ours to read, write or delete. What changes while it
+is looked at is not found: an attacker who swaps directories at the same time wins that race.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ckpt_tasks.errors import CkptError, ObjectExistsError, ObjectNotFoundError, StoreError
 
-__all__ = ["DAMAGED", "HINTS", "NO_LINKS", "our_errors", "read_again"]
+__all__ = ["DAMAGED", "HINTS", "NO_LINKS", "Calls", "link_above", "our_errors", "read_again", "unlinked"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -90,3 +95,48 @@ def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
             raise
 
     return reading
+
+
+def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
+    """Return where an object lies below `root`; raise an error of this kind where a link would lead elsewhere."""
+    place = os.path.dirname(name)
+    link = link_above(root, place)
+    if link is not None:
+        hint = "A symbolic link stands where a directory of the run should be; it is not followed."
+        raise error(f"{link} is a symbolic link", key=name, hint=hint)
+    return root / name
+
+
+def link_above(root: Path, place: str) -> str | None:
+    """Return the symbolic link that stands in the place of a directory below `root`, or of one above it."""
+    while place:
+        path = os.path.join(root, place)
+        if os.path.islink(path):
+            return path
+        place = os.path.dirname(place)
+    return None
+
+
+class Calls(Protocol):
+    """The system calls that change or read the disk: the module `os`, or what a test puts between it and the store."""
+
+    @property
+    def open(self) -> Any: ...
+    @property
+    def close(self) -> Any: ...
+    @property
+    def pwrite(self) -> Any: ...
+    @property
+    def fsync(self) -> Any: ...
+    @property
+    def link(self) -> Any: ...
+    @property
+    def replace(self) -> Any: ...
+    @property
+    def unlink(self) -> Any: ...
+    @property
+    def mkdir(self) -> Any: ...
+    @property
+    def preadv(self) -> Any: ...
+    @property
+    def scandir(self) -> Any: ...

@@ -1,17 +1,19 @@
-"""Why a checkpoint stays, as far as the ledger alone says: the policy's intervals are the training's."""
+"""Facts that several verbs show: why a checkpoint stays, parameters, and where a run was forked from."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.report.words import span
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import State
 
-__all__ = ["kept_because"]
+__all__ = ["kept_because", "lineage_facts", "params_line", "written"]
 
 
 def kept_because(state: State) -> dict[str, list[str]]:
@@ -33,3 +35,19 @@ def kept_because(state: State) -> dict[str, list[str]]:
         if lease.expires_at > now:
             found[lease.manifest_digest].append(f"leased by {lease.holder}, {span(lease.expires_at - now)}")
     return found
+
+
+def written(value: Any) -> str:
+    """Write a parameter's value as it is given to --set."""
+    return json.dumps(value)
+
+
+def params_line(params: Mapping[str, Any]) -> str:
+    """Write parameters in one line."""
+    return ", ".join(f"{name}={written(value)}" for name, value in params.items())
+
+
+def lineage_facts(state: State) -> dict[str, Any]:
+    """Return where a run was forked from (None: it began by itself) and its parameters, as --json has them."""
+    origin, params = state.origin, state.params
+    return {"origin": None if origin is None else vars(origin), "params": None if params is None else dict(params)}

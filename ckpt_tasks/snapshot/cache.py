@@ -41,14 +41,14 @@ from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Generation", "Generations", "MappedTensors", "usable"]
+__all__ = ["CachedSnapshot", "MappedTensors", "SnapshotCache", "usable"]
 
 _READERS = 2
 _log = logging.getLogger("ckpt_tasks")
 
 
 @dataclass(frozen=True)
-class Generation:
+class CachedSnapshot:
     """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
 
     `slot` is where it lies in the memory directory, None for a copy in the local directory.
@@ -73,7 +73,7 @@ class Generation:
         return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
-class Generations:
+class SnapshotCache:
     """The memory of one run's snapshots, in this process and from the one before it on this host."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Generations:
                 raise
             self._do_without(str(error))
 
-    def found(self, live: Iterable[Checkpoint]) -> list[Generation]:
+    def found(self, live: Iterable[Checkpoint]) -> list[CachedSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
         Those in memory come first, and of each kind the newest.
@@ -121,13 +121,13 @@ class Generations:
         found = self._in_memory(live)
         if self.copies is not None:
             seals, store = self.copies.seals(), self.copies.store
-            found += [Generation(seal, store, None) for seal in seals if self._belongs(seal, live)]
+            found += [CachedSnapshot(seal, store, None) for seal in seals if self._belongs(seal, live)]
         return found
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
         return seal.run_key == self._run_key and usable(seal, live)
 
-    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[Generation]:
+    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot]:
         if not isinstance(self.memory, MemoryDirectory):
             return []
         found = []
@@ -141,7 +141,7 @@ class Generations:
                 _log.warning("A snapshot in memory is left alone: %s", error)
                 continue
             if self._belongs(seal, live):
-                found.append(Generation(seal, SlotStore(self.memory, slot), slot))
+                found.append(CachedSnapshot(seal, SlotStore(self.memory, slot), slot))
         # Of two that storage lacks, one lay there when the other one was taken.
         return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
 
