@@ -36,7 +36,7 @@ ALLOWED = {
     "fsspec": ("ckpt_tasks.storage.objects",),
     "s3fs": ("ckpt_tasks.storage.objects",),
     "tenacity": ("ckpt_tasks.storage.retrying",),
-    "pyarrow": ("ckpt_tasks.format", "ckpt_tasks.format.arrow"),
+    "pyarrow": ("ckpt_tasks.format",),
     "safetensors": (),  # a dev dependency: the tests read with it what format/ wrote
     "typer": ("ckpt_tasks.cli", "flows"),
     "pickle": (),

@@ -101,7 +101,7 @@ def nobody_checks_the_owner(patch: pytest.MonkeyPatch, schedule: Schedule) -> No
 
 
 def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def settle(self: History, entry: Entry) -> bool:
+    def read_back(self: History, entry: Entry) -> bool:
         for _ in range(3):
             try:
                 self.store.put_if_absent(ledger_name(entry.n), entry.to_bytes()[0])
@@ -112,7 +112,7 @@ def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
             return True
         raise CommitUncertainError("no answer")
 
-    patch.setattr(History, "_settle", settle)
+    patch.setattr(History, "_read_back", read_back)
 
 
 def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
