@@ -182,9 +182,9 @@ class Saver:
 
     def end(self) -> None:
         """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
-        self._pruner.cancel(0)
         kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
         try:
+            self._pruner.cancel(0)
             done = self._pipeline.end()
             failure = self._pipeline.take_failure()
             if failure is not None or not done:
