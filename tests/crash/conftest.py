@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.places import S3Place
 from tests.flows.conftest import server
 from tests.servers.s3 import S3Server
-from tests.unit.pipelines import gate
+from tests.support.pipelines import gate
+from tests.support.places import S3Place
 
 __all__ = ["gate", "memory", "s3_place", "server"]
 

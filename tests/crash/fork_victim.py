@@ -14,7 +14,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import serve
-from tests.storage.calls import FailingCalls, Mode, WatchedCalls
+from tests.support.calls import FailingCalls, Mode, WatchedCalls
 
 CHANGED = {"lr": 0.5}
 

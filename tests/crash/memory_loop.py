@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from tests.storage.calls import WatchedCalls
+from tests.support.calls import WatchedCalls
 
 
 class SlowWrites(WatchedCalls):

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from flows.programs.byte_lm import Transformer
-from tests.crash.recording import Recording
+from tests.support.recording import Recording
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

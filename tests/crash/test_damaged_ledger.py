@@ -14,8 +14,8 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
-from tests.crash.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
-from tests.unit import syncs
+from tests.support import syncs
+from tests.support.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
 
 
 @pytest.fixture

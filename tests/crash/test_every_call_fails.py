@@ -17,7 +17,8 @@ import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, CommitUncertainError
-from tests.crash.runs import (
+from tests.support.calls import FailingCalls, Mode
+from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
     check_run,
@@ -28,7 +29,6 @@ from tests.crash.runs import (
     state_of,
     train,
 )
-from tests.storage.calls import FailingCalls, Mode
 
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = 70  # a sweep that ends before has not swept a whole save

@@ -23,8 +23,8 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage import local_fs
 from ckpt_tasks.storage.local import Calls, LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.crash.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
-from tests.storage.calls import FailingReads
+from tests.support.calls import FailingReads
+from tests.support.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
 
 STEPS = [2, 3]  # of the base; the policy keeps two, so the save of step 4 retires step 2
 

@@ -13,8 +13,8 @@ import pytest
 
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
 from tests.crash.fork_victim import CHANGED, make_fork
-from tests.crash.runs import UNTOUCHED, check_run, head_of, opened, state_of, train
-from tests.storage.calls import FailingCalls, Mode, WatchedCalls
+from tests.support.calls import FailingCalls, Mode, WatchedCalls
+from tests.support.runs import UNTOUCHED, check_run, head_of, opened, state_of, train
 
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = {"linked": 45, "sent": 45}  # a sweep that ends before has not swept a whole fork

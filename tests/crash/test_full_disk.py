@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.errors import StoreError
-from tests.crash.runs import (
+from tests.support.cli_runs import ckpt as command
+from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
     died,
@@ -22,8 +23,7 @@ from tests.crash.runs import (
     state_of,
     train,
 )
-from tests.storage.small_disk import fill_with_bytes, fill_with_files, small_disk
-from tests.unit.cli_runs import ckpt as command
+from tests.support.small_disk import fill_with_bytes, fill_with_files, small_disk
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])

@@ -13,8 +13,8 @@ import pytest
 from ckpt_tasks import open_run
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import memory_training
-from tests.crash.children import Child
 from tests.crash.memory_training import lying, said_of, training
+from tests.support.children import Child
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.recording import committed
+from tests.support.recording import committed
 
 _STEPS = 40
 _SMALL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context": 32, "batch_size": 4, "max_bytes": 1 << 20}
@@ -23,7 +23,7 @@ _SMALL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context": 32, "batch_size
 def _command(directory: Path, log: Path, *, pause_s: float) -> list[str]:
     params = json.dumps({**_SMALL, "log": str(log), "pause_s": pause_s, "dropout": 0.1})
     return [
-        *(sys.executable, "-m", "flows.train", "--program", "tests.crash.recording:Recording", "--params", params),
+        *(sys.executable, "-m", "flows.train", "--program", "tests.support.recording:Recording", "--params", params),
         *("--run-key", "killed", "--checkpoint-dir", str(directory), "--steps", str(_STEPS)),
         *("--step-interval", "3", "--batch-steps", "10", "--seed", "3"),
     ]

@@ -21,7 +21,7 @@ from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.saving import save
 from ckpt_tasks.snapshot import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
-from tests.unit.pipelines import Gate, Refusing, committed, die, opened
+from tests.support.pipelines import Gate, Refusing, committed, die, opened
 
 SIZE = 1 << 14
 
@@ -171,7 +171,7 @@ def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path)
         import itertools, time
         from pathlib import Path
         from tests.crash.memory_loop import state_of
-        from tests.unit.pipelines import Gate, opened
+        from tests.support.pipelines import Gate, opened
         options = dict(memory_dir={str(memory)!r}, flush_timeout_s=1.0)
         with opened(Path({str(run_dir)!r}), Gate(), **options) as ckpt:
             for step in itertools.count(1):

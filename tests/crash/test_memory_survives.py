@@ -25,9 +25,9 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.memory_loop import state_of, step_of
-from tests.storage.calls import FailingCalls, WatchedCalls
-from tests.unit.cli_runs import flip
-from tests.unit.pipelines import die
+from tests.support.calls import FailingCalls, WatchedCalls
+from tests.support.cli_runs import flip
+from tests.support.pipelines import die
 
 SIZE = 1 << 14
 

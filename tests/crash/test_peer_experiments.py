@@ -17,7 +17,7 @@ import pytest
 from ckpt_tasks.copying.compare import compare_checkpoints
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.crash.recording import committed, repeated
+from tests.support.recording import committed, repeated
 
 
 def _loop(directory: Path, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.crash import victim
-from tests.crash.children import Child
-from tests.crash.places import S3Place
-from tests.crash.runs import check_run, head_of, named_by, train
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault, Gate
+from tests.support.chaos import Chaos
+from tests.support.children import Child
+from tests.support.places import S3Place
+from tests.support.rules import Fault, Gate
+from tests.support.runs import check_run, head_of, named_by, train
 
 _FEWEST = {"PUT": 9, "DELETE": 6}  # a sweep that ends before has not swept a whole save
 _FOREIGN = {"README.md": b"mine", "checkpoint_000000000001/notes.txt": b"mine", "models/a.bin": b"mine"}

@@ -17,12 +17,12 @@ from ckpt_tasks.copying.compare import compare_checkpoints
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import plain_loop
-from tests.crash.children import Child
-from tests.crash.places import S3Place
-from tests.crash.recording import committed
-from tests.crash.runs import run_of
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault, Gate
+from tests.support.chaos import Chaos
+from tests.support.children import Child
+from tests.support.places import S3Place
+from tests.support.recording import committed
+from tests.support.rules import Fault, Gate
+from tests.support.runs import run_of
 
 # Each save is one upload in two parts (the ballast), a few single objects, and a commit; the newest three are kept.
 _STEPS, _INTERVAL = 30, 3

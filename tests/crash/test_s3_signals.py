@@ -15,10 +15,10 @@ import pytest
 
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash import zombie
-from tests.crash.places import S3Place
-from tests.crash.runs import UNTOUCHED, opened, run_of
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault, Gate
+from tests.support.chaos import Chaos
+from tests.support.places import S3Place
+from tests.support.rules import Fault, Gate
+from tests.support.runs import UNTOUCHED, opened, run_of
 
 
 @contextmanager

@@ -13,11 +13,11 @@ import pytest
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.upkeep.upkeep import orphans
-from tests.crash.places import S3Place
-from tests.crash.runs import check_run, faults_of, head_of, opened, restored, state_of, train, unnamed
-from tests.faults import answers
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault
+from tests.support import answers
+from tests.support.chaos import Chaos
+from tests.support.places import S3Place
+from tests.support.rules import Fault
+from tests.support.runs import check_run, faults_of, head_of, opened, restored, state_of, train, unnamed
 
 _DAMAGED = 20  # more entries than are looked at before all are listed
 

@@ -16,11 +16,11 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from tests.crash import zombie
-from tests.crash.children import Child
-from tests.crash.places import LocalPlace, Place, S3Place
-from tests.crash.runs import UNTOUCHED, faults_of, head_of, opened, unnamed
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault, Gate
+from tests.support.chaos import Chaos
+from tests.support.children import Child
+from tests.support.places import LocalPlace, Place, S3Place
+from tests.support.rules import Fault, Gate
+from tests.support.runs import UNTOUCHED, faults_of, head_of, opened, unnamed
 
 _TIMEOUT_S = 1.5
 _THIRD_COMMIT = ledger_name(3)  # after the owner's entry and two commits

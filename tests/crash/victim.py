@@ -16,8 +16,8 @@ from typing import cast
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.config import CheckpointConfig
-from tests.crash.runs import UNTOUCHED, opened, state_of
-from tests.storage.calls import FailingCalls, Mode
+from tests.support.calls import FailingCalls, Mode
+from tests.support.runs import UNTOUCHED, opened, state_of
 
 
 def save_and_die(root: Path, n: int, mode: Mode) -> bool:

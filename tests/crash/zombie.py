@@ -17,8 +17,8 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.local import LocalStore
-from tests.crash.runs import UNTOUCHED, fingerprint, state_of
-from tests.storage.calls import WatchedCalls
+from tests.support.calls import WatchedCalls
+from tests.support.runs import UNTOUCHED, fingerprint, state_of
 
 LARGE = 18 << 20  # more than one part of an upload, in bytes
 

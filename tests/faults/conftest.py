@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_tasks.storage import retrying
-from tests.faults.chaos import Chaos
 from tests.faults.s3_runs import Place
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
+from tests.support.chaos import Chaos
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
-from tests.unit.indexes import read_as_committed
+from tests.support.indexes import read_as_committed
 
 STEPS = (1, 2, 3)
 NEWEST = STEPS[-1]

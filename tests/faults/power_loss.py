@@ -32,9 +32,9 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from tests.crash import runs
-from tests.faults.block_log import KEEPS, Keep, Replay, die_with_parent, logged_disk, read_log
-from tests.storage.calls import WatchedCalls
+from tests.support import runs
+from tests.support.block_log import KEEPS, Keep, Replay, die_with_parent, logged_disk, read_log
+from tests.support.calls import WatchedCalls
 
 LeavesOut = Literal["nothing", "directories", "ledger", "data", "newest data"]  # which fsyncs do nothing and say 0
 

@@ -15,10 +15,10 @@ from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Exchange
 from tests.servers.s3 import S3Server
-from tests.unit.ledgers import ME, take
+from tests.support.chaos import Chaos
+from tests.support.ledgers import ME, take
+from tests.support.rules import Exchange
 
 LEDGER = "/ledger/"
 DATA = "/checkpoint_"

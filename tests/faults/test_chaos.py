@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
-from tests.faults import answers
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault, Gate
 from tests.servers.s3 import S3Server
+from tests.support import answers
+from tests.support.chaos import Chaos
+from tests.support.rules import Fault, Gate
 
 DATA = bytes(n * n % 251 for n in range(300_001))
 

@@ -15,11 +15,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.faults import answers
-from tests.faults.chaos import Chaos, MissedError
-from tests.faults.rules import Fault
-from tests.faults.wire import Body, Head
 from tests.servers.s3 import S3Server
+from tests.support import answers
+from tests.support.chaos import Chaos, MissedError
+from tests.support.rules import Fault
+from tests.support.wire import Body, Head
 
 SLOW = Fault(answer=answers.SLOW_DOWN)
 
@@ -143,7 +143,7 @@ def test_a_mistake_of_the_proxy_is_told_with_the_error_that_it_caused(ministack:
 CHILD = r"""
 import http.client, re, sys, threading
 from pathlib import Path
-from tests.faults.chaos import Chaos
+from tests.support.chaos import Chaos
 
 def most_kib():  # not ru_maxrss: a program inherits that from the process that started it
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -16,7 +16,7 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
 from ckpt_tasks.format.index import IndexRow, write_index
 from ckpt_tasks.format.regions import Box
-from tests.unit.indexes import read_as_committed
+from tests.support.indexes import read_as_committed
 
 CLAIMED_BYTES = 256 << 20
 

@@ -26,7 +26,7 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.regions import Box, blocks
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
-from tests.unit.indexes import indexed
+from tests.support.indexes import indexed
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
 PRIME = 2**61 - 1  # the modulus of Python's hash of whole numbers
@@ -147,7 +147,7 @@ def test_numbers_that_are_used_up_are_said() -> None:
     assert ledger_name(MAX_LEDGER_NUMBER).startswith("ledger/00000000000000000000-9999")
     with pytest.raises(ConfigError, match="another directory"):
         ledger_name(MAX_LEDGER_NUMBER + 1)
-    from tests.unit.ledgers import owner_of
+    from tests.support.ledgers import owner_of
 
     with pytest.raises(ConfigError, match="another directory"):
         State().with_owner(owner_of(MAX_EPOCH + 1), None, "min")

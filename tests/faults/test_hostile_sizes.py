@@ -22,7 +22,7 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from tests.faults.hostile import Body, Hostile, train
 from tests.faults.hostile_cases import add_to_tree, attempt_of
-from tests.unit.resources import counted_steps
+from tests.support.resources import counted_steps
 
 FEW = 300
 MOST = 2.6  # what is sorted, and what is there once, is in it

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.block_log import BLOCK_BYTES, ROOT, Event, Replay
+from tests.support.block_log import BLOCK_BYTES, ROOT, Event, Replay
 
 ONLY_AFTER_SAVES = {"every": 1 << 30, "first": -1}
 

@@ -12,12 +12,12 @@ from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
-from tests.faults import answers
-from tests.faults.answers import Answer
-from tests.faults.rules import Fault
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.storage.conformance import pattern
-from tests.unit.ledgers import commit
+from tests.support import answers
+from tests.support.answers import Answer
+from tests.support.ledgers import commit
+from tests.support.rules import Fault
 
 LARGE = pattern(1_000_003)
 

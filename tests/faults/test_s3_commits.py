@@ -9,11 +9,11 @@ import pytest
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.keys import ledger_name
-from tests.faults import answers
-from tests.faults.answers import Answer
-from tests.faults.rules import Fault, Gate
 from tests.faults.s3_runs import LEDGER, Place, commits, methods
-from tests.unit.ledgers import OTHER, commit, steps, take
+from tests.support import answers
+from tests.support.answers import Answer
+from tests.support.ledgers import OTHER, commit, steps, take
+from tests.support.rules import Fault, Gate
 
 WAIT_S = 20.0
 

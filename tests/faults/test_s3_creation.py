@@ -15,12 +15,12 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
-from tests.faults import answers
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault
 from tests.faults.s3_runs import Past, Place, is_state, state_of
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
+from tests.support import answers
+from tests.support.chaos import Chaos
+from tests.support.rules import Fault
 
 PROBE = "/probe/"
 

@@ -11,12 +11,12 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
-from tests.faults import answers
-from tests.faults.rules import Fault, Gate, Rule
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
-from tests.unit.ledgers import OTHER, commit, steps, take
+from tests.support import answers
+from tests.support.ledgers import OTHER, commit, steps, take
+from tests.support.rules import Fault, Gate, Rule
 
 NEWEST = "/checkpoint_000000000003/"
 # What is read of a checkpoint, and which of the requests for it.

@@ -14,10 +14,10 @@ from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
-from tests.faults import answers
-from tests.faults.rules import Fault
 from tests.faults.s3_runs import Place, state_of
-from tests.unit.ledgers import commit
+from tests.support import answers
+from tests.support.ledgers import commit
+from tests.support.rules import Fault
 
 SECRETS = ("KEYHUSHA1", "secretHUSHb2", "tokenHUSHc3", "userHUSHd4", "passwordHUSHe5", "signatureHUSHf6")
 

@@ -17,10 +17,10 @@ from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import ENTRIES_READ, recent
 from ckpt_tasks.storage import retrying
-from tests.faults import answers
-from tests.faults.rules import Fault, Rule
 from tests.faults.s3_runs import LEDGER, Place, commits, is_state, methods, state_of
-from tests.unit.ledgers import commit, steps
+from tests.support import answers
+from tests.support.ledgers import commit, steps
+from tests.support.rules import Fault, Rule
 
 
 def bad_line(place: Place, *, key: str = "", seed: int = 0) -> list[Rule]:

@@ -11,11 +11,11 @@ import pytest
 from ckpt_tasks.errors import ObjectExistsError, StoreError
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.port import Store
-from tests.faults import answers
-from tests.faults.answers import Answer
-from tests.faults.rules import Fault, Gate
 from tests.faults.s3_runs import Place
 from tests.storage.conformance import pattern
+from tests.support import answers
+from tests.support.answers import Answer
+from tests.support.rules import Fault, Gate
 
 NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
 LARGE = pattern(1_000_003)

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.orchestration.artifacts import RunPages, artifact_key
 from flows.train import train
-from tests.unit.cli_runs import save_steps
+from tests.support.cli_runs import save_steps
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -255,9 +255,9 @@ def test_a_complete_run_is_not_another_programs(run_dir: Path, capfd: pytest.Cap
     """Another program with the same key and directory is an error that names both, not "complete"."""
     assert here("train", run_dir, "--steps", "2") == 0
     capfd.readouterr()
-    assert here("train", run_dir, "--steps", "2", "--program", "tests.unit.forks:Scheduled") == 1
+    assert here("train", run_dir, "--steps", "2", "--program", "tests.support.forks:Scheduled") == 1
     said = "".join(capfd.readouterr())
-    assert "RunMismatchError: the run trains tests.flows.tiny:Tiny, not tests.unit.forks:Scheduled" in said
+    assert "RunMismatchError: the run trains tests.flows.tiny:Tiny, not tests.support.forks:Scheduled" in said
     assert "complete" not in said
 
 

@@ -17,7 +17,7 @@ from ckpt_tasks.session.local import build_program
 from flows.evaluate import evaluate
 from flows.train import train
 from tests.flows.tiny import Tiny
-from tests.unit.forks import PROGRAM, fork, states
+from tests.support.forks import PROGRAM, fork, states
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -306,7 +306,7 @@ def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
     [
         ("tests.flows.absent:Tiny", ProgramError),
         ("collections:Counter", ProgramError),
-        ("tests.unit.forks:Scheduled", RunMismatchError),
+        ("tests.support.forks:Scheduled", RunMismatchError),
     ],
 )
 def test_a_program_that_is_not_the_runs_own_changes_nothing(

@@ -12,7 +12,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import IntegrityError
 from flows.upkeep import upkeep
-from tests.unit.ledgers import owner_of, take
+from tests.support.ledgers import owner_of, take
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -29,7 +29,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.house.sources import ROOT
-from tests.unit.roundtrip import assert_same
+from tests.support.roundtrip import assert_same
 
 HERE = Path(__file__).parent
 RUNS = sorted(HERE.glob("v*/run"))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
-from tests.crash.runs import (
+from tests.support.places import LocalPlace, MemoryPlace, Place, S3Place
+from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
     fingerprint,

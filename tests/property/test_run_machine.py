@@ -31,8 +31,10 @@ from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, N
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
-from tests.crash.places import LocalPlace, MemoryPlace, Place, S3Place
-from tests.crash.runs import (
+from tests.servers.s3 import S3Server
+from tests.support.calls import Mode
+from tests.support.places import LocalPlace, MemoryPlace, Place, S3Place
+from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
     fingerprint,
@@ -44,8 +46,6 @@ from tests.crash.runs import (
     run_of,
     state_of,
 )
-from tests.servers.s3 import S3Server
-from tests.storage.calls import Mode
 
 LAST_STEP = max(EXPECTED)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.chaos import Chaos
 from tests.servers import s3
 from tests.servers.ceph import ceph as start_ceph
 from tests.servers.gcs import GcsServer
 from tests.servers.gcs import gcs as start_gcs
 from tests.servers.process import NotProvisionedError, Server
 from tests.servers.s3 import S3Server
+from tests.support.chaos import Chaos
 
 if TYPE_CHECKING:
     from tests.servers.azurite import AzureServer

@@ -15,11 +15,11 @@ from ckpt_tasks.session.forked import fork_run
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.faults.answers import NOT_IMPLEMENTED, SLOW_DOWN
-from tests.faults.chaos import Chaos
-from tests.faults.rules import Fault
 from tests.servers.s3 import S3Server
-from tests.unit.forks import config, train
+from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
+from tests.support.chaos import Chaos
+from tests.support.forks import config, train
+from tests.support.rules import Fault
 
 
 @pytest.fixture

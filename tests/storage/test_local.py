@@ -23,8 +23,8 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
-from tests.storage.calls import FailingCalls, ShortWrites, WatchedCalls
 from tests.storage.conformance import StoreConformance, files, pattern
+from tests.support.calls import FailingCalls, ShortWrites, WatchedCalls
 
 
 class TestLocalStore(StoreConformance):

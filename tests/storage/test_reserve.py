@@ -15,9 +15,9 @@ import pytest
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.keys import ledger_name, live_list_name
 from ckpt_tasks.storage.local import LocalStore
-from tests.storage.calls import WatchedCalls
 from tests.storage.conformance import files
-from tests.storage.small_disk import fill_with_bytes, fill_with_files, small_disk
+from tests.support.calls import WatchedCalls
+from tests.support.small_disk import fill_with_bytes, fill_with_files, small_disk
 
 ALL = [".ckpt-reserve", *(f".ckpt-reserve/{n:02d}" for n in range(16))]
 

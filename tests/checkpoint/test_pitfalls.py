@@ -1,0 +1,325 @@
+"""Rows of docs/PITFALLS.md that show only in a whole Checkpointer: resources over many saves, maps, equal resumes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.index import write_index
+from ckpt_tasks.storage.local import LocalStore
+from tests.support.calls import WatchedCalls
+from tests.support.indexes import read_as_committed
+from tests.support.resources import held
+from tests.support.roundtrip import assert_same
+from tests.support.runs import EXPECTED, UNTOUCHED, fingerprint, opened, restored, state_of
+
+
+def config(directory: Path, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=str(directory), **more)
+
+
+# ── write ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_that_was_written_is_renamed_or_written_again(run_dir: Path) -> None:
+    """P34: over saves of one step, pruning and a release only the heartbeat is replaced, and no name is made twice."""
+    calls = WatchedCalls()
+    with opened(run_dir, calls=calls, max_num_checkpoints=1) as ckpt:
+        for step in (1, 2, 2, 3):
+            ckpt.save(step, state_of(step))
+    replaced = {Path(path).parent.name for name, path in calls.log if name == "replace"}
+    assert replaced == {"heartbeat"}
+    objects = [path for name, path in calls.log if name == "pwrite" and "/checkpoint_" in path]
+    linked = [path for name, path in calls.log if name == "link"]
+    assert len(linked) == len({*linked})
+    attempts = [path for name, path in calls.log if name == "mkdir" and "/e000001-" in path]
+    assert len(attempts) == len({*attempts}) == 4
+    assert {str(Path(path).parent) for path in objects} == {*attempts}
+
+
+class UnconfirmedNames(WatchedCalls):
+    """Refuse the first fsync of an attempt's directory: the object lies there in full size, and is not durable."""
+
+    refused = False
+
+    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
+        if name == "fsync" and Path(path).name.startswith("e0") and not self.refused:
+            self.refused = True
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().do(name, path, call)
+
+
+def test_one_writer_that_fails_fails_the_save(run_dir: Path) -> None:
+    """P28: where one of several objects is not confirmed, though all are there in full size, nothing is committed."""
+    with opened(run_dir) as ckpt:
+        ckpt.save(1, state_of(1))
+        calls = UnconfirmedNames()
+        store = ckpt._history.store
+        assert isinstance(store, LocalStore)
+        store._calls = calls
+        with pytest.raises(StoreError):
+            ckpt.save(2, state_of(2))
+        assert calls.refused
+        assert [c.step for c in ckpt.checkpoints()] == [1]
+        ckpt.save(2, state_of(2))
+    assert restored(run_dir)[0] == 2
+
+
+def test_a_state_that_lies_in_a_mapped_checkpoint_can_be_saved(run_dir: Path) -> None:
+    """P36: a model whose memory is a checkpoint's file is saved as the same step, and both checkpoints are whole."""
+    model = nn.Linear(4, 3, bias=False)
+    with Checkpointer(config(run_dir)) as ckpt:
+        ckpt.save(1, {"model": model})
+    (file,) = run_dir.rglob("model-*.safetensors")
+    before = file.read_bytes()
+    mapped = torch.from_file(str(file), shared=True, size=len(before), dtype=torch.uint8)[-48:].view(torch.float32)
+    model.weight = nn.Parameter(mapped.view(3, 4))
+    with Checkpointer(config(run_dir)) as ckpt:
+        ckpt.restore({"model": model})
+        ckpt.save(1, {"model": model})
+        assert file.read_bytes() == before
+        with torch.no_grad():
+            model.weight.add_(1)  # the user's own write into the file: the new checkpoint does not share it
+        target = nn.Linear(4, 3, bias=False)
+        assert ckpt.restore({"model": target}) == 1
+        assert ckpt.last_restore is not None
+        assert not ckpt.last_restore.skipped
+    assert torch.equal(target.weight + 1, model.weight)
+
+
+def test_a_save_is_committed_when_it_returns(run_dir: Path) -> None:
+    """P72: a process that ends at once after save(), without close() and atexit, has lost nothing."""
+    code = """
+        import os, sys
+        from pathlib import Path
+        from ckpt_tasks import Checkpointer
+        from tests.support.runs import options, state_of
+        ckpt = Checkpointer(options(Path(sys.argv[1])))
+        ckpt.save(7, state_of(7))
+        os._exit(0)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), run_dir], check=True, timeout=120)
+    assert restored(run_dir)[0] == 7
+
+
+# ── restore ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def without_a_region(root: Path) -> None:
+    """Make the newest checkpoint what a faulty writer would have committed: digests that fit, and a region missing."""
+    (index,), (path,) = root.glob("checkpoint_*2/*/index.arrow"), root.glob("checkpoint_*2/*/manifest.json")
+    rows = read_as_committed(index.read_bytes()).rows
+    index.write_bytes(write_index([row for row in rows if not any(row.box.offset)]))
+    old = path.read_bytes()
+    body = json.loads(old)
+    size_bytes, digest = index.stat().st_size, digest_hex(index.read_bytes())
+    body["index"] = [body["index"][0], size_bytes, digest, size_bytes]
+    path.write_bytes(json.dumps(body).encode())
+    entry = min(root.glob("ledger/*"))
+    body = json.loads(entry.read_bytes().replace(digest_hex(old).encode(), digest_hex(path.read_bytes()).encode()))
+    del body["digest"]
+    entry.write_bytes(canonical_json({**body, "digest": digest_hex(canonical_json(body))}))
+
+
+def test_a_hole_that_was_committed_is_not_restored(fast_dir: Path) -> None:
+    """P47: a region that is nowhere, though every digest fits, sends the restore to the older one, with its name."""
+    root = fast_dir / "hole"
+    with opened(root) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.full((9 << 20,), step, dtype=torch.int16)})  # 18 MiB: two regions
+    without_a_region(root)
+    target = {"x": torch.zeros(9 << 20, dtype=torch.int16)}
+    with opened(root) as ckpt:
+        assert ckpt.restore(target) == 1
+        assert ckpt.last_restore is not None
+        ((step, reason),) = ckpt.last_restore.skipped
+    assert step == 2
+    assert "x/value: " in reason
+    assert target["x"].eq(1).all()
+
+
+# ── many saves ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resources() -> tuple[int, int, int, int]:
+    """Count open files, threads and buffers (memory without a file), and the bytes of the buffers."""
+    now = held()
+    return now.files, threading.active_count(), now.buffers, now.buffer_bytes
+
+
+def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None:
+    """P45: after 40 more saves and restores there are no more open files, threads and buffers than after five."""
+    state, start = state_of(0), resources()
+    with opened(fast_dir / "many", max_num_checkpoints=2) as ckpt:
+        for step in range(5):
+            ckpt.save(step, state)
+            ckpt.restore(state)
+        ckpt._pruner.finish(60)
+        before = resources()
+        for step in range(5, 45):
+            ckpt.save(step, state)
+            ckpt.restore(state)
+        ckpt._pruner.finish(60)
+        # Not ==: a thread that another test left may have ended meanwhile.
+        assert all(now <= then for now, then in zip(resources(), before, strict=True))
+    assert all(now <= then for now, then in zip(resources()[:2], start[:2], strict=True))  # the heartbeat has ended
+
+
+def test_a_state_that_grows_takes_the_memory_of_its_size(fast_dir: Path) -> None:
+    """P45: a history that grows from save to save takes memory for its last size, not for every size that it had."""
+    start = resources()
+    with opened(fast_dir / "grows", max_num_checkpoints=1) as ckpt:
+        for step in range(1, 13):
+            ckpt.save(step, {"history": torch.zeros(step << 18)})  # 12 MiB in the end, 78 MiB in all
+        ckpt._pruner.finish(60)
+        assert resources()[3] - start[3] < 2 * (12 << 20) + (1 << 20)  # two slots of the last size
+
+
+# ── retention, signals ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_ranking_of_a_run_survives_a_restart(run_dir: Path) -> None:
+    """P62: the best of an earlier process stays the best; NaN, infinity and no metric do not replace it."""
+    options = config(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="loss")
+    worse: list[dict[str, float]] = [{"loss": float("nan")}, {}, {"loss": 0.5}, {"loss": float("inf")}]
+    with Checkpointer(options) as ckpt:
+        ckpt.save(1, {"x": 1}, metrics={"loss": 0.25})
+    state = {"x": 0}
+    for step, metrics in enumerate(worse, start=2):
+        with Checkpointer(options) as ckpt:
+            ckpt.restore(state)
+            ckpt.save(step, state, metrics=metrics)
+    with Checkpointer(options) as ckpt:
+        ckpt.restore(state)
+        ckpt.save(6, state)
+        ckpt._pruner.finish(60)
+        assert [c.step for c in ckpt.checkpoints()] == [6, 1]
+    assert open_run(str(run_dir)).find("best").step == 1
+
+
+def test_a_checkpoint_that_is_read_stays_until_it_has_been_read(run_dir: Path) -> None:
+    """P64: while a reader has its lease pruning leaves a checkpoint alone, and takes it afterwards."""
+    with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.save(1, state_of(1))
+        run = open_run(str(run_dir))
+        with run.lease(run.find(1), "a reader"):
+            for step in (2, 3, 4):
+                ckpt.save(step, state_of(step))
+            ckpt._pruner.finish(60)
+            assert [c.step for c in ckpt.checkpoints()] == [4, 1]
+            target = state_of(UNTOUCHED)
+            run.restore(run.find(1), target)
+            assert fingerprint(target) == EXPECTED[1]
+        ckpt.save(5, state_of(5))
+        ckpt._pruner.finish(60)
+        assert [c.step for c in ckpt.checkpoints()] == [5]
+
+
+def test_a_handler_that_another_library_has_set_stays(run_dir: Path) -> None:
+    """P69: whoever takes SIGTERM over after us keeps it when the run ends."""
+    before, called = signal.getsignal(signal.SIGTERM), []
+
+    def theirs(*_: Any) -> None:
+        called.append("theirs")
+
+    try:
+        with Checkpointer(config(run_dir)) as ckpt:
+            signal.signal(signal.SIGTERM, theirs)
+            ckpt.save(1, {"x": 1})
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        signal.raise_signal(signal.SIGTERM)
+        assert called == ["theirs"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_step_zero_can_be_asked_for(run_dir: Path) -> None:
+    """P27: where there are later ones too, asking for step 0 gives step 0 and not the newest."""
+    with opened(run_dir, max_num_checkpoints=None) as ckpt:
+        for step in (0, 1, 2):
+            ckpt.save(step, state_of(step))
+        target = state_of(UNTOUCHED)
+        assert ckpt.restore(target, step=0) == 0
+        assert fingerprint(target) == EXPECTED[0]
+        ckpt.pin(0)
+    run = open_run(str(run_dir))
+    assert [*run.head().state.pins] == [run.find(0).manifest_digest]
+    assert run.find(0).step == 0
+
+
+# ── resume ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Training:
+    """Shuffled data, dropout, 16-bit arithmetic with a scaler, two micro-steps a step: all that makes a resume hard."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 6)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        self.sampler = ResumableSampler(24, 4, seed=1)
+        self.seen: list[int] = []
+        self.data = torch.linspace(-1, 1, 72).view(24, 3)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        names = ("model", "optimizer", "scheduler", "scaler", "sampler", "seen")
+        return {name: getattr(self, name) for name in names}
+
+    def step(self) -> None:
+        for _ in range(2):
+            ids = next(iter(self.sampler))
+            self.sampler.advance()
+            self.seen += ids
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (self.model(self.data[ids]) - random.random()).square().mean()
+            self.scaler.scale(loss / 2).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 6])
+def test_a_resume_at_any_step_is_as_if_nothing_had_happened(stop: int, run_dir: Path) -> None:
+    """P73: stopped at the start, early, at an epoch's edge or at the end: all values and the next numbers are equal."""
+    torch.manual_seed(1)
+    plain = Training()
+    with Checkpointer(config(run_dir)) as ckpt:
+        for step in range(6):
+            if step == stop:
+                ckpt.save(stop, plain.state)
+            plain.step()
+        if stop == 6:
+            ckpt.save(6, plain.state)
+    plain_next = (random.random(), torch.rand(2).tolist())
+    torch.manual_seed(99)
+    random.seed(99)
+    torn = Training()
+    with Checkpointer(config(run_dir)) as ckpt:
+        assert ckpt.restore(torn.state) == stop
+    for _ in range(stop, 6):
+        torn.step()
+    assert (random.random(), torch.rand(2).tolist()) == plain_next
+    assert torn.seen == plain.seen
+    assert sorted(torn.seen[:24]) == [*range(24)]
+    for name in ("model", "optimizer", "scheduler", "scaler", "sampler"):
+        assert_same(dict(torn.state[name].state_dict()), dict(plain.state[name].state_dict()), name)

@@ -1,0 +1,97 @@
+"""`ckpt diff`: exit status 0 when two states are equal bit for bit, else 1 and a table of what differs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cli_runs import ckpt, flip, only, save, save_steps
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from ckpt_tasks.cli import app
+try:
+    app(["diff", *sys.argv[1:3]])
+finally:
+    # not ru_maxrss: that remembers the memory of the process which started this one
+    print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10)
+"""
+
+
+def save_seeded(run_dir: Path, state: dict[str, Any], step: int = 1) -> Path:
+    torch.manual_seed(0)
+    return save(run_dir, state, step)
+
+
+def test_equal_states_exit_with_0(tmp_path: Path) -> None:
+    """Two runs whose states agree in every bit are equal, though steps and run keys differ."""
+    a = save_seeded(tmp_path / "a", {"model": {"w": torch.tensor([float("nan"), -0.0])}, "step": 3}, 1)
+    b = save_seeded(tmp_path / "b", {"model": {"w": torch.tensor([float("nan"), -0.0])}, "step": 3}, 2)
+    answer = ckpt("diff", a, f"{b}@2")
+    assert answer.status == 0
+    assert "Equal bit for bit" in answer.out
+    data = ckpt("diff", a, b, "--json").data
+    assert (data["equal"], data["differences"], data["a"]["step"], data["b"]["step"]) == (True, [], 1, 2)
+
+
+def test_different_states_exit_with_1_and_a_table(tmp_path: Path) -> None:
+    """P73: one changed bit anywhere makes the exit status 1, and the table says where and by how much."""
+    a = save_seeded(tmp_path / "a", {"model": {"w": torch.zeros(3, 4)}, "note": {"[red]x": 1}})
+    b = save_seeded(tmp_path / "b", {"model": {"w": torch.eye(3, 4) / 4}, "note": {"[red]x": 2}})
+    answer = ckpt("diff", a, b)
+    assert answer.status == 1
+    row = next(line for line in answer.out.splitlines() if "model/w" in line)
+    assert "3 of 12" in row
+    assert "0.25" in row
+    assert "note/[red]x" in answer.out
+    data = ckpt("diff", a, b, "--json")
+    assert data.status == 1
+    assert data.data["equal"] is False
+    assert [one["place"] for one in data.data["differences"]] == ["model/w", "note/[red]x"]
+    assert data.data["differences"][0]["max_abs"] == 0.25
+
+
+def test_two_steps_of_one_run(run_dir: Path) -> None:
+    """DIR@STEP on both sides compares within a run; a step with itself is equal."""
+    save_steps(run_dir, 1, 2)
+    assert ckpt("diff", f"{run_dir}@1", f"{run_dir}@1").status == 0
+    assert ckpt("diff", f"{run_dir}@1", run_dir).status == 1
+
+
+def test_many_differences_are_cut_and_all_shows_them(tmp_path: Path) -> None:
+    """A long table ends with how many more there are, and --all and --json leave none out."""
+    a = save_seeded(tmp_path / "a", {"x": list(range(40))})
+    b = save_seeded(tmp_path / "b", {"x": list(range(1, 41))})
+    assert "… and 16 more (--all)" in ckpt("diff", a, b).out
+    assert "x/39" in ckpt("diff", a, b, "--all").out
+    assert len(ckpt("diff", a, b, "--json").data["differences"]) == 40
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_damaged_side_is_an_error(tmp_path: Path, side: str) -> None:
+    """P49: damaged bytes are an error that names the object, exit status 2: not a difference, never equality."""
+    for name in ("a", "b"):
+        save_seeded(tmp_path / name, {"model": {"w": torch.zeros(3)}})
+    shard = only(tmp_path / side, "checkpoint_*/*/model-*")
+    flip(shard, shard.stat().st_size - 1)
+    answer = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert answer.status == 2
+    assert answer.data["error"]["type"] == "IntegrityError"
+    assert shard.name in answer.data["error"]["message"]
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """P57: comparing two states of 320 MiB each takes less than 320 MiB of memory."""
+    for name in ("a", "b"):
+        save_seeded(tmp_path / name, {"model": {"w": torch.ones(80 << 20)}})
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Equal bit for bit" in done.stdout
+    assert int(done.stdout.split()[-1]) < 320

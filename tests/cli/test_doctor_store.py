@@ -1,0 +1,377 @@
+"""`ckpt doctor-store`: what is said of a store is what the store does, and nothing of the trial is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.reading import open_store
+from ckpt_tasks.storage import measuring
+from ckpt_tasks.storage.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.measuring import measure
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.wrapping import WrappedStore
+from tests.servers.gcs import GcsServer
+from tests.servers.s3 import REGION, S3Server
+from tests.support.answers import ACCESS_DENIED, NOT_IMPLEMENTED, SLOW_DOWN
+from tests.support.chaos import Chaos
+from tests.support.cli_runs import ckpt, save_steps, tree
+from tests.support.rules import Fault, Gate
+
+if TYPE_CHECKING:
+    from tests.servers.azurite import AzureServer
+
+LARGE_BYTES = 17 << 20  # two parts
+NEEDED = ["list", "write", "delete", "read", "ordered listing", "ranged reads", EXCLUSIVE, "large objects"]
+
+
+def keys(server: S3Server, bucket: str) -> list[str]:
+    """Return all that is in a bucket, half-made objects included."""
+    client = server.client()
+    found = [one["Key"] for one in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
+    return found + [one["Key"] for one in client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]
+
+
+def through(chaos: Chaos, server: S3Server, bucket: str) -> ObjectStore:
+    return ObjectStore(f"s3://{bucket}/run", server.through(chaos.endpoint).storage_options)
+
+
+# ── directories ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_directory_with_a_run(run_dir: Path) -> None:
+    """A run's directory is fit, exit status 0, and not a byte of the run has changed; the numbers are in the table."""
+    before = tree(save_steps(run_dir, 1, 2))
+    answer = ckpt("doctor-store", run_dir)
+    assert answer.status == 0, answer.err
+    assert "Fit for checkpoints." in answer.out
+    assert "MiB/s up" in answer.out
+    assert "fsync" in answer.out
+    assert tree(run_dir) == before
+    assert not (run_dir / "probe").exists()
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A place that is not there is tried and is not there afterwards; --json has every figure, with its unit."""
+    answer = ckpt("doctor-store", tmp_path / "a" / "b", "--json")
+    assert answer.status == 0
+    assert [*tmp_path.iterdir()] == []
+    found = answer.data
+    assert (found["fit"], found["verdict"], found["left"]) == (True, "fit for checkpoints", [])
+    assert [*found["abilities"]] == NEEDED
+    assert all(ability["works"] for ability in found["abilities"].values())
+    for latency in (*found["latencies"].values(), found["disk"]["fsync"]):
+        assert 0 < latency["median_s"] <= latency["p90_s"]
+        assert (latency["tries"], latency["failed"]) == (30, 0)
+    assert [*found["latencies"]] == ["put", "get", "list"]
+    assert found["bandwidth"]["object_bytes"] == 64 << 20
+    up, down = found["bandwidth"]["up_bytes_per_s"], found["bandwidth"]["down_bytes_per_s"]
+    for estimate in found["estimates"]:
+        assert estimate["save_s"] > estimate["size_bytes"] / up
+        assert estimate["restore_s"] == pytest.approx(estimate["size_bytes"] / down)
+    assert found["disk"]["free_bytes"] > 0
+    assert found["disk"]["link"]["works"] is True
+
+
+def test_a_place_that_cannot_be_one(tmp_path: Path) -> None:
+    """Below a file nothing can be written: exit status 1, and the verdict says why."""
+    (tmp_path / "file").write_text("mine")
+    answer = ckpt("doctor-store", tmp_path / "file" / "run")
+    assert answer.status == 1
+    assert "Not fit: it cannot be written to" in answer.out
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_url_that_is_none(tmp_path: Path) -> None:
+    """What is no place at all is an error before anything is tried."""
+    answer = ckpt("doctor-store", "ftp://host/run", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
+
+
+def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
+    """P37: where a large object would take what a run may need, the bandwidth is not measured, and that is said."""
+    found = measure(LocalStore(tmp_path / "run"), large_bytes=1 << 50)
+    assert found.abilities["large objects"].works is None
+    assert "not tried" in found.abilities["large objects"].seen
+    assert found.up_bytes_per_s is None
+    assert judge(found).fit
+
+
+def test_no_torch_is_waited_for(tmp_path: Path) -> None:
+    """The verb imports neither torch nor Prefect."""
+    code = f"import sys; sys.argv = ['ckpt', 'doctor-store', {str(tmp_path)!r}]\n"
+    code += "from ckpt_tasks.cli import main\ntry: main()\n"
+    code += "finally: print('imported:', sorted({'torch', 'prefect', 'pyarrow'} & {*sys.modules}), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "imported: []"
+
+
+# ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_store_that_keeps_its_conditions(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P31: a server with exact conditions is fit, also for large objects; what was written is gone."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": ministack.endpoint,
+        "AWS_ACCESS_KEY_ID": ministack.key,
+        "AWS_SECRET_ACCESS_KEY": ministack.secret,
+        "AWS_DEFAULT_REGION": REGION,
+    }.items():
+        monkeypatch.setenv(name, value)
+    answer = ckpt("doctor-store", f"s3://{bucket}/run", "--json")
+    assert answer.status == 0, answer.out
+    found = answer.data
+    assert (found["endpoint"], found["disk"]) == (ministack.endpoint, None)
+    assert [*found["abilities"]] == [*NEEDED, "conditional multipart"]
+    assert found["abilities"]["conditional multipart"]["works"] is True
+    assert keys(ministack, bucket) == []
+    answer = ckpt("doctor-store", f"s3://{bucket}-not-there/run")
+    assert answer.status == 1
+    assert "NoSuchBucket" in answer.out
+
+
+@pytest.mark.slow
+def test_a_server_that_ignores_conditions_of_large_objects(ceph: S3Server) -> None:
+    """P31: Ceph heeds the condition of a small object, which is what commits are: it is fit, and the rest is told."""
+    with ceph.fresh_bucket() as bucket:
+        found = measure(ObjectStore(f"s3://{bucket}/run", ceph.storage_options), large_bytes=LARGE_BYTES)
+        assert judge(found).fit
+        assert found.abilities["conditional multipart"] == Ability(False, "a second one takes the place of the first")
+        assert keys(ceph, bucket) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, at Azure's client
+def test_azure(azurite: AzureServer) -> None:
+    """P31: Azure's blob protocol, as Azurite speaks it, is fit."""
+    with azurite.fresh_container() as container:
+        store = ObjectStore(f"az://{container}/run", azurite.storage_options)
+        assert judge(measure(store, large_bytes=LARGE_BYTES)).fit
+        assert store.names("") == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_a_google_that_ignores_conditions(gcs: GcsServer) -> None:
+    """P31: the emulator of Google's storage lets every writer win, and is found out."""
+    store = ObjectStore(f"gs://{gcs.fresh_bucket()}/run", gcs.storage_options)
+    assert judge(measure(store, large_bytes=1 << 20)).words.startswith("only with single_writer=True")
+    assert store.names("") == []
+
+
+class Heedless(WrappedStore):
+    """Let every writer win."""
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self.inner.replace(name, body)
+
+
+class Late(WrappedStore):
+    """Show in listings what was there before the last change."""
+
+    def __init__(self, inner: Store):
+        super().__init__(inner)
+        self._before: list[str] = []
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        before, self._before = self._before, super().names(prefix, limit)
+        return before
+
+
+class Reversed(WrappedStore):
+    """List the last name first."""
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return super().names(prefix)[::-1][:limit]
+
+
+class Whole(WrappedStore):
+    """Give the beginning, whatever part is asked for."""
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        super().read(name, 0, into)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (Heedless, "only with single_writer=True: a second writer replaces what the first one wrote"),
+        (Late, "not fit: "),
+        (Reversed, "not fit: it does not list in order, at once, what is there"),
+        (Whole, "not fit: parts of an object cannot be read"),
+    ],
+)
+def test_a_store_that_misbehaves(harm: type[WrappedStore], words: str) -> None:
+    """P31, P37: whatever a store gets wrong of what checkpoints rest on, the verdict names it, and nothing is left."""
+    inner = ObjectStore(f"memory://doctor/{secrets.token_hex(8)}")
+    found = measure(harm(inner), large_bytes=1 << 20)
+    verdict = judge(found)
+    assert not verdict.fit
+    assert verdict.words.startswith(words)
+    assert inner.names("") == []
+
+
+def test_a_store_without_conditions(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
+    """P31: where the condition is not implemented, everything else is measured as a single writer would do it."""
+    chaos.on(Fault(answer=NOT_IMPLEMENTED), headers={"if-none-match": "."})
+    found = measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+    assert judge(found).words.startswith("only with single_writer=True: the store answered 501")
+    assert found.up_bytes_per_s
+    assert "conditional multipart" not in found.abilities
+    assert keys(ministack, bucket) == []
+
+
+def test_a_store_that_lets_nothing_be_deleted(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
+    """Without the permission to delete it is not fit; the trial stops there, and says what it could not take back."""
+    chaos.on(Fault(answer=ACCESS_DENIED), operation="DeleteObject")
+    found = measure(through(chaos, ministack, bucket))
+    assert judge(found).words.startswith("not fit: nothing can be deleted")
+    assert [f"run/{name}" for name in found.left] == keys(ministack, bucket)
+    assert len(found.left) == 2
+
+
+def test_keys_that_may_not_write(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
+    """A refused put is told apart from a store that is away."""
+    chaos.on(Fault(answer=ACCESS_DENIED), operation="PutObject")
+    verdict = judge(measure(through(chaos, ministack, bucket)))
+    assert verdict.words == "not fit: it cannot be written to (the store answered 403 AccessDenied)"
+
+
+def test_requests_that_fail_are_counted(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
+    """P32: no request is made again behind the measurement: some that were refused are told, and the rest timed."""
+    chaos.on(Fault(answer=SLOW_DOWN), operation="GetObject", key=r"/timed-", skip=3, times=4)
+    found = measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+    assert (found.latencies["get"].tries, found.latencies["get"].failed) == (30, 4)
+    assert found.latencies["put"].failed == 0
+    assert judge(found).fit
+
+
+def test_a_storm_is_no_lack(ministack: S3Server, bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P32: a store that is too busy to be tried is an error, not one without conditions; nothing is left."""
+    monkeypatch.setattr(measuring, "_PATIENCE_S", 0.2)
+    chaos.on(Fault(answer=SLOW_DOWN), headers={"if-none-match": "."})
+    with pytest.raises(StoreError, match="SlowDown"):
+        measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+    assert keys(ministack, bucket) == []
+
+
+def test_nobody_answers() -> None:
+    """A server that is not there is said within seconds, not after minutes of trying."""
+    began = time.monotonic()
+    store = ObjectStore("s3://bucket/run", {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"})
+    verdict = judge(measure(store))
+    assert verdict.words.startswith("not fit: it cannot be listed (no answer from the store")
+    assert time.monotonic() - began < 60
+
+
+# ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    """P30: Ctrl-C in the middle ends it with another status than 0, and nothing of the trial is there."""
+    script = Path(sys.executable).with_name("ckpt")
+    with subprocess.Popen([script, "doctor-store", tmp_path / "a" / "run"], stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not [*tmp_path.glob("a/run/probe/*/*")] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("where", ["UploadPart", "CompleteMultipartUpload"])
+def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: str, chaos: Chaos, where: str) -> None:
+    """P38: Ctrl-C while a large object goes up: neither the object nor the upload is there, not even late."""
+    gate = Gate()
+    chaos.on(Fault(hold_request=gate), operation=where, times=1)
+    script = Path(sys.executable).with_name("ckpt")
+    env = {
+        **os.environ,
+        "AWS_ENDPOINT_URL": chaos.endpoint,
+        "AWS_ACCESS_KEY_ID": ministack.key,
+        "AWS_SECRET_ACCESS_KEY": ministack.secret,
+        "AWS_DEFAULT_REGION": REGION,
+    }
+    with subprocess.Popen(
+        [script, "doctor-store", f"s3://{bucket}/run"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert gate.reached.wait(120)
+        process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while not chaos.requests(operation="AbortMultipartUpload") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gate.open()
+        assert process.wait(120) != 0
+    assert chaos.requests(operation="AbortMultipartUpload")
+    chaos.settle()
+    assert keys(ministack, bucket) == []
+
+
+# ── what is said of it ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(samples_s=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=50), failed=st.integers(0, 9))
+def test_median_and_percentile(samples_s: list[float], failed: int) -> None:
+    """The median and the 90th percentile are what they are called, in whatever order the durations come."""
+    latency = summarize(samples_s, failed)
+    assert summarize(samples_s[::-1], failed) == latency
+    assert min(samples_s) <= latency.median_s <= latency.p90_s <= max(samples_s)
+    assert latency.p90_s in samples_s
+    assert sum(sample <= latency.p90_s for sample in samples_s) >= 0.9 * len(samples_s)
+    assert (latency.tries, latency.failed) == (len(samples_s) + failed, failed)
+
+
+def test_nothing_was_answered() -> None:
+    """Without one answer there is no latency, and no number pretends to be one."""
+    latency = summarize([], 30)
+    assert math.isnan(latency.median_s)
+    assert (latency.tries, latency.failed) == (30, 30)
+
+
+def findings(abilities: dict[str, Ability], **more: Any) -> Findings:
+    return Findings(url="s3://b/run", abilities=abilities, **{"endpoint": "s3", **more})
+
+
+@given(lacking=st.sets(st.sampled_from(NEEDED)))
+def test_any_lack_is_no_fitness(lacking: set[str]) -> None:
+    """A store is fit if it has everything that is needed; without the condition alone one writer may use it."""
+    verdict = judge(findings({name: Ability(name not in lacking) for name in NEEDED}))
+    assert verdict.fit == (not lacking)
+    assert verdict.words.startswith("only with single_writer=True") == (lacking == {EXCLUSIVE})
+
+
+def test_a_directory_without_link_is_not_fit() -> None:
+    """A local directory has no other way to commit: single_writer=True does not help there."""
+    disk = Disk(Latency(0.001, 0.002, 30), Ability(True), Ability(False), 1 << 40)
+    verdict = judge(findings({EXCLUSIVE: Ability(False, "Operation not permitted")}, endpoint=None, disk=disk))
+    assert verdict.words.startswith("not fit")
+
+
+def test_what_a_save_takes() -> None:
+    """A save takes as long as its bytes go up and a commit asks four times; unmeasured, nothing is said."""
+    latencies = {name: Latency(0.01, 0.02, 30) for name in ("put", "get", "list")}
+    found = findings({}, latencies=latencies, up_bytes_per_s=1e6, down_bytes_per_s=2e6)
+    assert found.save_s(10**7) == pytest.approx(10.04)
+    assert found.restore_s(10**7) == pytest.approx(5.0)
+    assert (findings({}).save_s(1), findings({}).restore_s(1)) == (None, None)
+
+
+def test_a_store_in_memory() -> None:
+    """Whatever opens as a store can be tried: fsspec's memory file system, within one process."""
+    url = f"memory://doctor/{secrets.token_hex(8)}"
+    assert ckpt("doctor-store", url).status == 0
+    assert open_store(url).names("") == []

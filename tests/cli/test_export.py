@@ -1,0 +1,177 @@
+"""`ckpt export`: one command from a run to files that others read, and one line when it cannot be done."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.copying import export as exporting
+from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
+from tests.support.exports import INDEX
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+
+def most():  # not ru_maxrss: that remembers the memory of the process which started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+
+from ckpt_tasks.cli import app
+try:
+    app(["export", sys.argv[1], sys.argv[2] + ".safetensors"])  # small: what is imported is in memory after it
+except SystemExit:
+    before = most()
+try:
+    app(["export", *sys.argv[3:]])
+finally:
+    print({"torch", "prefect"} & {*sys.modules} or "neither", most() - before)
+"""
+
+
+def save_linears(run_dir: Path, *steps: int, **options: Any) -> dict[int, nn.Linear]:
+    """Save a model at each step of a run, its loss falling, and return the models."""
+    models = {step: nn.Linear(2, 3) for step in steps}
+    with Checkpointer(config(run_dir, **options)) as ckpt:
+        for step, model in models.items():
+            ckpt.save(step, {"model": model}, metrics={"loss": 1 / step})
+    return models
+
+
+def test_one_command_makes_a_file_for_load_state_dict(tmp_path: Path, run_dir: Path) -> None:
+    """The newest checkpoint, a step or the best one: its module, verified, and a line that says so."""
+    models = save_linears(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
+    for which, step in (("", 3), ("@latest", 3), ("@2", 2), ("@best", 1)):
+        out = tmp_path / f"m{which}.safetensors"
+        answer = ckpt("export", f"{run_dir}{which}", out)
+        assert answer.status == 0, answer.err
+        assert f"run step {step}" in answer.out
+        assert "Exported 2 tensors of model" in answer.out
+        assert out.name in answer.out
+        fresh = nn.Linear(2, 3)
+        fresh.load_state_dict(load_file(out))
+        assert torch.equal(fresh.weight, models[step].weight)
+
+
+def test_shards_and_json(tmp_path: Path, run_dir: Path) -> None:
+    """A directory gets shards and their index; --json says which files, how many tensors and bytes, of which step."""
+    save_linears(run_dir, 5)
+    before = tree(run_dir)
+    answer = ckpt("export", run_dir, tmp_path / "out", "--max-shard-size", "0.02KB", "--json")
+    data = answer.data
+    assert (answer.status, data["run_key"], data["step"], data["groups"]) == (0, "run", 5, ["model"])
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
+    assert [Path(file["path"]) for file in data["files"]] == [tmp_path / "out" / name for name in names]
+    assert [file["tensors"] for file in data["files"]] == [1, 1, 0]
+    assert data["tensors"] == 2
+    assert data["size_bytes"] == sum((tmp_path / "out" / name).stat().st_size for name in names)
+    assert (data["tied"], data["dtypes"], data["left_out"]) == ({}, {}, [])
+    assert tree(run_dir) == before
+
+
+def test_groups_are_chosen_by_name(tmp_path: Path, run_dir: Path) -> None:
+    """--group may be repeated, and --overwrite replaces what the last export made."""
+    save(run_dir, {"model": nn.Linear(2, 2), "a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1), "n": 3}})
+    out = tmp_path / "m.safetensors"
+    assert ckpt("export", run_dir, out, "--group", "a").status == 0
+    assert {*load_file(out)} == {"x"}
+    assert ckpt("export", run_dir, out, "--group", "a", "--group", "b", "--overwrite").status == 0
+    assert {*load_file(out)} == {"a.x", "b/y"}
+
+
+def test_what_others_have_to_know_is_said(tmp_path: Path, run_dir: Path) -> None:
+    """Ties, views and what is left out are listed, and a long list is cut."""
+    shared = torch.ones(1)
+    state = {f"tied{n}": shared for n in range(12)} | {"c": torch.ones(1, dtype=torch.complex128)}
+    save(run_dir, {"weights": state})
+    out = ckpt("export", run_dir, tmp_path / "w.safetensors", "--group", "weights").out
+    assert "tied1 = tied0" in out
+    assert "tied9 = tied0" not in out
+    assert "… and 3 more (--json)" in out
+    assert "c: complex128" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100), ("2tb", 2 * 10**12), ("7KB", 7000), ("1gib", 1 << 30)],
+)
+def test_sizes(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str, size_bytes: int) -> None:
+    """A size is written as huggingface_hub writes it, in powers of ten, or of two with an i."""
+    save_linears(run_dir, 1)
+    seen: list[int] = []
+    plan_export = exporting.plan_export
+
+    def watched(*arguments: Any, **how: Any) -> Any:
+        seen.append(how["max_shard_bytes"])
+        return plan_export(*arguments, **how)
+
+    monkeypatch.setattr(exporting, "plan_export", watched)
+    assert ckpt("export", run_dir, tmp_path / "out", "--max-shard-size", text).status == 0
+    assert seen == [size_bytes]
+
+
+@pytest.mark.parametrize("text", ["big", "5 apples", "-1GB", "GB", "1e9", "0", "5GBB"])
+def test_what_is_no_size_is_refused(tmp_path: Path, run_dir: Path, text: str) -> None:
+    """A size that cannot be read is an error before anything is read."""
+    save_linears(run_dir, 1)
+    answer = ckpt("export", run_dir, tmp_path / "out", f"--max-shard-size={text}")
+    assert answer.status == 1
+    assert "size" in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_is_an_error_and_leaves_nothing(tmp_path: Path, run_dir: Path) -> None:
+    """P49: a flipped bit is one line that names tensor and object, exit status 1, and no file."""
+    save_linears(run_dir, 1)
+    shard = only(run_dir, "checkpoint_*/*/model-*")
+    flip(shard, shard.stat().st_size - 1)
+    answer = ckpt("export", run_dir, tmp_path / "m.safetensors")
+    assert (answer.status, answer.out) == (1, "")
+    assert "model/bias" in answer.err
+    assert shard.name in answer.err
+    answer = ckpt("export", run_dir, tmp_path / "m.safetensors", "--json")
+    assert answer.data["error"]["type"] == "IntegrityError"
+    assert [*tmp_path.iterdir()] == [run_dir]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P64: a run that prunes what is being exported is told from a damaged one; one that is damaged stays damaged."""
+    save_steps(run_dir, 1, 2)
+    write_export = exporting.write_export
+
+    def pruned_first(*arguments: Any) -> Any:
+        with Checkpointer(config(run_dir, max_num_checkpoints=1)) as ckpt:
+            ckpt.prune()
+        return write_export(*arguments)
+
+    monkeypatch.setattr(exporting, "write_export", pruned_first)
+    answer = ckpt("export", f"{run_dir}@1", tmp_path / "m.safetensors", "--group", "model")
+    assert answer.status == 1
+    assert "pruned the checkpoint meanwhile" in answer.err
+    monkeypatch.undo()
+    only(run_dir, "checkpoint_*/*/model-*").unlink()
+    answer = ckpt("export", run_dir, tmp_path / "m.safetensors", "--group", "model", "--json")
+    assert answer.data["error"]["type"] == "ObjectNotFoundError"
+    assert [*tmp_path.iterdir()] == [run_dir]
+
+
+def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
+    """P57: exporting 160 MiB in one tensor takes less than 48 MiB more than exporting nothing, and imports no torch."""
+    small = save(tmp_path / "small", {"model": nn.Linear(1, 1)})
+    large = save(tmp_path / "large", {"w": {"w": torch.ones(40 << 20)}})
+    arguments = [small, tmp_path / "s", large, tmp_path / "l", "--group", "w"]
+    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"neither (\d+)$", done.stdout)
+    assert found, done.stdout
+    assert int(found[1]) < 48
+    assert torch.equal(load_file(tmp_path / "l" / "model-00001-of-00001.safetensors")["w"], torch.ones(40 << 20))

@@ -1,0 +1,154 @@
+"""`ckpt fork`: one command, and a run of its own; and what `ckpt show` and `ckpt ls` say of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.cli.fork import parse_changes
+from ckpt_tasks.errors import ConfigError
+from tests.house.sources import ROOT
+from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
+from tests.support.forks import train
+
+
+def test_a_fork_is_one_command(run_dir: Path, tmp_path: Path) -> None:
+    """A table says from where to where, at which step, how the bytes came, what was set, and what to do next."""
+    train(run_dir, 2, {"lr": 0.02})
+    train(run_dir, 4, {"lr": 0.02})
+    answer = ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--set", "lr=1e-4", "--set", "schedule=step")
+    assert answer.status == 0, answer.err
+    for words in (str(run_dir), str(tmp_path / "b"), "in files of both runs", "lr = 0.0001 (was 0.02)", '"step"'):
+        assert words in answer.out
+    assert "run_key=b" in answer.out
+    assert ckpt("verify", tmp_path / "b").status == 0
+    assert ckpt("diff", f"{run_dir}@2", f"{tmp_path / 'b'}@2").status == 0
+
+
+def test_json_says_the_same(run_dir: Path, tmp_path: Path) -> None:
+    """With --json the answer is one object, for programs."""
+    train(run_dir, 2, {"lr": 0.02})
+    data = ckpt("fork", run_dir, tmp_path / "b", "--run-key", "lm-8", "--set", "lr=0.5", "--json").data
+    assert (data["from"], data["to"], data["step"]) == (str(run_dir), str(tmp_path / "b"), 2)
+    assert (data["from_run_key"], data["run_key"]) == ("run", "lm-8")
+    assert (data["set"], data["params"]) == ({"lr": 0.5}, {"lr": 0.5})
+    assert data["linked_bytes"] > data["copied_bytes"] == data["sent_bytes"] == data["found_bytes"] == 0
+
+
+def test_lineage_is_shown(run_dir: Path, tmp_path: Path) -> None:
+    """`ckpt ls` has one line, `ckpt show` says from which run and step, what was set, and all parameters."""
+    train(run_dir, 2, {"warmup": 3})
+    ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--set", "lr=0.5")
+    train(tmp_path / "b", 4, {"warmup": 3, "lr": 0.5})
+    listed = ckpt("ls", tmp_path / "b").out
+    assert f"Forked from run ({run_dir}) at step 2, with lr=0.5." in listed
+    assert "Forked" not in ckpt("ls", run_dir).out
+    shown = ckpt("show", f"{tmp_path / 'b'}@2").out
+    assert "the run that it was forked from" in shown
+    assert f"run, {run_dir}, at step 2" in shown
+    assert "lr=0.5, warmup=3" in shown
+    for verb in ("ls", "show"):
+        data = ckpt(verb, tmp_path / "b", "--json").data
+        assert data["origin"]["url"] == str(run_dir)
+        assert data["origin"]["set"] == {"lr": 0.5}
+        assert data["params"] == {"warmup": 3, "lr": 0.5}
+        assert ckpt(verb, run_dir, "--json").data["origin"] is None
+
+
+def test_the_same_command_again_is_no_error(run_dir: Path, tmp_path: Path) -> None:
+    """After an interruption the same command is given again, and says that the fork is there already."""
+    train(run_dir, 1)
+    ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
+    answer = ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
+    assert answer.status == 0
+    assert "There already" in answer.out
+
+
+def test_a_plain_loop_has_no_parameters_to_set(run_dir: Path, tmp_path: Path) -> None:
+    """A change that nothing would bring into the state is refused; without --set the run is forked."""
+    save_steps(run_dir, 1)
+    answer = ckpt("fork", run_dir, tmp_path / "b", "--set", "lr=1")
+    assert answer.status == 1
+    assert "no flow has recorded" in answer.err
+    assert not (tmp_path / "b").exists()
+    assert ckpt("fork", run_dir, tmp_path / "b").status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "lr"], "changes no parameter"),
+        (["--set", "=1"], "changes no parameter"),
+        (["--set", "optimizer.lr=1"], "plain name"),
+        (["--set", "lr=1", "--set", "lr=2"], "set twice"),
+        (["--set", "lr=.1"], "no value that JSON knows"),
+        (["--run-key", "../up"], "run's key"),
+    ],
+)
+def test_bad_names_are_errors_before_anything_is_written(
+    run_dir: Path, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    """One line says what is wrong, and neither directory has changed."""
+    save_steps(run_dir, 1)
+    before = tree(run_dir)
+    answer = ckpt("fork", run_dir, tmp_path / "b", *arguments)
+    assert answer.status == 1
+    assert says in answer.err
+    assert not (tmp_path / "b").exists()
+    assert tree(run_dir) == before
+
+
+def test_a_damaged_source_is_one_line(run_dir: Path, tmp_path: Path) -> None:
+    """P49: damage is an error that names the object, and there is no run then."""
+    save_steps(run_dir, 1)
+    flip(only(run_dir, "checkpoint_*/*/manifest.json"), 40)
+    answer = ckpt("fork", run_dir, tmp_path / "b")
+    assert answer.status == 1
+    assert "manifest" in answer.err
+    assert ckpt("ls", tmp_path / "b").status == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("3", 3),
+        ("true", True),
+        ("null", None),
+        ("[0.9, 0.98]", [0.9, 0.98]),
+        ('"True"', "True"),
+        ("cosine", "cosine"),
+        ("", ""),
+        ("a=b", "a=b"),
+        ("{broken", "{broken"),
+    ],
+)
+def test_values_are_json_or_texts(text: str, value: Any) -> None:
+    """A value is what JSON says; what is none is the text itself."""
+    assert parse_changes([f"x={text}"]) == {"x": value}
+
+
+@pytest.mark.parametrize("text", ["True", "None", ".5", "1_000", "+3", "nan", "NaN", "Infinity", "-inf", "1e999", "5."])
+def test_values_that_only_look_like_json_are_refused(text: str) -> None:
+    """Python's words and numbers that JSON writes otherwise would become texts, and be noticed late."""
+    with pytest.raises(ConfigError):
+        parse_changes([f"x={text}"])
+
+
+def test_forking_does_not_wait_for_torch(run_dir: Path, tmp_path: Path) -> None:
+    """The command needs neither torch nor Prefect."""
+    save_steps(run_dir, 1)
+    code = "import sys\nfrom ckpt_tasks.cli import app\ntry:\n    app(sys.argv[1:])\nexcept SystemExit as ended:\n"
+    code += "    print(ended.code, {'torch', 'prefect'} & {*sys.modules} or 'neither')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "fork", str(run_dir), str(tmp_path / "b")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "0 neither", done.stdout + done.stderr

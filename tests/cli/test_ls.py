@@ -1,0 +1,163 @@
+"""`ckpt ls` and `ckpt show`: what is in a run, and in one checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.reading.reading import open_run
+from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state
+
+
+def test_ls_lists_newest_first_with_what_is_known(run_dir: Path) -> None:
+    """Every live checkpoint is listed, newest first, with size, cost, metrics and evaluations."""
+    save_steps(run_dir, 9, 10, 100)
+    run = open_run(str(run_dir))
+    run.record_evaluation(run.find(10), "quick", {"bits": 1.5, "odd": math.nan})
+    answer = ckpt("ls", run_dir, "--json")
+    assert answer.status == 0
+    rows = answer.data["checkpoints"]
+    assert [row["step"] for row in rows] == [100, 10, 9]
+    assert rows[1]["evaluations"] == {"quick": {"bits": 1.5, "odd": "nan"}}
+    assert rows[1]["metrics"] == {"loss": 1 / 11}
+    assert all(row["size_bytes"] > 0 and row["cost_s"] > 0 for row in rows)
+    shown = ckpt("ls", run_dir).out
+    assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["100", "10", "9"]
+    assert "quick" in shown
+    assert "1.5" in shown
+
+
+def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
+    """The newest, the best, pinned ones with the reason as it is written, and leased ones are marked."""
+    save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.pin(2, "release [bold]1.0[/bold]")
+    run = open_run(str(run_dir))
+    with run.lease(run.find(2), "evaluate"):
+        rows = {row["step"]: row for row in ckpt("ls", run_dir, "--json").data["checkpoints"]}
+        shown = ckpt("ls", run_dir).out
+    assert rows[3]["kept_because"] == ["newest"]
+    assert rows[1]["kept_because"] == ["best loss"]
+    assert rows[2]["kept_because"][0] == "pinned: release [bold]1.0[/bold]"
+    assert rows[2]["kept_because"][1].startswith("leased by evaluate, ")
+    assert rows[2]["leases"][0]["expires_at"] > time.time()
+    assert "pinned: release [bold]1.0[/bold]" in shown
+    assert "leased" not in ckpt("ls", run_dir).out
+
+
+def test_ls_marks_a_line_that_was_left(run_dir: Path) -> None:
+    """P71: checkpoints of a line that training left are marked, and are not the newest."""
+    save_steps(run_dir, 1, 2)
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.restore(some_state(), step=1)
+        ckpt_.save(2, some_state(2))
+    rows = ckpt("ls", run_dir, "--json").data["checkpoints"]
+    assert [(row["step"], row["abandoned"]) for row in rows] == [(2, False), (1, False), (2, True)]
+    assert ["newest" in row["kept_because"] for row in rows] == [True, False, False]
+    assert "left behind" in ckpt("ls", run_dir).out
+
+
+def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:
+    """P49: a ledger entry that cannot be read is named, and the list is that of the newest good one."""
+    save_steps(run_dir, 1, 2)
+    newest = min((run_dir / "ledger").iterdir())
+    flip(newest, 40)
+    answer = ckpt("ls", run_dir)
+    assert answer.status == 0
+    assert f"ledger/{newest.name}" in answer.out
+    assert ckpt("ls", run_dir, "--json").data["ledger"]["damaged"] == [f"ledger/{newest.name}"]
+
+
+def test_ls_of_a_ledger_without_a_good_entry_fails(run_dir: Path) -> None:
+    """P49: where no ledger entry can be read the run is not "empty": exit status 1."""
+    save_steps(run_dir, 1)
+    for entry in (run_dir / "ledger").iterdir():
+        flip(entry, 40)
+    assert ckpt("ls", run_dir).status == 1
+
+
+def test_ls_says_who_holds_the_run(run_dir: Path) -> None:
+    """A run in use names its process; one that was let go says so."""
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.save(1, some_state())
+        held = ckpt("ls", run_dir, "--json").data["owner"]
+    assert held["released"] is False
+    assert "No process holds this run." in ckpt("ls", run_dir).out
+
+
+def test_show_counts_what_is_in_a_checkpoint(run_dir: Path) -> None:
+    """Groups have kind, number of tensors, bytes and dtypes; objects have sizes; facts come from the manifest."""
+    state = {"model": torch.nn.Linear(4, 2), "extra": {"ids": torch.arange(3), "half": torch.zeros(2).half()}}
+    with Checkpointer(config(run_dir, run_key="lm-7")) as ckpt_:
+        saved = ckpt_.save(5, state, metrics={"loss": 0.25})
+    about = ckpt("show", f"{run_dir}@5", "--json").data
+    groups = {group["name"]: group for group in about["groups"]}
+    assert groups["model"] == {
+        "name": "model",
+        "kind": "module",
+        "tensors": 2,
+        "size_bytes": 40,
+        "dtypes": {"float32": 40},
+    }
+    assert groups["extra"]["dtypes"] == {"int64": 24, "float16": 4}
+    assert groups["rng"]["kind"] == "rng"
+    assert sum(one["size_bytes"] for one in about["objects"]) < about["size_bytes"] == saved.size_bytes
+    assert (about["run_key"], about["step"], about["parent"]) == ("lm-7", 5, None)
+    assert about["environment"]["torch"] == torch.__version__
+    shown = ckpt("show", run_dir).out
+    assert "lm-7 step 5" in shown
+    assert "int64, float16" in shown
+
+
+def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
+    """The checkpoint that training went on from is named by its step, and failures noted in the ledger are shown."""
+    save_steps(run_dir, 1, 2)
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2)
+    about = ckpt("show", run_dir, "--json").data
+    assert about["parent_step"] == 1
+    assert [note["error"] for note in about["notes"]] == ["CUDA out of memory \x1b[2J"]
+    shown = ckpt("show", run_dir).out
+    assert "CUDA out of memory" in shown
+    assert "\x1b" not in shown
+
+
+def test_show_finds_latest_and_best(run_dir: Path) -> None:
+    """@latest is the newest commit and the default, @best what the run calls best, an error without a metric."""
+    save_steps(run_dir, 1, 2, best_metric="loss", best_mode="max")
+    assert ckpt("show", f"{run_dir}@latest", "--json").data["step"] == ckpt("show", run_dir, "--json").data["step"] == 2
+    assert ckpt("show", f"{run_dir}@best", "--json").data["step"] == 1
+    nameless = save_steps(run_dir.with_name("nameless"), 1)
+    assert ckpt("show", f"{nameless}@best", "--json").data["error"]["type"] == "ConfigError"
+
+
+def test_show_refuses_a_damaged_manifest(run_dir: Path) -> None:
+    """P49: a manifest with a flipped bit is an IntegrityError and is not shown."""
+    save_steps(run_dir, 1)
+    flip(only(run_dir, "checkpoint_*/*/manifest.json"), 100)
+    answer = ckpt("show", run_dir, "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "IntegrityError")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_word_is_broken_on_a_narrow_screen(run_dir: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics that have no room are left out, training's loss last; ages, names and headings stay whole."""
+    with Checkpointer(config(run_dir, best_metric="heldout_loss")) as made:
+        made.save(100, some_state(), metrics={"grad_norm": 0.5, "learning_rate": 0.1, "loss": 1.25})
+    run = open_run(str(run_dir))
+    for suite in ("quick", "full"):
+        run.record_evaluation(run.find("latest"), suite, {"heldout_bytes": 87420.0, "heldout_loss": 1.5})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ckpt("ls", run_dir).out.splitlines()
+    assert max(map(len, lines)) <= max(columns, len(lines[0]))
+    table = " ".join(" ".join(lines[1:]).split())
+    for whole in ("step", "saved", "kept because", "size", "cost", "newest", "now", "KiB"):
+        assert whole in table
+    shown = [name for name in ("loss", "heldout_loss", "grad_norm", "heldout_bytes") if f" {name} " in table]
+    assert shown == ["loss", "heldout_loss"]
+    assert table.count("heldout_loss") == {60: 1, 80: 2, 120: 3}[columns]  # one of them says why it is kept

@@ -1,0 +1,95 @@
+"""The command line as a whole: quick to start, one line for an error, an exit status that can be relied on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.errors import CheckpointNotFoundError
+from tests.support.cli_runs import ckpt, save_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
+        ("ls DIR", {"torch", "prefect", "pyarrow"}),
+        ("ls DIR --json", {"torch", "prefect", "pyarrow"}),
+        ("show DIR", {"torch", "prefect"}),
+        ("verify DIR", {"torch", "prefect"}),
+        ("diff DIR DIR", {"torch", "prefect"}),
+        ("prune DIR --dry-run", {"torch", "prefect"}),
+        ("prune DIR", {"prefect"}),
+    ],
+)
+def test_a_verb_waits_only_for_what_it_needs(run_dir: Path, arguments: str, heavy: set[str]) -> None:
+    """Help imports nothing large, verbs that only look import no torch, and none imports Prefect."""
+    save_steps(run_dir, 1)
+    argv = ["ckpt", *arguments.replace("DIR", str(run_dir)).split()]
+    code = f"import sys; sys.argv = {argv!r}\nfrom ckpt_tasks.cli import main\ntry: main()\n"
+    code += f"finally: print('imported:', sorted({heavy!r} & {{*sys.modules}}), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "imported: []"
+
+
+def test_an_error_is_one_line_on_stderr(tmp_path: Path) -> None:
+    """An error of ours is one line on stderr with what to do, nothing on stdout, and exit status 1."""
+    answer = ckpt("ls", tmp_path / "nothing")
+    assert (answer.status, answer.out) == (1, "")
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    assert "is no run directory" in answer.err
+    assert "Check the directory's name." in answer.err
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify", "prune"])
+def test_an_error_in_json_is_an_object_on_stdout(tmp_path: Path, verb: str) -> None:
+    """With --json every verb prints an error as an object with type, message, key, step and hint, and exits with 1."""
+    answer = ckpt(verb, tmp_path / "nothing", "--json")
+    assert (answer.status, answer.err) == (1, "")
+    assert answer.data.keys() == {"error"}
+    assert answer.data["error"].keys() == {"type", "message", "key", "step", "hint"}
+    assert answer.data["error"]["type"] == CheckpointNotFoundError.__name__
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    """No verb creates a run directory where there is none, not even prune."""
+    for verb in ("ls", "show", "verify", "prune"):
+        ckpt(verb, tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_is_wrong_exits_with_2() -> None:
+    """A missing argument is neither success nor a difference found: exit status 2, with the usage on stderr."""
+    answer = ckpt("ls")
+    assert answer.status == 2
+    assert "Usage" in answer.err
+
+
+def test_the_console_script_is_main(run_dir: Path) -> None:
+    """`ckpt`, as it is installed, exits with the status of its verb."""
+    script = Path(sys.executable).with_name("ckpt")
+    good = subprocess.run([script, "ls", save_steps(run_dir, 3), "--json"], capture_output=True, text=True, check=False)
+    bad = subprocess.run([script, "show", f"{run_dir}@4"], capture_output=True, text=True, check=False)
+    assert (good.returncode, bad.returncode) == (0, 1)
+    assert '"step": 3' in good.stdout
+    assert "It has steps 3." in bad.stderr
+
+
+def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
+    """`ckpt ls DIR | head -1` ends quietly."""
+    script = Path(sys.executable).with_name("ckpt")
+    save_steps(run_dir, 1)
+    command = f"set -o pipefail; {script} ls {run_dir} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_it_says_which_version_it_is() -> None:
+    """`ckpt --version` names the package and its version, which is that of the installed one."""
+    answer = ckpt("--version")
+    assert (answer.status, answer.out) == (0, f"ckpt-tasks {version('ckpt-tasks')}\n")

@@ -1,0 +1,199 @@
+"""`ckpt prune`: says what goes and why, removes just that, and keeps away from a run in use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import Checkpointer, open_run
+from tests.support.calls import FailingCalls
+from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
+
+HOLDER = """
+import sys
+from ckpt_tasks import CheckpointConfig, Checkpointer
+ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
+ckpt.note("holding")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [row["step"] for row in ckpt("ls", run_dir, "--json").data["checkpoints"]]
+
+
+def verdicts(run_dir: Path, *options: str) -> dict[int, tuple[str, list[str]]]:
+    answer = ckpt("prune", run_dir, *options, "--json")
+    assert answer.status == 0, answer.out
+    return {row["step"]: (row["verdict"], row["reasons"]) for row in answer.data["checkpoints"]}
+
+
+def test_a_dry_run_only_looks(run_dir: Path) -> None:
+    """Every checkpoint has its verdict and reasons, and not a byte of the run changes."""
+    before = tree(save_steps(run_dir, 1, 2, 3))
+    found = verdicts(run_dir, "--max-num-checkpoints", "2", "--dry-run")
+    assert found == {
+        3: ("stays", ["newest", "one of the newest 2"]),
+        2: ("stays", ["one of the newest 2"]),
+        1: ("would go", ["older than the newest 2"]),
+    }
+    assert tree(run_dir) == before
+
+
+def test_prune_does_what_the_dry_run_said(run_dir: Path) -> None:
+    """P60: what would go is removed from the ledger and from the disk, the rest verifies, and the run is let go."""
+    save_steps(run_dir, 1, 2, 3)
+    found = verdicts(run_dir, "--max-num-checkpoints", "1", "--keep-every-n-steps", "2")
+    assert {step: verdict for step, (verdict, _) in found.items()} == {3: "stays", 2: "stays", 1: "removed"}
+    assert steps(run_dir) == [3, 2]
+    assert not (run_dir / "checkpoint_000000000001").exists()
+    assert ckpt("verify", run_dir).status == 0
+    assert ckpt("ls", run_dir, "--json").data["owner"]["released"] is True
+
+
+def test_the_best_is_what_the_run_calls_best(run_dir: Path) -> None:
+    """P61: --keep-best uses the run's own metric and mode; another metric can be named."""
+    save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
+    own = verdicts(run_dir, "--max-num-checkpoints", "1", "--keep-best", "1", "--dry-run")
+    assert [own[step][0] for step in (3, 2, 1)] == ["stays", "would go", "stays"]
+    named = ("--best-metric", "loss", "--best-mode", "min")
+    other = verdicts(run_dir, "--max-num-checkpoints", "1", "--keep-best", "1", *named, "--dry-run")
+    assert [other[step][0] for step in (3, 2, 1)] == ["stays", "would go", "would go"]
+
+
+def test_without_a_rule_only_orphans_go(run_dir: Path) -> None:
+    """P68: a bare `ckpt prune DIR` removes no checkpoint; what dead attempts left is deleted and said."""
+    save_steps(run_dir, 1, 2, 3, 4, 5)
+    left = run_dir / "checkpoint_000000000009" / "e000001-00000000000000aa" / "manifest.json"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"{}")
+    answer = ckpt("prune", run_dir, "--json")
+    assert answer.data["swept"] == [str(left.relative_to(run_dir))]
+    assert not left.exists()
+    assert steps(run_dir) == [5, 4, 3, 2, 1]
+    assert "There is nothing to remove." in ckpt("prune", run_dir).out
+
+
+@pytest.mark.parametrize("rule", [("--keep-best", "1"), ("--keep-every-n-steps", "10")])
+def test_a_rule_that_would_say_nothing_is_refused(run_dir: Path, rule: tuple[str, str]) -> None:
+    """A rule that only adds to --max-num-checkpoints is an error without it, before anything is done."""
+    before = tree(save_steps(run_dir, 1))
+    answer = ckpt("prune", run_dir, *rule)
+    assert answer.status == 1
+    assert "--max-num-checkpoints" in answer.err
+    assert tree(run_dir) == before
+
+
+def test_pinned_checkpoints_stay(run_dir: Path) -> None:
+    """A pinned checkpoint stays, with the reason of the pin."""
+    save_steps(run_dir, 1, 2)
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.pin(1, "the paper")
+    assert verdicts(run_dir, "--max-num-checkpoints", "1")[1] == ("stays", ["pinned: the paper"])
+
+
+def test_a_run_in_use_is_refused(run_dir: Path) -> None:
+    """P33, P64: while another process holds the run nothing is pruned; a dry run still answers."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(save_steps(run_dir, 1, 2, 3))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        held = tree(run_dir)
+        answer = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--json")
+        dry = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--dry-run")
+        after = tree(run_dir)
+        holder.communicate("")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
+    assert "--dry-run" in answer.data["error"]["hint"]
+    assert dry.status == 0
+    assert after == held
+
+
+def test_the_best_by_what_is_not_measured_is_refused(run_dir: Path) -> None:
+    """A mistyped metric would leave none that is kept as the best: it is an error that names those that there are."""
+    before = tree(save_steps(run_dir, 1, 2, 3))
+    wrong = ("--max-num-checkpoints", "1", "--keep-best", "1", "--best-mode", "max", "--best-metric", "los", "--json")
+    for more in ((), ("--dry-run",)):
+        answer = ckpt("prune", run_dir, *wrong, *more)
+        assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
+        assert "'los': there is loss" in answer.data["error"]["message"]
+    assert tree(run_dir) == before
+    right = ["loss" if word == "los" else word for word in wrong]
+    assert ckpt("prune", run_dir, *right).status == 0
+    assert [one.step for one in open_run(str(run_dir)).checkpoints()] == [3, 1]
+
+
+def test_nothing_goes_while_nothing_that_stays_is_good(run_dir: Path) -> None:
+    """P60: when what would stay is damaged nothing is removed, and that is a failure and is said."""
+    save_steps(run_dir, 1, 2)
+    flip(only(run_dir, "checkpoint_000000000002/*/index.arrow"), 50)
+    answer = ckpt("prune", run_dir, "--max-num-checkpoints", "1")
+    assert answer.status == 1
+    assert "Nothing was removed" in answer.out
+    assert steps(run_dir) == [2, 1]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    made = tmp_path / "memory"
+    made.mkdir()
+    return made
+
+
+def left_in_memory(run_dir: Path, memory_dir: str, *, lost: int | None = None) -> None:
+    """Train, and end with an error, which leaves the snapshots in memory; the step `lost` does not reach storage."""
+    with suppress(ZeroDivisionError), Checkpointer(config(run_dir, memory_dir=memory_dir, step_interval=1)) as ckpt_:
+        ckpt_.save(1, some_state(1))
+        if lost is not None:
+            ckpt_._history.store._calls = FailingCalls(1, "refused", below="/checkpoint_")  # type: ignore[attr-defined]
+            ckpt_.step(lost, some_state(lost))
+        raise ZeroDivisionError
+
+
+def snapshots(memory: Path) -> list[Path]:
+    """List the images in memory."""
+    return [*memory.rglob("*.safetensors")]
+
+
+def test_the_snapshots_in_memory_go_too(run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P67: what a run that ended badly left in the default memory directory is freed; a dry run leaves it."""
+    monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
+    left_in_memory(run_dir, "auto")
+    assert snapshots(memory) != []
+    assert ckpt("prune", run_dir, "--dry-run").status == 0
+    assert snapshots(memory) != []
+    said = ckpt("prune", run_dir)
+    assert (said.status, snapshots(memory)) == (0, [])
+    assert "of this host's memory: snapshots of the run" in " ".join(said.out.split())
+    assert "nothing to remove" not in said.out
+    assert "There is nothing to remove." in ckpt("prune", run_dir).out
+    assert steps(run_dir) == [1]
+
+
+def test_a_memory_directory_of_the_runs_own_is_named(run_dir: Path, memory: Path) -> None:
+    """P67: the ledger does not say where a host has its snapshots: --memory-dir does; another place is untouched."""
+    left_in_memory(run_dir, str(memory))
+    assert ckpt("prune", run_dir).status == 0
+    assert snapshots(memory) != []
+    assert ckpt("prune", run_dir, "--memory-dir", memory).status == 0
+    assert snapshots(memory) == []
+    wrong = ckpt("prune", run_dir, "--memory-dir", memory / "nothing", "--json")
+    assert (wrong.status, wrong.data["error"]["type"]) == (1, "ConfigError")
+
+
+def test_what_storage_lacks_stays_in_memory(run_dir: Path, memory: Path) -> None:
+    """P67: a snapshot that the store did not take is not freed by a prune, and the next start goes on from it."""
+    left_in_memory(run_dir, str(memory), lost=2)
+    assert steps(run_dir) == [1]
+    assert ckpt("prune", run_dir, "--memory-dir", memory).status == 0
+    with Checkpointer(config(run_dir, memory_dir=str(memory))) as ckpt_:
+        assert ckpt_.restore(some_state()) == 2

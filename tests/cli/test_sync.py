@@ -1,0 +1,313 @@
+"""`ckpt sync`: one command from a run at one store to the same run at another, and one line when it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.reading import open_store
+from tests.servers.s3 import REGION, S3Server
+from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
+from tests.support.chaos import Chaos
+from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
+from tests.support.rules import Fault, Gate
+
+MEASURED = """
+import re, sys, threading, time
+from pathlib import Path
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+
+most, ended = [0], threading.Event()
+
+def watch():
+    while not ended.wait(0.002):
+        most[0] = max(most[0], anonymous())
+
+from ckpt_tasks.cli import app
+try:
+    app(["sync", sys.argv[1], sys.argv[2]])  # small: what is imported is in memory after it
+except SystemExit:
+    before = anonymous()
+watcher = threading.Thread(target=watch)
+watcher.start()
+try:
+    app(["sync", *sys.argv[3:]])
+finally:
+    ended.set()
+    watcher.join()
+    print({"torch", "prefect"} & {*sys.modules} or "neither", most[0] - before)
+"""
+
+
+def environment(server: S3Server) -> dict[str, str]:
+    """Return what tells the command line where a server is and who asks."""
+    return {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": server.key,
+        "AWS_SECRET_ACCESS_KEY": server.secret,
+        "AWS_DEFAULT_REGION": REGION,
+    }
+
+
+@pytest.fixture
+def s3(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a URL in a fresh bucket; the environment has the credentials."""
+    for name, value in environment(ministack).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{bucket}"
+
+
+def test_a_run_goes_over(run_dir: Path, tmp_path: Path) -> None:
+    """A table says what was copied; the copy lists, verifies and compares like the run, which is not changed by it."""
+    save_steps(run_dir, 1, 2)
+    objects = {name: data for name, data in tree(run_dir).items() if not name.startswith("ledger/")}
+    answer = ckpt("sync", run_dir, tmp_path / "b")
+    assert answer.status == 0, answer.err
+    assert "Copied: 2 checkpoints of 2" in answer.out
+    assert "every byte verified" in answer.out
+    assert ckpt("verify", tmp_path / "b").status == 0
+    assert ckpt("diff", f"{run_dir}@latest", f"{tmp_path / 'b'}@latest").status == 0
+    assert {name: data for name, data in tree(run_dir).items() if not name.startswith("ledger/")} == objects
+    answer = ckpt("sync", run_dir, tmp_path / "b")
+    assert answer.status == 0
+    assert "There is nothing to copy." in answer.out
+
+
+def test_one_checkpoint_and_json(run_dir: Path, tmp_path: Path) -> None:
+    """DIR@STEP copies that one; --json says of each checkpoint what became of it, and how many bytes went over."""
+    save_steps(run_dir, 1, 2, 3)
+    answer = ckpt("sync", f"{run_dir}@2", tmp_path / "b", "--json")
+    assert answer.status == 0
+    facts = answer.data
+    assert (facts["run_key"], facts["from"], facts["to"]) == ("run", str(run_dir), str(tmp_path / "b"))
+    (one,) = facts["checkpoints"]
+    size_bytes = open_run(str(run_dir)).find(2).size_bytes
+    assert (one["step"], one["outcome"], one["copied_bytes"]) == (2, "copied", size_bytes)
+    assert (facts["good"], facts["faults"], facts["evaluations"], facts["pins"]) == (True, [], 0, 0)
+    found = ckpt("sync", run_dir, tmp_path / "b", "--json").data["checkpoints"]
+    assert [one["outcome"] for one in found] == ["copied", "there already", "copied"]
+
+
+def test_damage_is_said_and_the_rest_is_copied(run_dir: Path, tmp_path: Path) -> None:
+    """P49: exit status 1, the fault with its object, and the other checkpoints are there."""
+    save_steps(run_dir, 1, 2)
+    shard = only(run_dir, "checkpoint_000000000001/*/model-*")
+    flip(shard, shard.stat().st_size - 1)
+    answer = ckpt("sync", run_dir, tmp_path / "b")
+    assert answer.status == 1
+    assert "model/bias" in answer.out
+    assert "Not everything could be copied" in answer.out
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [2]
+    answer = ckpt("sync", f"{run_dir}@1", tmp_path / "c", "--json")
+    assert (answer.status, answer.data["good"]) == (1, False)
+
+
+def test_errors_are_one_line(run_dir: Path, tmp_path: Path) -> None:
+    """What cannot be done is one line with what to do, and makes nothing."""
+    answer = ckpt("sync", tmp_path / "nothing", tmp_path / "b")
+    assert (answer.status, answer.out) == (1, "")
+    assert "is no run directory" in answer.err
+    save_steps(run_dir, 1)
+    assert "It has steps 1" in ckpt("sync", f"{run_dir}@7", tmp_path / "b").err
+    save_steps(tmp_path / "other", 1)
+    answer = ckpt("sync", run_dir, tmp_path / "other", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "RunMismatchError")
+    assert not (tmp_path / "b").exists()
+
+
+HOLDER = """
+import sys
+from ckpt_tasks import CheckpointConfig, Checkpointer
+ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
+ckpt.note("holding")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_target_in_use_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """P33: while a process trains at the target, nothing is copied there."""
+    save_steps(run_dir, 1)
+    ckpt("sync", run_dir, tmp_path / "b")
+    save_more(run_dir, 2)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "b")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        before = tree(tmp_path / "b")
+        answer = ckpt("sync", run_dir, tmp_path / "b", "--json")
+        assert tree(tmp_path / "b") == before
+        holder.communicate("")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
+    assert "training" in answer.data["error"]["hint"]
+
+
+def save_more(run_dir: Path, step: int) -> None:
+    with Checkpointer(config(run_dir)) as ckpt_:
+        state = {"model": {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}, "position": {}}
+        ckpt_.restore(state)
+        ckpt_.save(step, state)
+
+
+def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
+    """P57: copying 160 MiB in one tensor takes less than 48 MiB of memory that the system cannot take back."""
+    small = save(tmp_path / "small", {"w": {"w": torch.ones(1)}})
+    large = save(tmp_path / "large", {"w": {"w": torch.ones(40 << 20)}})
+    command = [sys.executable, "-c", MEASURED, *map(str, (small, tmp_path / "s", large, tmp_path / "l"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"neither (\d+)$", done.stdout)
+    assert found, done.stdout
+    assert int(found[1]) < 48
+    assert ckpt("diff", large, tmp_path / "l").status == 0
+
+
+def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
+    """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
+    source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
+    small = tmp_path / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        with started("sync", str(source), str(tmp_path / "b"), TMPDIR=str(small)) as process:
+            _, err = process.communicate(timeout=60)
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+    assert process.returncode == 1
+    assert "Set TMPDIR to a directory with room" in err
+    assert ckpt("sync", source, tmp_path / "b").status == 0
+
+
+# ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_there_and_on_and_back(run_dir: Path, tmp_path: Path, s3: str) -> None:
+    """P52: from a directory to S3, on to another place there and back again: the same state, and training goes on."""
+    big = torch.arange(5 << 20, dtype=torch.float32)  # 20 MiB: several parts
+    save(run_dir, {"w": {"w": big}, "n": {"seen": [1]}}, 7)
+    places = [str(run_dir), f"{s3}/a/run", f"{s3}/b/run", str(tmp_path / "back")]
+    for source, target in pairwise(places):
+        answer = ckpt("sync", source, target)
+        assert answer.status == 0, answer.err
+    assert ckpt("verify", places[2]).status == 0
+    assert ckpt("diff", f"{places[0]}@latest", f"{places[3]}@latest").status == 0
+    back: dict[str, Any] = {"w": {"w": torch.zeros(5 << 20)}, "n": {"seen": []}}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=places[2])) as ckpt_:
+        assert ckpt_.restore(back) == 7
+        ckpt_.save(8, back)
+    assert torch.equal(back["w"]["w"], big)
+    assert ckpt("sync", places[2], places[1]).status == 0
+    assert ckpt("diff", places[1], places[2]).status == 0
+
+
+def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P31: a target without put-if-absent is refused, unless it is said that nobody else writes there."""
+    save_steps(run_dir, 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
+    chaos.on(Fault(answer=NOT_IMPLEMENTED), headers={"if-none-match": "."})
+    answer = ckpt("sync", run_dir, f"{s3}/run", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, StoreError.__name__)
+    answer = ckpt("sync", run_dir, f"{s3}/run", "--single-writer")
+    assert answer.status == 0, answer.err
+    assert ckpt("verify", f"{s3}/run").status == 0
+
+
+def test_a_bit_flips_between_the_stores(
+    run_dir: Path, tmp_path: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P47: a shard that comes down changed once is asked for again; one that always does is damaged and left out."""
+    save_steps(run_dir, 1, 2)
+    assert ckpt("sync", run_dir, f"{s3}/run").status == 0
+    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
+    once = chaos.on(Fault(flip_answer_at=100), operation="GetObject", key=r"000001/.*/model-", times=1)
+    chaos.on(Fault(flip_answer_at=100), operation="GetObject", key=r"000002/.*/model-")
+    answer = ckpt("sync", f"{s3}/run", tmp_path / "b", "--json")
+    assert once.hits == 1
+    assert [one["outcome"] for one in answer.data["checkpoints"]] == ["copied", "damaged"]
+    assert ckpt("verify", tmp_path / "b").status == 0
+    chaos.off()
+    assert ckpt("sync", f"{s3}/run", tmp_path / "b").status == 0
+    assert ckpt("diff", run_dir, tmp_path / "b").status == 0
+
+
+def test_lost_answers_and_refusals(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P32, P43: answers that are lost, commits' included, and a store that is busy change nothing of what comes out."""
+    save_steps(run_dir, 1, 2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
+    lost = chaos.on(Fault(drop_answer=True), operation="PutObject", key=r"ledger/|model-|manifest", times=6)
+    busy = chaos.on(Fault(answer=SLOW_DOWN), probability=0.1, times=8, seed=3)
+    answer = ckpt("sync", run_dir, f"{s3}/run")
+    assert answer.status == 0, answer.err
+    assert lost.hits == 6
+    assert busy.hits
+    chaos.off()
+    assert ckpt("verify", f"{s3}/run").status == 0
+    assert ckpt("diff", run_dir, f"{s3}/run").status == 0
+
+
+@contextmanager
+def started(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command in a process of its own."""
+    script = Path(sys.executable).with_name("ckpt")
+    with subprocess.Popen(
+        [script, *arguments], env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_copy_is_completed(
+    run_dir: Path, s3: str, ministack: S3Server, chaos: Chaos, how: signal.Signals
+) -> None:
+    """P30, P38: stopped in the middle of an object, nothing of it is committed, and the same command completes it."""
+    save_steps(run_dir, 1, 2)
+    target, gate = f"{s3}/run", Gate()
+    chaos.on(Fault(hold_request=gate), operation="PutObject", key=r"000002/.*/index")
+    with started("sync", str(run_dir), target, AWS_ENDPOINT_URL=chaos.endpoint) as process:
+        assert gate.reached.wait(60)
+        process.send_signal(how)
+        if how == signal.SIGINT:
+            time.sleep(0.2)
+        gate.open()
+        assert process.wait(60) != 0
+    chaos.off()
+    found = open_run(target)
+    assert [c.step for c in found.checkpoints()] == [1]
+    assert ckpt("verify", target).status == 0
+    owner = found.head().state.owner
+    assert owner is not None
+    assert owner.released == (how == signal.SIGINT)
+    answer = ckpt("sync", str(run_dir), target, "--json")
+    assert answer.status == 0, answer.out
+    assert [one["outcome"] for one in answer.data["checkpoints"]] == ["there already", "copied"]
+    assert answer.data["checkpoints"][1]["found_bytes"] > 0
+    assert ckpt("diff", run_dir, target).status == 0
+
+
+def test_memory_is_a_store_too(run_dir: Path) -> None:
+    """Whatever opens as a store can be a target: fsspec's memory file system, within one process."""
+    save_steps(run_dir, 1, 2)
+    target = f"memory://sync/{secrets.token_hex(8)}"
+    assert ckpt("sync", run_dir, target).status == 0
+    assert ckpt("diff", run_dir, target).status == 0
+    names: list[Any] = open_store(target).names("")
+    assert "format.json" in names

@@ -1,0 +1,397 @@
+"""A run at another store: the same checkpoints in the same order, whatever happened before, and nothing else."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt_tasks import open_run
+from ckpt_tasks.copying.sync_diff import in_order, rank
+from ckpt_tasks.copying.syncing import Row, plan_sync
+from ckpt_tasks.errors import OwnedError, RunMismatchError, StateError
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from tests.support.cli_runs import flip, tree
+from tests.support.ledgers import made
+from tests.support.syncs import check, copy, opened, outcomes, same, small, state_of, train
+
+# ── what is copied ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_is_the_same_at_the_target(run_dir: Path, tmp_path: Path) -> None:
+    """P52: checkpoints, lines that were left, evaluations, pins and what "best" means are the same, and all bytes."""
+    train(run_dir, 1, 2, 3, best_metric="loss")
+    with opened(run_dir) as ckpt:
+        assert ckpt.restore(small(0), step=1) == 1
+        ckpt.save(2, small(20), metrics={"loss": float("nan")})
+        ckpt.pin(3, "the paper")
+    run = open_run(str(run_dir))
+    assert run.record_evaluation(run.find("latest"), "quick", {"accuracy": 0.5})
+    report = copy(run, tmp_path / "b")
+    assert [row.outcome for row in report.rows] == ["copied"] * 4
+    assert (report.evaluations, report.pins, report.faults) == (1, 1, ())
+    assert [c.abandoned for c in open_run(str(tmp_path / "b")).checkpoints()] == [False, False, True, True]
+    check(tmp_path / "b", run)
+    named = ("checkpoint_", "evals/")
+    ours, theirs = (
+        {name: data for name, data in tree(place).items() if name.startswith(named)}
+        for place in (run_dir, tmp_path / "b")
+    )
+    assert ours == theirs
+
+
+def test_the_next_copy_takes_what_is_new(run_dir: Path, tmp_path: Path) -> None:
+    """What has not changed is copied once; a second copy writes nothing, a third one the new checkpoint alone."""
+    run = train(run_dir, 1, 2, of=state_of)
+    report = copy(run, tmp_path / "b")
+    first, second = (row.copied_bytes for row in report.rows)
+    assert first > 2 << 20
+    assert second < 100_000
+    before = tree(tmp_path / "b")
+    assert outcomes(copy(run, tmp_path / "b")) == {1: "there already", 2: "there already"}
+    assert tree(tmp_path / "b") == before
+    train(run_dir, 3, of=state_of)
+    run.record_evaluation(run.find(1), "quick", {"accuracy": 0.5})
+    report = copy(run, tmp_path / "b")
+    assert outcomes(report) == {1: "there already", 2: "there already", 3: "copied"}
+    assert report.evaluations == 1
+    assert sum(row.copied_bytes for row in report.rows) < 100_000
+    assert sum(row.found_bytes for row in report.rows) == 0
+    check(tmp_path / "b", run)
+
+
+def test_training_goes_on_from_the_copy(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a Checkpointer restores from the copy, saves, and prunes what came by it; the object it shares stays."""
+    copy(train(run_dir, 1, 2, 3, of=state_of), tmp_path / "b")
+    shutil.rmtree(run_dir)
+    target = state_of(0)
+    with opened(tmp_path / "b", max_num_checkpoints=2) as ckpt:
+        assert ckpt.restore(target) == 3
+        assert (target["seen"], target["model"]["adapter"][0].item()) == ([3], 3.0)
+        ckpt.save(4, state_of(4))
+    run = open_run(str(tmp_path / "b"))
+    assert [c.step for c in run.checkpoints()] == [4, 3]
+    assert run.find(4).parent == run.find(3).manifest_digest
+    assert verify_run_directory(run.history).good
+
+
+def test_what_a_save_cost_goes_along(run_dir: Path, tmp_path: Path) -> None:
+    """The entries at the target say of each save what those of the source say, so that a cadence can go on from it."""
+    run = train(run_dir, 1, 2)
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b"))
+    for step in (1, 2):
+        events = [one.history.read_entry(one.find(step).n)[0].event for one in (run, there)]
+        assert events[0] == events[1]
+        assert events[0]["stall_s"] > 0
+
+
+def test_one_checkpoint_and_then_all(run_dir: Path, tmp_path: Path) -> None:
+    """The order of commits is the source's, also where a newer checkpoint came first and one has gone meanwhile."""
+    run = train(run_dir, 1, 2, 3, 4)
+    for step in (3, 2):
+        assert outcomes(copy(run, tmp_path / "b", step)) == {step: "copied"}
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [3, 2]
+    train(run_dir, 5, max_num_checkpoints=3)  # 3, 4, 5
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b"))
+    assert [c.step for c in there.checkpoints()] == [5, 4, 3, 2]
+    entries = there.head().next_n
+    copy(run, tmp_path / "b")
+    assert there.head().next_n == entries
+    assert verify_run_directory(there.history).good
+
+
+def test_an_older_checkpoint_stays_the_older_one(run_dir: Path, tmp_path: Path) -> None:
+    """An older checkpoint that comes later is not the newest, also beside one that the source has pruned meanwhile."""
+    run = train(run_dir, 1, 2, 3, 4)
+    copy(run, tmp_path / "b", 3)
+    with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.pin(2)
+        ckpt.prune()
+    assert [c.step for c in run.checkpoints()] == [4, 2]
+    copy(run, tmp_path / "b", 2)
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [3, 2]
+
+
+def test_a_line_that_was_left_is_left_at_the_target(run_dir: Path, tmp_path: Path) -> None:
+    """A way back is known at the target, also where the checkpoint that it went back to is there no more."""
+    run = train(run_dir, 1, 2, 3)
+    copy(run, tmp_path / "b")
+    with opened(tmp_path / "b", max_num_checkpoints=2) as ckpt:
+        ckpt.prune()
+    with opened(run_dir) as ckpt:
+        ckpt.restore(small(0), step=1)
+        ckpt.save(2, small(20))
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b")).checkpoints()
+    assert [(c.step, c.abandoned) for c in there] == [(2, False), (3, True), (2, True)]
+
+
+class Counting(WrappedStore):
+    """Count the ledger entries that are read."""
+
+    entries = 0
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        self.entries += name.startswith("ledger/")
+        return super().get(name, max_bytes)
+
+
+def test_a_copy_reads_what_is_new(run_dir: Path, tmp_path: Path) -> None:
+    """However long both histories are, the next copy looks back to the last one, and no further."""
+    run = train(run_dir, *range(1, 25))
+    copy(run, tmp_path / "b")
+    train(run_dir, 25, max_num_checkpoints=2)
+    source, target = Counting(LocalStore(run_dir)), Counting(LocalStore(tmp_path / "b"))
+    plan = plan_sync(Run(History(source), "run"), target)
+    assert len(plan.diff.missing) == 1
+    assert source.entries + target.entries < 12
+
+
+def test_pins_and_evaluations_of_one_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    """One checkpoint brings its own pin and evaluations, and none of the others'."""
+    with opened(run_dir) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, small(step))
+    run = open_run(str(run_dir))
+    copy(run, tmp_path / "b")
+    with opened(run_dir) as ckpt:
+        for step in (1, 2):
+            ckpt.pin(step, f"pin {step}")
+    for step in (1, 2):
+        run.record_evaluation(run.find(step), "quick", {"accuracy": step})
+    report = copy(run, tmp_path / "b", 1)
+    assert (report.evaluations, report.pins) == (1, 1)
+    state = open_run(str(tmp_path / "b")).head().state
+    assert [*state.pins.values()] == ["pin 1"]
+    assert [e.step for e in state.evaluations] == [1]
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a target that holds a run with another key is refused, and stays as it is."""
+    train(tmp_path / "other", 1)
+    before = tree(tmp_path / "other")
+    with pytest.raises(RunMismatchError, match="holds the run 'other'"):
+        copy(train(run_dir, 1), tmp_path / "other")
+    assert tree(tmp_path / "other") == before
+
+
+def test_a_target_that_went_its_own_way_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a target with checkpoints that the source never had is refused and untouched, also when both went on."""
+    run = train(run_dir, 1, 2)
+    copy(run, tmp_path / "b")
+    train(tmp_path / "b", 7, 8)
+    train(run_dir, 3)
+    before = tree(tmp_path / "b")
+    with pytest.raises(RunMismatchError, match=r"never had \(steps 7, 8\)"):
+        copy(run, tmp_path / "b")
+    assert tree(tmp_path / "b") == before
+    assert run.head().state.leases == ()
+
+
+def test_two_runs_of_one_name_are_two(run_dir: Path, tmp_path: Path) -> None:
+    """P52: the same key and a ledger as long do not make one run of two: what one copied, the other never had."""
+    copy(train(run_dir, 1, 2, 3), tmp_path / "b")
+    with opened(tmp_path / "c", run_key="run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, small(10 * step))
+    other = train(tmp_path / "c", 4)
+    with pytest.raises(RunMismatchError, match="never had"):
+        copy(other, tmp_path / "b")
+
+
+def test_what_went_on_elsewhere_comes_back(run_dir: Path, tmp_path: Path) -> None:
+    """A copy that training went on from can be copied back to where it came from, and then the other way again."""
+    run = train(run_dir, 1, 2)
+    copy(run, tmp_path / "b")
+    there = train(tmp_path / "b", 3, 4, max_num_checkpoints=2)
+    assert outcomes(copy(there, run_dir)) == {3: "copied", 4: "copied"}
+    assert [c.step for c in run.checkpoints()] == [4, 3, 2, 1]
+    assert outcomes(copy(run, tmp_path / "b")) == {1: "pruned there", 2: "pruned there"} | dict.fromkeys(
+        (3, 4), "there already"
+    )
+    assert verify_run_directory(run.history).good
+
+
+def test_a_directory_that_was_copied_by_other_means(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a copy made by `cp -r` is brought up to date like one of ours, also when the source has pruned since."""
+    run = train(run_dir, 1, 2, 3)
+    shutil.copytree(run_dir, tmp_path / "b")
+    train(run_dir, 4, max_num_checkpoints=2)
+    assert outcomes(copy(run, tmp_path / "b")) == {3: "there already", 4: "copied"}
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [4, 3, 2, 1]
+
+
+def test_a_target_in_use_is_refused(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P33: a target that somebody else holds is not written to."""
+    run = train(run_dir, 1, 2)
+    copy(run, tmp_path / "b", 1)
+    with opened(tmp_path / "b") as ckpt:
+        ckpt.note("training")
+        before = tree(tmp_path / "b")
+        monkeypatch.setattr("ckpt_tasks.ledger.ownership.socket.gethostname", lambda: "elsewhere")
+        with pytest.raises(OwnedError):
+            copy(run, tmp_path / "b")
+        monkeypatch.undo()
+        assert tree(tmp_path / "b") == before
+
+
+@pytest.mark.parametrize("place", ["", "below", ".."])
+def test_a_place_within_the_other_is_refused(run_dir: Path, place: str) -> None:
+    """A run is not copied into itself, nor to a directory within it or around it."""
+    run = train(run_dir, 1)
+    before = tree(run_dir)
+    with pytest.raises(ValueError, match="is not another place"):
+        copy(run, Path(run_dir / place).resolve())
+    assert tree(run_dir) == before
+
+
+def test_what_the_target_pruned_stays_pruned(run_dir: Path, tmp_path: Path) -> None:
+    """P64: a name that was retired is not used again: the target keeps fewer than the source, and one is refused."""
+    run = train(run_dir, 1, 2, 3)
+    copy(run, tmp_path / "b")
+    with opened(tmp_path / "b", max_num_checkpoints=1) as ckpt:
+        ckpt.prune()
+    for step in (4, 5):  # the second time only the note of the last copy knows of it
+        train(run_dir, step)
+        found = outcomes(copy(run, tmp_path / "b"))
+        assert found == {n: "pruned there" if n < 3 else "copied" if n == step else "there already" for n in found}
+    with pytest.raises(StateError, match="pruned it"):
+        copy(run, tmp_path / "b", 2)
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [5, 4, 3]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_object_that_the_target_gave_up(run_dir: Path, tmp_path: Path, ended: bool) -> None:
+    """P64: a checkpoint that shares an object with one that was pruned at the target comes if the pruner has ended.
+
+    Of a pruner that was lost nobody knows whether it deletes the object late: the checkpoint is refused.
+    """
+    run = train(run_dir, 1, of=state_of)
+    with opened(run_dir) as ckpt:
+        ckpt.restore(state_of(0))
+        ckpt.save(2, state_of(2, frozen=0.7))
+    copy(run, tmp_path / "b")
+    pruner = opened(tmp_path / "b", max_num_checkpoints=1)
+    pruner.prune()
+    if ended:
+        pruner.close()
+    elif pruner._heartbeat is not None:
+        pruner._heartbeat.stop()
+    with opened(run_dir) as ckpt:
+        ckpt.restore(state_of(0), step=1)
+        ckpt.save(3, state_of(3))  # with the object of step 1
+        ckpt.save(4, state_of(4, frozen=0.9))
+    report = copy(run, tmp_path / "b")
+    expected = "copied" if ended else "refused"
+    assert outcomes(report) == {1: "pruned there", 2: "there already", 3: expected, 4: "copied"}
+    assert ended or "no name is used twice" in report.faults[0]
+    assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == ([4, 3, 2] if ended else [4, 2])
+    assert verify_run_directory(open_run(str(tmp_path / "b")).history).good
+
+
+def test_a_source_that_lost_its_key(run_dir: Path, tmp_path: Path) -> None:
+    """P49: where format.json is damaged the manifests say which run it is; where they disagree, nothing is copied."""
+    run = train(run_dir, 1)
+    flip(run_dir / "format.json", 20)
+    lost = open_run(str(run_dir))
+    assert lost.run_key is None
+    copy(lost, tmp_path / "b")
+    assert open_run(str(tmp_path / "b")).run_key == "run"
+    History(LocalStore(tmp_path / "other")).create("other")
+    shutil.copy(tmp_path / "other" / "format.json", run_dir)
+    assert outcomes(copy(open_run(str(run_dir)), tmp_path / "c")) == {1: "damaged"}
+    assert run.find(1)
+
+
+# ── any history ──────────────────────────────────────────────────────────────────────────────────────────────
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.integers(1, 3)),
+        st.tuples(st.just("back"), st.integers(0, 9)),
+        st.tuples(st.just("prune"), st.integers(1, 3)),
+        st.tuples(st.just("copy"), st.none()),
+        st.tuples(st.just("copy"), st.integers(0, 9)),
+        st.tuples(st.just("prune there"), st.integers(1, 3)),
+    ),
+    min_size=3,
+    max_size=9,
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_whatever_happened_the_newest_is_the_newest(fast_dir: Path, steps: list[tuple[str, Any]]) -> None:
+    """P52: after any saves, ways back, prunings and partial copies, a copy has the checkpoints in their order."""
+    root = fast_dir / secrets.token_hex(4)
+    run, target = train(root / "run", 1), root / "b"
+    step = 1
+    for what, value in [*steps, ("copy", None)]:
+        live = sorted(run.checkpoints(), key=lambda c: c.n)
+        if what == "save":
+            with opened(root / "run") as ckpt:
+                step = ckpt.restore(small(0)) + value
+                ckpt.save(step, small(step))
+        if what == "back":
+            with opened(root / "run") as ckpt:
+                step = ckpt.restore(small(0), step=live[value % len(live)].step) + 1
+                ckpt.save(step, small(step))
+        if what == "prune":
+            with opened(root / "run", max_num_checkpoints=value) as ckpt:
+                ckpt.prune()
+        if what == "copy" and value is None:
+            copy(run, target)
+        if what == "copy" and value is not None:
+            with suppress(StateError):  # the target has had it and pruned it
+                copy(run, target, live[value % len(live)].step)
+        if what == "prune there" and target.exists():
+            with opened(target, max_num_checkpoints=value) as ckpt:
+                ckpt.prune()
+    there = open_run(str(target))
+    assert verify_run_directory(there.history).good
+    have = {c.manifest_digest: c for c in there.checkpoints()}
+    pruned = {row.checkpoint.manifest_digest for row in copy(run, target).rows if row.outcome == "pruned there"}
+    wanted = [same(c) for c in run.checkpoints() if c.manifest_digest not in pruned]
+    shared = {c.manifest_digest for c in run.checkpoints()} & {*have}
+    assert [same(c) for c in lineage(tuple(have.values())) if c.manifest_digest in shared] == wanted
+    assert not wanted or lineage(tuple(have.values()))[0].manifest_digest == wanted[0]["manifest_digest"].strip("'")
+    shutil.rmtree(root)
+
+
+@given(data=st.data(), numbers=st.lists(st.integers(0, 99), unique=True, max_size=12))
+def test_ranking(data: st.DataObject, numbers: list[int]) -> None:
+    """What is there and what is missing come in the source's order, whatever the target's; what is unknown is left."""
+    checkpoints = [made(n, n) for n in numbers]
+    lacks = data.draw(st.lists(st.booleans(), min_size=len(numbers), max_size=len(numbers)))
+    missing = [c for c, lacking in zip(checkpoints, lacks, strict=True) if lacking]
+    have = data.draw(st.permutations([c for c, lacking in zip(checkpoints, lacks, strict=True) if not lacking]))
+    order = {c.manifest_digest: c.n for c in checkpoints}
+    ranked = rank([*have, made(200, 200)], missing, order)
+    assert sorted(c.n for c in ranked) == sorted(numbers)
+    assert all(order[a.manifest_digest] < order[b.manifest_digest] for a, b in pairwise(ranked))
+    assert in_order(ranked)
+    assert in_order(have) == (sorted(have, key=lambda c: c.n) == [*have])
+
+
+def test_rows_are_reported_in_the_order_of_the_source(run_dir: Path, tmp_path: Path) -> None:
+    """What is told of every checkpoint comes in the order in which it was saved, with its bytes."""
+    report = copy(train(run_dir, 5, 6), tmp_path / "b")
+    assert [row.checkpoint.step for row in report.rows] == [5, 6]
+    assert all(isinstance(row, Row) and row.copied_bytes == row.checkpoint.size_bytes for row in report.rows)

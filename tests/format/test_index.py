@@ -1,0 +1,221 @@
+"""The index: rows come back, holes are found, and bytes that nobody wrote are refused."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import CkptError, IntegrityError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.image import STORED_DTYPES, TensorSpec, plan_image
+from ckpt_tasks.format.index import IndexRow, coverage_faults, read_index, write_index
+from ckpt_tasks.format.regions import Box
+from tests.support.indexes import indexed, read_as_committed
+
+PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
+
+specs = st.lists(
+    st.builds(
+        TensorSpec,
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+        st.sampled_from(sorted(STORED_DTYPES)),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
+    max_size=6,
+    unique_by=lambda spec: spec.name,
+)
+
+
+def rows_of(wanted: list[TensorSpec], place: str = PLACE) -> list[IndexRow]:
+    return [
+        IndexRow("model", slot.spec.name, slot.spec.dtype, slot.spec.shape, box, place, begin, end, digest_bytes(b""))
+        for slot in plan_image(wanted).slots
+        for box, begin, end in slot.regions()
+    ]
+
+
+def row(**changes: Any) -> IndexRow:
+    [first] = rows_of([TensorSpec("w", "float32", (2, 3))])
+    return first._replace(**changes)
+
+
+def read_back(rows: list[IndexRow]) -> list[IndexRow]:
+    return [*indexed(rows).rows]
+
+
+@given(specs)
+def test_rows_come_back_as_they_were(wanted: list[TensorSpec]) -> None:
+    """The index of any layout is read back equal, and has no holes."""
+    rows = rows_of(wanted)
+    assert read_back(rows) == rows
+    assert indexed(rows).coverage_faults() == coverage_faults(rows) == []
+    assert indexed(rows).tensors == {found.full_key: (found.dtype, found.tensor_shape) for found in rows}
+    assert indexed(rows).keys == [found.full_key for found in rows]
+
+
+def test_other_bytes_are_refused_before_they_are_parsed() -> None:
+    """P49: an index is compared with its digest first; a flipped bit never reaches the parser."""
+    data = write_index([row()])
+    for at in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[at] ^= 4
+        with pytest.raises(IntegrityError, match="not the one that was committed"):
+            read_index(bytes(flipped), digest=digest_hex(data), name="index.arrow")
+
+
+@given(st.integers(0, 3000), st.integers(0, 255))
+def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -> None:
+    """P49: even where the digest fits, an index that makes no sense raises our error and nothing else."""
+    changed = bytearray(write_index(rows_of([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "bool", (3,))])))
+    changed[at % len(changed)] = value
+    data = bytes(changed)
+    with suppress(CkptError):
+        index = read_as_committed(data)
+        index.coverage_faults()
+        index.object_faults({PLACE: (4096, 4123)})
+        assert all(isinstance(found, IndexRow) for found in index.rows)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"object": "../../etc/passwd"},
+        {"object": "simplecache::http://host/x"},
+        {"object": "/etc/passwd"},
+        {"group": "a/b"},
+        {"group": ".."},
+        {"dtype": "object"},
+        {"dtype": "object", "end": 4102},
+        {"begin": -4},
+        {"begin": -24, "end": 0},
+        {"begin": 4098, "end": 4122},
+        {"tensor_shape": (1 << 23,), "box": Box((0,), (1 << 23,)), "end": 4096 + (4 << 23)},
+        {"tensor_shape": (1,) * 65, "box": Box((0,) * 65, (1,) * 65), "end": 4100},
+        {"end": 10**9},
+        {"begin": 4096, "end": 4096},
+        {"tensor_shape": (-2, -3), "box": Box((0, 0), (-2, -3))},
+        {"box": Box((-1, 0), (2, 3))},
+        {"tensor_shape": (2, 3), "box": Box((0, 0), (-2, -3))},
+        {"box": Box((0,), (2, 3))},
+        {"box": Box((0, 0, 0), (2, 3))},
+        {"box": Box((0,), (6,))},
+        # Products that a number of 64 bits takes for 0, for 6 and for -1.
+        {"tensor_shape": (2**32, 2**32), "box": Box((0, 0), (2**32, 2**32)), "end": 4096},
+        {"tensor_shape": (2**63 - 1, 2**63 - 1, 6), "box": Box((0, 0, 0), (2**63 - 1, 2**63 - 1, 6))},
+        {"tensor_shape": (2**40, 2**40), "box": Box((0, 0), (2**40, 2**40)), "begin": 4100, "end": 4096},
+        {"tensor_shape": (2**61, 0), "box": Box((0, 0), (2**61, 0)), "end": 4096},
+    ],
+    ids=str,
+)
+def test_a_row_that_nobody_wrote_is_refused(bad: dict[str, Any]) -> None:
+    """P42, P49: names with a way out, URLs, other dtypes, bytes that do not fit the shape: refused on reading."""
+    with pytest.raises(IntegrityError):
+        read_back([row(**bad)])
+
+
+def table_of(**columns: Any) -> pa.Table:
+    table = pa.ipc.open_file(pa.BufferReader(write_index([row(), row(key="v")]))).read_all()
+    for name, values in columns.items():
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+    return table
+
+
+def written(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        table_of(key=["w", None]),
+        table_of(begin=[4096, None]),
+        table_of(offset=[[0, 0], None]),
+        table_of(offset=[[0, 0], [0, None]]),
+        table_of(digest=[b"0" * 16, None]),
+        table_of().drop_columns(["digest"]),
+        table_of().rename_columns([name.upper() for name in table_of().column_names]),
+        pa.table({}),
+    ],
+    ids=["key", "begin", "offset", "in offset", "digest", "dropped", "renamed", "empty"],
+)
+def test_nulls_and_other_columns_are_refused(table: pa.Table) -> None:
+    """P49: a null where a value must be, or another table, is an error of ours."""
+    with pytest.raises(IntegrityError):
+        read_as_committed(written(table))
+
+
+@pytest.mark.parametrize("data", [b"", b"ARROW1\0\0", b"x" * 100])
+def test_what_is_no_arrow_file_is_refused(data: bytes) -> None:
+    """P49: bytes that are no Arrow file are an error of ours."""
+    with pytest.raises(IntegrityError):
+        read_as_committed(data)
+
+
+def test_a_missing_region_is_named() -> None:
+    """P47, P48: an index without one of a tensor's regions names the tensor and says what is missing."""
+    rows = rows_of([TensorSpec("big", "float32", (3 << 22,)), TensorSpec("small", "float32", (2,))])
+    assert coverage_faults(rows) == []
+    middle = next(i for i, found in enumerate(rows) if found.key == "big" and found.box.offset[0])
+    [fault] = coverage_faults(rows[:middle] + rows[middle + 1 :])
+    assert fault.startswith("model/big: the regions leave a hole")
+    assert indexed(rows[:middle] + rows[middle + 1 :]).coverage_faults() == [fault]
+
+
+def test_a_region_written_twice_is_named() -> None:
+    """P38: two regions of one place are a fault; the last does not win."""
+    rows = rows_of([TensorSpec("w", "float32", (2,))])
+    [fault] = coverage_faults([*rows, *rows])
+    assert fault.startswith("model/w:")
+    assert indexed([*rows, *rows]).coverage_faults() == [fault]
+
+
+def test_regions_that_disagree_are_named() -> None:
+    """P47: regions of one tensor that say different shapes or dtypes are a fault."""
+    first, second = row(), row(tensor_shape=(4, 3))
+    [fault] = coverage_faults([first, second])
+    assert "disagree" in fault
+    part = row(tensor_shape=(4, 3))
+    assert indexed([first, part]).coverage_faults() == coverage_faults([first, part]) == [fault]
+
+
+@pytest.mark.parametrize("box", [Box((0, 0), (1, 3)), Box((1, 0), (2, 3))], ids=["a part", "outside"])
+def test_one_region_that_is_not_its_tensor_is_named(box: Box) -> None:
+    """P48: a tensor's only region is looked at like one of many."""
+    only = row(box=box, end=4096 + 4 * box.size)
+    assert only.begin == 4096
+    [fault] = indexed([only, *rows_of([TensorSpec("v", "bool", (3,))])]).coverage_faults()
+    assert fault.startswith("model/w: ")
+
+
+def with_words(words: list[str], codes: list[int]) -> bytes:
+    """Write the index of two tensors whose objects are named by this dictionary."""
+    table = table_of()
+    at = table.schema.get_field_index("object")
+    column = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), words)
+    return written(table.set_column(at, table.schema.field(at), column))
+
+
+def test_a_word_that_stands_twice_in_a_dictionary_is_one() -> None:
+    """P49: the regions of one object are all seen, however Arrow numbers its name."""
+    data = with_words([PLACE, PLACE], [0, 1])
+    index = read_as_committed(data)
+    assert [found.object for found in index.rows] == [PLACE, PLACE]
+    [fault] = index.object_faults({PLACE: (4096, 4120)})
+    assert "gap, overlap or end elsewhere" in fault
+
+
+def test_a_dictionary_of_more_words_than_rows_is_refused() -> None:
+    """P49: words that no row has take memory and mean nothing."""
+    data = with_words([PLACE, "b", "c"], [0, 0])
+    with pytest.raises(IntegrityError, match="words that no row has"):
+        read_as_committed(data)

@@ -1,0 +1,197 @@
+"""Many live checkpoints: what an entry says of them, what a commit costs, and what would not be read is not written."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.errors import FormatVersionError, IntegrityError, StateError
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import LEDGER_PREFIX, ledger_name, live_list_name
+from ckpt_tasks.format.ledger import Checkpoint, State
+from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
+from ckpt_tasks.format.manifest import FORMAT_VERSION
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.local import LocalStore
+from tests.support.ledgers import ME, commit, made, owned, steps
+
+NONE = frozenset[str]()
+
+
+@pytest.fixture
+def history(run_dir: Path) -> History:
+    return owned(run_dir)
+
+
+def grown(run_dir: Path, count: int) -> History:
+    """Make a run with so many live checkpoints, as if each had been committed."""
+    history = owned(run_dir)
+    for _ in range(2):
+        history.append({"kind": "note"}, lambda state, n: state, owner=ME)
+    last = history.head().entry
+    assert last is not None
+    high = replace(last, n=count + 10, nonce="f" * 32)  # numbers from which so many commits could have come
+    history.store.put_if_absent(ledger_name(high.n), high.to_bytes()[0])
+    history = History(LocalStore(run_dir))
+    live = tuple(made(step, step, f"{step - 1}@{step - 1}", metrics={"loss": 0.5}) for step in range(count))
+    history.append({"kind": "note"}, lambda state, n: replace(state, live=live), owner=ME)
+    return history
+
+
+def retiring(gone: frozenset[str]) -> Callable[[State, int], State]:
+    return lambda state, n: state.retire(gone, (), NONE)
+
+
+def lists(history: History) -> dict[str, int]:
+    """Return the objects with parts of the list, and their sizes."""
+    return {path.name: path.stat().st_size for path in Path(history.store.url).glob("live/*.json")}
+
+
+@pytest.mark.parametrize("count", [MAX_INLINE_CHECKPOINTS, MAX_INLINE_CHECKPOINTS + 1, 1000])
+def test_a_long_list_is_read_back_whole(run_dir: Path, count: int) -> None:
+    """A list that is too long for an entry lies beside the ledger, but for its end; readers notice nothing."""
+    history = grown(run_dir, count)
+    for known in (history, History(LocalStore(run_dir))):
+        assert steps(known.head()) == list(range(count))
+    assert len(lists(history)) == (max(0, count - 64) // 64 if count > MAX_INLINE_CHECKPOINTS else 0)
+
+
+def test_a_commit_writes_as_much_however_many_are_live(run_dir: Path, tmp_path: Path) -> None:
+    """Of thousands of live checkpoints a commit writes none again: entries differ by the names of the segments."""
+    sizes = []
+    for name, count in (("few", 512), ("many", 4096)):
+        history = grown(tmp_path / name, count)
+        before = lists(history)
+        for step in range(80):
+            n = commit(history, count + step)
+            retired = frozenset({f"{count + step - 9}@{n - 9}"}) if step > 9 else NONE
+            history.append({"kind": "retire"}, retiring(retired), owner=ME)
+        new = {name: size for name, size in lists(history).items() if name not in before}
+        newest = sorted((tmp_path / name / LEDGER_PREFIX).glob("*.json"))[:100]
+        entries = [path.stat().st_size for path in newest]
+        assert len(new) <= 2
+        assert before.items() <= lists(history).items()
+        sizes.append(max(entries))
+        assert History(LocalStore(tmp_path / name)).head().state == history.head().state
+    assert sizes[1] - sizes[0] < 80 * (4096 - 512) / 64  # the names of the segments, and longer numbers
+
+
+def test_any_changes_are_read_back(run_dir: Path) -> None:
+    """P57: over commits, retirements anywhere and fall-backs the list stays itself, and its segments stay few."""
+    dice = random.Random(7)
+    live: tuple[Checkpoint, ...] = tuple(made(n, n, f"{n - 1}@{n - 1}") for n in range(500))
+    segments = cut(live, ())
+    state, n = State(live=live), 500
+    for _ in range(300):
+        for _ in range(dice.randrange(20)):
+            back = dice.random() < 0.03
+            parent = dice.choice(state.live[-200:]) if back else state.live[-1]
+            state, n = state.with_checkpoint(made(n, n, parent.manifest_digest), NONE), n + 1
+        gone = dice.sample(state.live[:-1], min(len(state.live) - 1, dice.choice([0, 3, 12, 40])))
+        state = state.retire(frozenset(c.manifest_digest for c in gone), (), NONE)
+        segments = cut(state.live, segments)
+        inside = joined(segments, ())
+        assert inside == state.live[: len(inside)]
+        assert all(read_segment(write_segment(s.checkpoints), digest=s.digest, name="x") for s in segments[:3])
+        assert len(state.live) - len(inside) <= MAX_INLINE_CHECKPOINTS
+        assert len(segments) <= len(state.live) // 32 + 2
+
+
+def test_a_list_of_one_object_is_read_and_gone_on_from(run_dir: Path) -> None:
+    """P59: before there were segments a long list was one object: it is read, and the next entry cuts it up."""
+    history = grown(run_dir, 700)
+    state = history.head().state
+    data = write_segment(state.live)
+    history.store.put_if_absent(live_list_name(digest_hex(data)), data)
+    body = json.loads(history.store.get(ledger_name(history.head().next_n - 1), 1 << 20))
+    body["state"]["live"] = {"object": live_list_name(digest_hex(data)), "digest": digest_hex(data)}
+    body |= {"n": body["n"] + 1, "nonce": "0" * 32}
+    del body["digest"]
+    old = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+    history.store.put_if_absent(ledger_name(body["n"]), old)
+    fresh = History(LocalStore(run_dir))
+    assert fresh.head().state == state
+    commit(fresh, 700)
+    entry = History(LocalStore(run_dir)).head().entry
+    assert entry is not None
+    assert [c.step for c in entry.state.live] == list(range(701))
+    assert max(len(segment.checkpoints) for segment in entry.segments) == 64
+
+
+def test_notes_beside_a_long_list_write_nothing_of_it(run_dir: Path) -> None:
+    """Entries with the same checkpoints name the same segments."""
+    history = grown(run_dir, 300)
+    before = lists(history)
+    for _ in range(3):
+        history.append({"kind": "note"}, lambda state, n: state, owner=ME)
+    assert lists(history) == before
+    assert len(history.head().state.live) == 300
+
+
+@pytest.mark.parametrize("harm", ["delete", "flip"])
+def test_a_damaged_segment_makes_its_entry_damaged(run_dir: Path, harm: str) -> None:
+    """P49: an entry of which a segment is gone or changed counts as damaged, and the one before it is taken."""
+    history = grown(run_dir, 300)
+    path = min(Path(history.store.url).glob("live/*.json"))
+    if harm == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes().replace(b"7", b"8"))
+    head = History(LocalStore(run_dir)).head()
+    assert (head.state.live, head.damaged) == ((), (ledger_name(head.next_n - 1),))
+
+
+# ── what would not be read ───────────────────────────────────────────────────────────────────────────────────
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "seconds": {"cost_s": 2e9},
+    "size": {"size_bytes": 1 << 63},
+    "objects": {"objects": -1},
+    "epochs": {"epochs": float("nan")},
+    "a text": {"saved_at": None},
+    "a later entry": {"n": 10**6},
+    "another manifest": {"attempt": "e000002-0000000000000000"},
+    "a foreign object": {"reuses": ("evals/x",)},
+}
+
+
+@pytest.mark.parametrize("count", [0, 128, 192])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: int) -> None:
+    """P47: what a reader would refuse is refused before the commit, in the entry and in a segment; all stays as is."""
+    history = grown(run_dir, count)
+    before = history.head()
+    wrong = replace(made(count, before.next_n), **REFUSED[what])
+    after = tuple(made(count + k, before.next_n) for k in range(1, 64 if count == 192 else 1))
+    with pytest.raises(StateError, match="could not be read back"):
+        history.append({"kind": "note"}, lambda state, n: replace(state, live=(*state.live, wrong, *after)), owner=ME)
+    fresh = History(LocalStore(run_dir)).head()
+    assert (fresh.state, fresh.next_n, fresh.damaged) == (before.state, before.next_n, ())
+
+
+@pytest.mark.parametrize("body", [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, []])
+def test_a_segment_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
+    """P49: an object that is no list of checkpoints is damage, even where the digest fits."""
+    data = json.dumps(body).encode()
+    with pytest.raises(IntegrityError):
+        read_segment(data, digest=digest_hex(data), name="x")
+
+
+def test_a_segment_of_a_newer_version_is_refused() -> None:
+    """P59: the list of checkpoints has a version too."""
+    data = json.dumps({"version": FORMAT_VERSION + 1, "live": []}).encode()
+    with pytest.raises(FormatVersionError):
+        read_segment(data, digest=digest_hex(data), name="x")
+
+
+@pytest.mark.parametrize("digests", [["0" * 32, "0" * 32], ["../../x"], ["a/b"], [3], [None]])
+def test_segments_that_nobody_named(digests: list[Any]) -> None:
+    """P49: one segment many times over, or a name that leads elsewhere, is no list of ours."""
+    with pytest.raises(ValueError, match=r"segment|text"):
+        read_live({"segments": digests, "tail": []})

@@ -1,0 +1,164 @@
+"""Signs of life of an owner that cannot be looked at: old, missing, damaged, ahead of our clock, and unreadable."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.errors import FencedError, OwnedError, StoreError
+from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.ledger import ownership
+from ckpt_tasks.ledger.history import History, now_iso
+from ckpt_tasks.ledger.ownership import identify, why_free
+from ckpt_tasks.storage.local import LocalStore
+from tests.ledger.test_ownership import held_by, mine, owner_in
+from tests.support.calls import FailingReads
+
+
+def held_elsewhere(root: Path, flow_run_id: str | None = None) -> Path:
+    """Make a run with step 1 that a process of another host holds; return its heartbeat's path."""
+    first = mine(root)
+    first.save(1, {"x": 1})
+    first.close()
+    history = History(LocalStore(root))
+    far = replace(owner_in(root), host="elsewhere", machine_id="elsewhere", id="c" * 32, epoch=2, released=False)
+    far = replace(far, taken_at=now_iso(), flow_run_id=flow_run_id)
+    history.append({"kind": "owner"}, lambda state, n: replace(state, owner=far), owner=None)
+    return root / heartbeat_name(far.epoch)
+
+
+def followed(root: Path, timeout_s: float) -> None:
+    """Go on from step 1 as a process that finds the owner to be silent."""
+    ckpt = mine(root, owner_timeout_s=timeout_s)
+    assert ckpt.restore({"x": 0}) == 1
+    history = History(LocalStore(root))
+    assert "no life" in str(history.read_entry(history.head().next_n - 1)[0].event["because"])
+    ckpt.close()
+
+
+def test_a_silent_owner_of_another_host_is_followed_after_its_timeout(run_dir: Path) -> None:
+    """P33: of a host that cannot be looked at only the heartbeat counts: a fresh, a missing, and an old one."""
+    beat = held_elsewhere(run_dir)
+    for at_s in (time.time() - 60, time.time() + 60, None):
+        beat.unlink(missing_ok=True)
+        if at_s is not None:
+            beat.write_text(json.dumps({"at_s": at_s}))
+        with pytest.raises(OwnedError, match="elsewhere"):
+            mine(run_dir).restore({"x": 0})
+    beat.write_text(json.dumps({"at_s": time.time() - 121}))
+    followed(run_dir, 120.0)
+    assert not beat.exists()
+
+
+UNTIMELY = ["torn", "[" * 4000, "x" * 5000, '{"at_s": null}', '{"at_s": NaN}', "ahead"]
+
+
+def untimely(kind: str, n: int) -> str:
+    """Return a sign of life that says no time, or one that is hours ahead."""
+    return json.dumps({"at_s": time.time() + 9e4 + n}) if kind == "ahead" else kind + " " * n
+
+
+@pytest.mark.parametrize("kind", UNTIMELY)
+def test_an_owner_whose_clock_cannot_be_used_is_followed_when_nothing_changes(run_dir: Path, kind: str) -> None:
+    """P33: a heartbeat that is damaged, or from a clock that is ahead, is watched for the timeout, by this clock."""
+    held_elsewhere(run_dir).write_text(untimely(kind, 0))
+    followed(run_dir, 0.6)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNTIMELY if len(kind) <= 4000])  # of a longer one nothing is read
+def test_an_owner_whose_clock_cannot_be_used_and_who_lives_is_not_disturbed(run_dir: Path, kind: str) -> None:
+    """P33: what changes lives, whatever it says of the time."""
+    beat, over = held_elsewhere(run_dir), threading.Event()
+
+    def live() -> None:
+        for n in count(1):
+            LocalStore(run_dir).replace(str(beat.relative_to(run_dir)), untimely(kind, n % 50).encode())
+            if over.wait(0.05):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(OwnedError, match="elsewhere"):
+            mine(run_dir, owner_timeout_s=300.0).restore({"x": 0})
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_clock_that_is_ahead_does_not_prolong_the_grace(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P69: the same flow run takes the directory after its grace, whatever its predecessor's clock says."""
+    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.3)
+    held_elsewhere(run_dir, "flow").write_text(untimely("ahead", 0))
+    ckpt = mine(run_dir, flow_run_id="flow", owner_timeout_s=5.0)
+    assert ckpt.restore({"x": 0}) == 1
+    history = History(LocalStore(run_dir))
+    assert "within its grace" in str(history.read_entry(history.head().next_n - 1)[0].event["because"])
+    ckpt.close()
+
+
+@pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": ""}, {"boot_id": "", "pid_namespace": ""}])
+def test_systems_that_nobody_can_name_are_not_the_same(unknown: dict[str, Any]) -> None:
+    """P33: where /proc does not say which boot and namespace it is, a process number proves nothing."""
+    me = replace(identify(None), **unknown)
+    assert why_free(replace(me, process_start="12345"), me, 5.0, 120.0) is None
+
+
+def test_who_began_in_the_same_moment_is_another_process() -> None:
+    """P33: a living process that started in the same clock tick as this one keeps its directory."""
+    owner = held_by(os.getppid())
+    assert why_free(owner, replace(identify(None), process_start=owner.process_start), 5.0, 120.0) is None
+
+
+def test_a_heartbeat_that_cannot_be_read_is_no_silence(run_dir: Path) -> None:
+    """P33: a disk that does not answer says nothing of the owner, also of one that took the directory long ago."""
+    held_elsewhere(run_dir).write_text(json.dumps({"at_s": time.time()}))
+    ckpt = mine(run_dir, owner_timeout_s=0.001)
+    ckpt._history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/heartbeat/"))
+    with pytest.raises(StoreError, match="heartbeat"):
+        ckpt.restore({"x": 0})
+    assert owner_in(run_dir).host == "elsewhere"
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path, times: int) -> None:
+    """P33: reads that fail with EIO, once or again and again, leave a healthy owner what it holds."""
+    ckpt = mine(run_dir)
+    ckpt.save(1, {"x": 1})
+    heart = ckpt._heartbeat
+    assert heart is not None
+    ckpt._history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/ledger/"))
+    for _ in range(times):
+        heart.look()
+    ckpt._history.store = LocalStore(run_dir)
+    heart.look()
+    assert heart.fenced is None
+    assert ckpt.save(2, {"x": 2}).step == 2
+    ckpt.close()
+
+
+def test_a_second_checkpointer_of_a_process_does_not_fence_the_first(run_dir: Path) -> None:
+    """P33: what trains in this process is not pushed out by mistake: only when it has closed, is gone, or on demand."""
+    first, second = mine(run_dir), mine(run_dir, owner_timeout_s=0.001)
+    first.save(1, {"x": 1})
+    for attempt in (lambda: second.restore({"x": 0}), lambda: second.save(2, {"x": 2}), second.prune):
+        with pytest.raises(OwnedError, match="another Checkpointer of this process") as caught:
+            attempt()
+        assert "take_over=True" in str(caught.value)
+    assert first.save(2, {"x": 2}).step == 2
+    first.close()
+    assert second.restore({"x": 0}) == 2
+    third = mine(run_dir, take_over=True)
+    assert third.restore({"x": 0}) == 2
+    with pytest.raises(FencedError):
+        second.save(3, {"x": 3})
+    del third
+    assert mine(run_dir).restore({"x": 0}) == 2

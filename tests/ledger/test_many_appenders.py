@@ -1,0 +1,112 @@
+"""Many who append to one ledger at a time: nobody gives up, and the owner does not wait for the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.errors import FencedError
+from ckpt_tasks.format.ledger import Lease, State
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.wrapping import WrappedStore
+from tests.property.disk import Disk
+from tests.support.ledgers import ME, commit, made, steps, take
+
+REQUEST_S = 0.02
+
+
+class Far(WrappedStore):
+    """Answer after some time, as a server does, and count the requests."""
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.near = False
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        time.sleep(REQUEST_S)
+        with self._lock:
+            self.counts[verb] += 1
+            return getattr(self.inner, verb)(*arguments, **options)
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        self._ask("put_if_absent", name, body)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return bytes(self._ask("get", name, max_bytes))
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        return list(self._ask("names", prefix, limit))
+
+
+def leased(history: History, holder: int) -> int:
+    lease = Lease(id=f"{holder:016x}", manifest_digest="1@1", holder=str(holder), expires_at=4e9)
+    event = {"kind": "lease", "step": 1, "holder": str(holder)}
+    return history.append(event, lambda state, n: state.with_lease(lease, 0.0), owner=None).n
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(120, marks=pytest.mark.slow)])
+def test_many_appenders_all_come_through(count: int) -> None:
+    """P33: leases by so many at once all stand, and meanwhile the owner commits, more than one in a row."""
+    far = Far(Disk())
+    history = History(far)
+    take(history, ME)
+    history.append({"kind": "commit"}, lambda s, n: s.with_checkpoint(made(1, 1), frozenset()), owner=ME)
+    commits = 6
+    with ThreadPoolExecutor(count + 1) as threads:
+        ready = threading.Barrier(count + 1)
+
+        def lease(holder: int) -> int:
+            ready.wait()
+            return leased(History(far), holder)
+
+        def own() -> list[int]:
+            ready.wait()
+            return [commit(history, step) for step in range(2, 2 + commits)]
+
+        owner = threads.submit(own)
+        numbers = [*threads.map(lease, range(count))]
+    head = History(far).head()
+    assert {lease.holder for lease in head.state.leases} == {str(holder) for holder in range(count)}
+    assert steps(head) == [1, *range(2, 2 + commits)]
+    assert sorted([*numbers, *owner.result()]) == [*range(2, 2 + count + commits)]
+    # It was not kept to the end: with its retries at once it is ahead of most.
+    assert owner.result()[0] < 2 + count // 2
+
+
+def test_what_is_known_is_not_read_again() -> None:
+    """From a store that is far away an entry that was read is known by its name in the list; an append reads it."""
+    far = Far(Disk())
+    history = History(far)
+    take(history, ME)
+    far.counts.clear()
+    for _ in range(3):
+        history.head()
+    assert far.counts == {"names": 3}
+    far.counts.clear()
+    commit(history, 5)
+    assert far.counts == {"names": 1, "get": 2, "put_if_absent": 1}
+    commit(History(far), 6)
+    assert steps(history.head()) == [5, 6]
+
+
+def test_a_store_that_was_emptied_and_filled_again_is_seen() -> None:
+    """P33: the same number in another ledger is not taken for what was read: nothing is appended to it."""
+    disk = Disk()
+    history = History(Far(disk))
+    take(history, ME)
+    disk.objects.clear()
+    take(History(Far(disk)), replace(ME, id="f" * 32))
+    with pytest.raises(FencedError):
+        history.append({"kind": "note", "note": "x"}, _same, owner=ME)
+
+
+def _same(state: State, n: int) -> State:
+    return state

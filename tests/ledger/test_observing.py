@@ -1,0 +1,257 @@
+"""What a run's ledger says about saves and failures: read from real entries, and never more than is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import Checkpointer
+from ckpt_tasks.errors import FormatVersionError
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.ledger import ownership
+from ckpt_tasks.ledger.observing import ENTRIES_READ, ledger_event, observe, recent, summarize
+from ckpt_tasks.ledger.ownership import acquire, identify
+from ckpt_tasks.policy.cadence import Observed
+from tests.support.cli_runs import config, flip, save_steps, some_state
+from tests.support.histories import LOST, Told, trained
+
+COSTS = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.25}
+
+
+@pytest.fixture
+def told(run_dir: Path) -> Told:
+    return Told(run_dir).taken()
+
+
+def failures(told: Told) -> int:
+    observed = observe(told.history)
+    assert observed is not None
+    return observed.failures
+
+
+# ── costs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_is_known_before_the_first_commit(told: Told) -> None:
+    """Without a commit nothing has been measured, whatever else happened."""
+    assert observe(told.history) is None
+    assert observe(told.after(60).noted().taken(LOST).history) is None
+
+
+def test_commits_say_what_they_cost(told: Told) -> None:
+    """Stall, flush and step time come out of the commits' entries; training is counted from the owner's arrival."""
+    trained(told, 4, every_s=60.0, steps=100, **COSTS)
+    assert observe(told.history) == Observed(failures=0, trained_s=240.0, **COSTS)
+
+
+def test_a_cost_is_the_median_of_the_newest_commits(told: Told) -> None:
+    """One slow save does not move it, a store that has become slower does within 32 commits."""
+    trained(told, 40, every_s=60.0, steps=1, **COSTS)
+    trained(told, 1, every_s=60.0, steps=1, **{**COSTS, "flush_s": 90.0})
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.flush_s == 0.5
+    trained(told, 20, every_s=60.0, steps=1, **{**COSTS, "flush_s": 5.0})
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.flush_s == 5.0
+
+
+def test_older_commits_say_it_in_their_checkpoint(told: Told) -> None:
+    """Entries without the figures: the cost is stall and flush, and a step takes what is left between commits."""
+    trained(told, 3, every_s=60.0, steps=100)
+    observed = observe(told.history)
+    assert observed is not None
+    assert (observed.stall_s, observed.flush_s) == (0.5, 0.5)  # cost_s, as `made` writes it
+    assert observed.step_s == pytest.approx((60 - 0.5) / 100)
+
+
+def test_one_commit_says_nothing_about_steps(told: Told) -> None:
+    """The time of a step is unknown where it is not said and there is no second commit of the same owner."""
+    told.after(60).commit(100).after(60).taken(LOST).after(60).commit(200)
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.step_s is None
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "fast", None, -1.0, [1.0]])
+def test_a_figure_that_is_none_is_passed_over(told: Told, value: object) -> None:
+    """What is no number of seconds counts as not said."""
+    told.after(60).commit(100, stall_s=value, flush_s=2.0, step_s=value)
+    observed = observe(told.history)
+    assert observed is not None
+    assert (observed.stall_s, observed.flush_s, observed.step_s) == (0.5, 2.0, None)
+
+
+def test_a_clock_that_goes_back_takes_nothing_away(told: Told) -> None:
+    """P53: a gap between commits that a wrong clock made negative counts as nothing, and the others count."""
+    told.after(100).commit(10).after(-1e6).commit(20).after(50).commit(30)
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.trained_s == 150.0
+    assert observed.step_s == pytest.approx((50 - 0.5) / 10)
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("because", "count"),
+    [
+        (LOST, 1),
+        ("its owner has shown no life for 121 s", 1),
+        ("the host of its owner has been started anew", 1),
+        ("the same flow run has not released it within its grace", 1),
+        ("its owner released it", 0),
+        ("it has had no owner", 0),
+        ("this process holds it already", 0),
+        ("take_over was asked for", 0),
+    ],
+)
+def test_a_new_owner_says_why_it_came(told: Told, because: str, count: int) -> None:
+    """An owner that was lost is a failure, one that let go is none."""
+    told.after(60).commit(1, **COSTS).taken(because)
+    assert failures(told) == count
+
+
+def owner_lost(kind: str) -> Owner:
+    """Describe an owner that `acquire` finds gone, of each kind that it knows."""
+    here = replace(identify(None), epoch=1)
+    return {
+        "gone": replace(here, pid=os.getpid(), process_start="1"),
+        "restarted": replace(here, host="node", machine_id="m", boot_id="before"),
+        "silent": replace(here, host="elsewhere", machine_id="e", taken_at="2024-01-01T00:00:00+00:00"),
+        "stuck": replace(here, host="elsewhere", machine_id="e", flow_run_id="flow"),
+        "released": replace(here, released=True),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["gone", "restarted", "silent", "stuck", "released"])
+def test_the_words_are_those_of_the_take_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What `acquire` itself writes of an owner that was lost is read as a failure, of one that let go it is not."""
+    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.0)
+    told = Told(run_dir).taken().after(60).commit(1, **COSTS)
+    lost = owner_lost(kind)
+    told.history.append({"kind": "pin"}, lambda state, n: replace(state, owner=lost), owner=None)
+    me = identify("flow")
+    if kind == "restarted":
+        me = replace(me, host="node", machine_id="m", boot_id="after")
+    acquire(told.history, me, take_over=False, timeout_s=60.0)
+    assert failures(told) == (kind != "released")
+
+
+def test_a_noted_failure_counts(told: Told) -> None:
+    """An attempt that failed in a process that lived on is a failure, with what was trained until then."""
+    told.after(60).commit(1, **COSTS).after(30).noted().after(60).commit(2, **COSTS).noted("fallback")
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.failures == 1
+    assert observed.trained_s == 150.0
+
+
+def test_a_failure_that_ends_its_process_counts_once(told: Told) -> None:
+    """Noted, and then the process is gone as well: one failure. With a commit or a release between: two."""
+    told.after(60).commit(1, **COSTS).noted().taken(LOST)
+    assert failures(told) == 1
+    told.after(60).commit(2, **COSTS).noted().after(60).commit(3, **COSTS).taken(LOST)
+    assert failures(told) == 3
+    told.noted().released().taken("its owner released it").taken(LOST)
+    assert failures(told) == 5
+
+
+def test_time_without_an_owner_is_no_training(told: Told) -> None:
+    """Only what one owner trained up to a commit counts: not the night before the next one came, nor what was lost."""
+    told.after(60).commit(1, **COSTS).after(36_000).taken(LOST).after(90).commit(2, **COSTS)
+    told.released().after(3600).taken("its owner released it")
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.trained_s == 150.0
+
+
+def test_readers_entries_change_nothing(told: Told) -> None:
+    """Evaluations between commits neither end nor begin training."""
+    told.after(60).commit(1, **COSTS).after(20).evaluated().after(40).commit(2, **COSTS)
+    observed = observe(told.history)
+    assert observed is not None
+    assert observed.trained_s == 120.0
+
+
+# ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_the_newest_entries_are_read(told: Told) -> None:
+    """However long the history, no more than the newest entries are read, and they say when training failed lately."""
+    trained(told, 20, every_s=60.0, steps=1, **COSTS)
+    told.taken(LOST)
+    trained(told, 5, every_s=60.0, steps=1, **COSTS)
+    assert [one.what for one in recent(told.history, 6)] == ["lost"] + ["commit"] * 5
+    assert [one.what for one in recent(told.history, 5)] == ["commit"] * 5
+    assert summarize(recent(told.history, 5)) == Observed(failures=0, trained_s=240.0, **COSTS)
+    assert len(recent(told.history)) == 27
+    assert 200 <= ENTRIES_READ <= 1000
+
+
+def test_older_entries_are_not_even_read(told: Told) -> None:
+    """What lies before the newest entries costs nothing: one that cannot be understood is not met."""
+    entry = replace(told.entries[-1], n=1)
+    body = json.loads(entry.to_bytes()[0]) | {"event": {"kind": "of a later version"}}
+    del body["digest"]
+    data = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+    told.history.store.put_if_absent(ledger_name(1), data)
+    told.entries.append(entry)
+    trained(told, 3, every_s=60.0, steps=1, **COSTS)
+    assert len(recent(told.history, 3)) == 3
+    with pytest.raises(FormatVersionError):
+        recent(told.history, 4)
+
+
+def test_training_ends_with_its_owner(run_dir: Path, told: Told) -> None:
+    """P49: where the entry of a new owner cannot be read, the time until its first commit is still not training."""
+    told.after(60).commit(1, **COSTS).after(3600).taken(LOST).after(60).commit(2, **COSTS).after(60).commit(3, **COSTS)
+    flip(run_dir / ledger_name(2), 40)
+    assert observe(told.history) == Observed(failures=0, trained_s=120.0, **COSTS)
+
+
+def test_a_damaged_entry_is_left_out(run_dir: Path, told: Told) -> None:
+    """P49: an entry that cannot be read says nothing; those around it do."""
+    trained(told, 4, every_s=60.0, steps=100, **COSTS)
+    flip(run_dir / ledger_name(2), 40)
+    assert observe(told.history) == Observed(failures=0, trained_s=240.0, **COSTS)
+    flip(run_dir / ledger_name(0), 40)
+    assert observe(told.history) == Observed(failures=0, trained_s=180.0, **COSTS)
+
+
+def test_what_a_process_appends_is_what_the_next_one_reads(told: Told) -> None:
+    """A process that appends its own entries to what it read knows what a restart would find."""
+    trained(told, 3, every_s=60.0, steps=100, **COSTS)
+    known = recent(told.history, 4)
+    for entry in trained(told, 3, every_s=45.0, steps=100, **COSTS).entries[-3:]:
+        one = ledger_event(entry)
+        assert one is not None
+        known.append(one)
+    assert known == recent(told.history, 4)
+    assert summarize(known) == summarize(recent(told.history, 4))
+
+
+def test_a_real_run_is_observed(run_dir: Path) -> None:
+    """Saves of a Checkpointer, a failure that it notes and a process that comes after it are seen as such."""
+    save_steps(run_dir, 1, 2)
+    with Checkpointer(config(run_dir)) as ckpt:
+        ckpt.restore(some_state())
+        ckpt.note("failure", why="out of memory")
+        started = time.monotonic()
+        ckpt.save(3, some_state(3))
+        ckpt.save(4, some_state(4))
+        took_s = time.monotonic() - started
+        observed = observe(ckpt._history)
+    assert observed is not None
+    assert observed.failures == 1
+    assert 0 < observed.stall_s <= observed.flush_s + observed.stall_s < 60
+    assert 0 < observed.trained_s < 60 + took_s

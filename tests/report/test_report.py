@@ -1,0 +1,373 @@
+"""What is drawn and written of a run: well-formed, in bounds, and nothing but text of what a run directory says."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from ckpt_tasks.format.ledger import Evaluation, State
+from ckpt_tasks.ledger.goodput import Course, follow
+from ckpt_tasks.ledger.timeline import Moment, Timeline
+from ckpt_tasks.report.picture import draw_run, main_metric
+from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
+from ckpt_tasks.report.svg import round_ticks
+from ckpt_tasks.report.words import clock, printable, utc
+from tests.support.ledgers import made
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = (
+    '</title><script>alert(1)</script><img src=x onerror="a()">'
+    " | [x](http://e.vil) ![y](z) `c` **b** &amp; \x1b[2J\n# h"
+)
+DAY_S = 86_400.0
+
+
+def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: float | None = None) -> list[Moment]:
+    """Return a run of one commit per value, one step and `every_s` seconds apart."""
+    found = [Moment(what="taken", n=0, epoch=1, at_s=0.0, text="it has had no owner", flow_run_id="f")]
+    for n, value in enumerate(values, start=1):
+        line: dict[str, Any] = {"identity": str(n), "parent": str(n - 1) if n > 1 else None}
+        metrics = {} if value is None else {name: value}
+        found.append(
+            Moment(what="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, step_s=every_s, **line)
+        )
+    if evaluate is not None:
+        last = found[-1]
+        found.append(
+            Moment(
+                what="evaluation",
+                n=len(found),
+                epoch=1,
+                at_s=last.at_s,
+                step=last.step,
+                text="quick",
+                metrics={"heldout_loss": evaluate, "accuracy": 99.0},
+            )
+        )
+    return found
+
+
+def broken(run: list[Moment]) -> list[Moment]:
+    """Let the run fail, die and be taken up again."""
+    n, at_s = len(run), run[-1].at_s
+    failure = Moment(what="failure", n=n, epoch=1, at_s=at_s + 10, step=3, text=HOSTILE)
+    again = Moment(what="lost", n=n + 1, epoch=2, at_s=at_s + 500, text="its owner, process 7, is gone")
+    return [*run, failure, again]
+
+
+def drawn(course: Course) -> ET.Element:
+    return ET.fromstring(draw_run(course, heading="lm-7"))
+
+
+def report_of(moments: list[Moment], **more: Any) -> Report:
+    state = State(live=(made(1, 1, metrics={"loss": 0.5}), made(2, 2, "1@1", metrics={HOSTILE: math.nan})))
+    return make_report(more.pop("run_key", "lm-7"), "/runs/lm-7", Timeline(moments=tuple(moments), **more), state)
+
+
+# ── the picture ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_of_a_run_is_on_one_time_line() -> None:
+    """The picture has the loss, a point for the evaluation, ticks, marks for failure, death and resume, and a band."""
+    svg = drawn(follow(broken(run_of(3.0, 2.0, 1.0, evaluate=1.5))))
+    assert len(next(svg.iter(f"{SVG}polyline")).attrib["points"].split()) == 3
+    shapes = [one.attrib.get("class", "") for one in svg.iter()]
+    assert [shapes.count(css) for css in ("ckr-down", "ckr-eval")] == [1, 2]  # one of them is in the legend
+    titles = [one.text or "" for one in svg.iter(f"{SVG}title")]
+    assert "step 3, quick: heldout_loss 1.5" in titles
+    assert any(title.startswith("lost: its owner") for title in titles)
+    words = " ".join(one.text or "" for one in svg.iter(f"{SVG}text"))
+    for name in (
+        "loss",
+        "evaluation",
+        "commit",
+        "failure",
+        "resumed",
+        "from 1970-01-01 00:00:00 UTC",
+        "useful",
+        "down",
+    ):
+        assert name in words
+
+
+def test_an_evaluation_on_another_scale_is_not_drawn_on_this_one() -> None:
+    """An accuracy is no loss: beside one it would flatten the curve."""
+    run = run_of(3.0, 2.0, name="reward", evaluate=0.5)
+    assert not [one for one in drawn(follow(run)).iter() if one.attrib.get("class") == "ckr-eval"]
+
+
+@pytest.mark.parametrize(
+    "values", [(), (1.0,), (math.nan,), (math.inf, -math.inf), (1e308, -1e308), (0.0, 0.0), (None, None)]
+)
+def test_odd_values_are_drawn_too(values: tuple[float, ...]) -> None:
+    """No value, one, none that is finite, the largest, the same twice: a well-formed picture with finite places."""
+    for moments in (run_of(*values), run_of(*values, every_s=0.0), run_of(*values, every_s=1e9)):
+        places = [value for one in drawn(follow(moments)).iter() for value in one.attrib.values()]
+        assert not [value for value in places if re.search(r"\bnan\b|\binf\b", value)]
+
+
+def test_what_is_not_finite_breaks_the_curve() -> None:
+    """A NaN in between leaves two stretches, and a mark that says where."""
+    svg = drawn(follow(run_of(3.0, 2.0, math.nan, 1.0, 0.5)))
+    assert [len(one.attrib["points"].split()) for one in svg.iter(f"{SVG}polyline")] == [2, 2]
+    assert "step 3: nan" in [one.text for one in svg.iter(f"{SVG}title")]
+
+
+def test_thousands_of_commits_make_a_small_picture() -> None:
+    """10,000 commits with 1,000 failures are thinned to what a screen shows, their highest and lowest values kept."""
+    moments = run_of(*(5.0 if n == 5_000 else 1.0 + (n % 7) / 10 for n in range(10_000)))
+    failed = [Moment(what="failure", n=n, epoch=1, at_s=n * 600.0, text="x" * 300) for n in range(1_000)]
+    ordered = sorted([*moments, *failed], key=lambda one: one.at_s)
+    text = draw_run(follow(ordered), heading="long")
+    assert len(text) < 100_000
+    heights = [float(p.split(",")[1]) for p in re.findall(r'points="([^"]*)"', text)[0].split()]
+    assert len([height for height in heights if height < 80]) == 1  # the one outlier
+
+
+@given(st.lists(st.floats() | st.none(), max_size=40), st.floats(0, 1e6))
+def test_the_picture_stays_in_its_frame(values: list[float | None], every_s: float) -> None:
+    """Whatever the values: every point of the curve lies within the axes."""
+    svg = drawn(follow(run_of(*values, every_s=every_s)))  # type: ignore[arg-type]
+    for one in svg.iter(f"{SVG}polyline"):
+        for place in one.attrib["points"].split():
+            x, y = map(float, place.split(","))
+            assert 0 <= x <= 900
+            assert 0 <= y <= 360
+
+
+def test_the_metric_is_a_loss_where_there_is_one() -> None:
+    """A run is drawn by its loss, else by the first metric; by nothing where it has none."""
+    assert main_metric([{"accuracy": 1.0, "train_loss": 2.0}]) == "train_loss"
+    assert main_metric([{"b": 1.0}, {"a": 1.0}]) == "a"
+    assert main_metric([{}]) is None
+
+
+# ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tags(HTMLParser):
+    """Collect the tags and attributes of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+
+def test_the_html_file_holds_nothing_that_could_run() -> None:
+    """Keys, metric names and reasons with markup in them appear as text; nothing is loaded from anywhere."""
+    page = to_html(report_of(broken(run_of(3.0, 2.0, name=HOSTILE)), run_key=HOSTILE))
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.tags & {"script", "img", "iframe", "object", "link", "a", "h3"}
+    assert not [name for name in tags.attributes if name.startswith("on") or name in ("src", "href")]
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page
+    assert page[:1000].count(GENERATOR) == 1
+    assert """http-equiv="Content-Security-Policy" content="default-src 'none';""" in page
+
+
+def test_markdown_shows_foreign_text_as_it_stands() -> None:
+    """No character of a foreign text begins a link, a tag, code, a cell or a line of its own."""
+    page = to_markdown(report_of(broken(run_of(3.0, 2.0, name=HOSTILE)), run_key=HOSTILE))
+    text = page.replace(re.search(r"!\[the run[^)]*\)", page)[0], "")  # type: ignore[index]
+    assert not re.search(r"(?<!\\)<|(?<!\\)`|(?<!\\)\]\(|https?:/", text)
+    assert "\x1b" not in text
+    assert len([line for line in page.splitlines() if line.startswith("#")]) == 4
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}  # tables of three and of four columns
+
+
+NAMES = [
+    *(
+        "- x",
+        "+",
+        "---",
+        "1. x",
+        "2)",
+        "# x",
+        "> x",
+        "    x",
+        "a\nb",
+        "a\r\n\r\nb",
+        "\\",
+        "\\|",
+        "a|b",
+        "|",
+        "```",
+        "`a",
+        "~~a~~",
+    ),
+    *(
+        "www.e.vil",
+        "WWW.e.vil",
+        "http://e.vil",
+        "a@b.c",
+        "<http://e.vil>",
+        "<b>",
+        "<!-- x",
+        "<a\nhref=x>",
+        "&amp;",
+        "&#124;",
+    ),
+    *("![i](u)", "[a](u)", "[a]: u", "[^1]", "**b**", "_e_", "a_b_", "\x1b[2J", "\u2028", "val/loss", "0.5", HOSTILE),
+]
+
+
+class Shown(HTMLParser):
+    """The tags of a page and its text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_markdown_parser_shows_a_name_as_it_is(name: str) -> None:
+    """A parser makes one paragraph, and one cell of a table, of a foreign name; its text is the name."""
+    shows_as_it_is(name)
+
+
+@given(st.text(st.sampled_from("-+*_~`<>[]()!|#&;:/.@=\\ \n\t1axw\x1b"), max_size=12))
+def test_a_markdown_parser_shows_any_name_as_it_is(name: str) -> None:
+    """Whatever marks are put together, they stay text."""
+    shows_as_it_is(name)
+
+
+def shows_as_it_is(name: str) -> None:
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    expected = printable(name).strip()
+    cell = Shown(parser.render(in_markdown(name)))
+    assert (cell.text.rstrip("\n"), cell.tags) == (expected, ["p"] if expected else [])
+    table = Shown(parser.render(f"|h|i|\n|---|---|\n| {in_markdown(name)} | z |\n"))
+    assert table.tags == ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
+    assert [line for line in table.text.splitlines() if line] == [*"hi", *([expected] if expected else []), "z"]
+
+
+@pytest.mark.parametrize("text", ["www.e.vil", "http://e.vil", "ftp://e", "a@b.c"])
+def test_a_bare_address_is_no_link(text: str) -> None:
+    """Parsers that make links of bare addresses find none: a mark of each is escaped."""
+    assert not re.search(r"www\.|(?<!\\)://|(?<!\\)@", in_markdown(text), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("text", ["0.5", "-0.5", "1e+06", "2026-11-23 19:00:00", "every 10 steps", "1.5 MiB"])
+def test_numbers_and_times_need_no_escape(text: str) -> None:
+    """What programs read of a table's cells is what people read."""
+    assert in_markdown(text) == text
+
+
+def test_the_picture_travels_within_the_markdown() -> None:
+    """The image is a data URI of the SVG, so that Prefect's page needs no other request."""
+    report = report_of(run_of(3.0, 2.0))
+    found = re.search(r"\(data:image/svg\+xml;base64,([^)]*)\)", to_markdown(report))
+    assert found is not None
+    assert base64.b64decode(found[1]).decode() == draw_run(report.course, heading="lm-7")
+
+
+def test_checkpoints_are_rows_with_the_same_columns() -> None:
+    """Metrics, evaluations by suite, size, cost and why it stays; a value that is missing leaves its cell empty."""
+    live = (made(1, 1, metrics={"loss": 0.5}), made(2, 2, "1@1", metrics={"lr": math.inf}, abandoned=True))
+    evaluation = Evaluation(
+        manifest_digest="1@1", step=1, suite="quick", metrics={"acc": 0.9}, table="t", table_digest="", evaluated_at=""
+    )
+    state = State(live=live, evaluations=(evaluation,))
+    first, second = checkpoint_rows(state, {"1@1": "newest"})
+    assert list(first) == list(second)
+    assert (first["step"], first["loss"], first["lr"], first["quick: acc"]) == ("1", "0.5", "", "0.9")
+    assert (first["size"], first["cost"], first["kept because"]) == ("1 B", "500 ms", "newest")
+    assert (second["lr"], second["kept because"], second[""]) == ("inf", "", "left behind")
+
+
+def test_a_report_says_what_it_lacks() -> None:
+    """Entries that were not read, and a copy's times, are said on every page."""
+    report = report_of([Moment(what="copied", n=9, epoch=1, at_s=0.0)], damaged=1, older=5)
+    for page in (to_html(report), to_markdown(report)):
+        assert "5 older ledger entries were left out" in page
+        assert "1 ledger entry cannot be read" in page
+        assert "This is a copy" in page
+
+
+def test_an_empty_run_has_a_report() -> None:
+    """Without a single entry there is a page that says so."""
+    report = make_report(None, "/runs/x", Timeline(), State())
+    assert report.summary == "no checkpoint yet"
+    assert "no checkpoint yet" in to_html(report)
+    assert "run of unknown key" in to_markdown(report)
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_words_for_times() -> None:
+    """Times to come in hours, minutes and seconds, and times that were in UTC; what is no time is a question mark."""
+    assert [clock(s) for s in (0.4, 75.0, 3_725.0, math.nan, math.inf, -1.0)] == ["0:00", "1:15", "1:02:05", *"???"]
+    assert (utc(DAY_S), utc(1e30), utc(math.nan)) == ("1970-01-02 00:00:00", "?", "?")
+
+
+@given(st.floats(-1e300, 1e300), st.floats(1e-6, 1e6))
+def test_ticks_are_round_and_few(lowest: float, width: float) -> None:
+    """An axis has ticks between its ends, a handful."""
+    highest = lowest + width * max(1.0, abs(lowest))
+    ticks = round_ticks(lowest, highest)
+    assert 1 <= len(ticks) <= 12
+    room = (highest - lowest) * 1e-6
+    assert all(lowest - room <= tick <= highest + room for tick in ticks)
+
+
+def test_the_first_start_is_no_resume() -> None:
+    """A run that has had no owner is started; a later process resumes it, and why is said."""
+    report = report_of(broken(run_of(3.0, 2.0)))
+    assert report.happenings()[-1][1:] == ("started", "")
+    assert "it has had no owner" not in to_html(report) + to_markdown(report)
+    assert any("taken over" in what or what.startswith("resumed") for _, what, _ in report.happenings()[:-1])
+
+
+def test_a_run_without_flow_runs_counts_none() -> None:
+    """A plain loop's run is taken up so many times, and no flow run is spoken of."""
+    moments = [replace(one, flow_run_id=None) for one in run_of(3.0)]
+    assert dict(report_of(moments).facts())["taken up"] == "1 time"
+    assert dict(report_of(run_of(3.0)).facts())["taken up"] == "1 time by 1 flow run"
+
+
+def test_axes_have_titles() -> None:
+    """The time line says what both of its axes are, within its frame."""
+    picture = drawn(follow(run_of(3.0, 2.0, name="loss")))
+    titles = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "time since the start" in titles
+    [turned] = [
+        group for group in picture.iter("{http://www.w3.org/2000/svg}g") if "rotate" in group.get("transform", "")
+    ]
+    assert "".join(turned.itertext()) == "loss"
+
+
+def test_only_columns_of_texts_break_words() -> None:
+    """A table that is wider than the page scrolls: with every column breakable, a browser made one letter wide."""
+    page = to_html(report_of(run_of(3.0, 2.0)))
+    rules = dict(re.findall(r"^([^{}\n]+)\{([^{}]*)\}", page.partition("</style>")[0], re.MULTILINE))
+    breaking = [name for name, rule in rules.items() if "overflow-wrap" in rule or "word-break" in rule]
+    assert breaking == ["td.w,th.w"]
+    assert "min-width" in rules["td.w,th.w"]
+    assert "white-space:nowrap" in rules["th,td"]
+    assert re.search(r"<td>from, to</td><td class=\"w\">", page)

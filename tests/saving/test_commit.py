@@ -1,0 +1,79 @@
+"""What a save is about to write is read first, as a restore reads it: nothing that would be refused is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.saving import save
+from ckpt_tasks.saving.save import (
+    PreparedCheckpoint,
+    RankPart,
+    Saving,
+    digest_image,
+    encode_groups,
+    joined,
+    prepare_checkpoint,
+)
+from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
+from ckpt_tasks.state.capture import capture
+from tests.support.ledgers import owner_of
+
+
+def parts_of() -> tuple[Saving, RankPart]:
+    captured = capture({"x": {"w": torch.zeros(5), "v": torch.zeros(2, 3)}, "seen": [1]})
+    plan = plan_snapshot(captured.tensors, captured.frozen)
+    images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
+    owner = owner_of(1)
+    attempt = save.new_attempt(1, owner)
+    saving = Saving(attempt=attempt, run_key="run", owner=owner, groups=encode_groups(captured), metrics={})
+    return saving, joined([digest_image(attempt, image, lambda: False) for image in images.images])
+
+
+def test_what_is_whole_is_described() -> None:
+    """What the parts hold comes back out of the description."""
+    saving, part = parts_of()
+    prepared = prepare_checkpoint(saving, [part])
+    assert isinstance(prepared, PreparedCheckpoint)
+    assert prepared.rows == part.rows
+
+
+HOLES: dict[str, Callable[[RankPart], RankPart]] = {
+    "a region is missing": lambda part: replace(part, rows=part.rows[1:]),
+    "a region is there twice": lambda part: replace(part, rows=(part.rows[0], *part.rows)),
+    "an object is missing": lambda part: replace(part, objects=part.objects[1:]),
+    "an object ends earlier": lambda part: replace(
+        part, objects=tuple(record._replace(size_bytes=record.size_bytes - 1) for record in part.objects)
+    ),
+    "another rank": lambda part: replace(part, rank=1),
+}
+
+
+@pytest.mark.parametrize("what", HOLES)
+def test_what_has_holes_is_refused(what: str) -> None:
+    """P47: a save whose parts do not make whole tensors and objects ends before index and manifest are written."""
+    saving, part = parts_of()
+    with pytest.raises(IntegrityError):
+        prepare_checkpoint(saving, [HOLES[what](part)])
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 1.0}, {}])
+def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float]) -> None:
+    """P42: an index or a manifest above what is read is refused with what to do, by the bound of the reader itself."""
+    saving, part = parts_of()
+    for bound in ("MAX_INDEX_BYTES", "MAX_MANIFEST_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ckpt_tasks.reading.opening.{bound}", 100)
+            with pytest.raises(UnsupportedStateError, match="Keep large values in tensors"):
+                prepare_checkpoint(replace(saving, metrics=metrics), [part])
+
+
+def test_a_manifest_that_no_reader_takes_is_refused() -> None:
+    """P47: what the reader of a manifest would refuse is refused before it is written, whatever made it so."""
+    saving, part = parts_of()
+    with pytest.raises(CkptError):
+        prepare_checkpoint(replace(saving, groups={"no group!": {"kind": "plain", "tree": 1}}), [part])

@@ -1,0 +1,133 @@
+"""Saves by interval, and interim ones, which only end a batch or a process: which stay, and what is not saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.session.local import StateSession
+from tests.policy.test_retention import Fact, kept, plan
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"weights": torch.full((4,), value)}
+
+
+def opened(directory: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(checkpoint_dir=directory, memory_dir=None, **options))
+
+
+def live(directory: Path) -> dict[int, bool]:
+    """Return step → interim of the live checkpoints, oldest commit first."""
+    return {one.step: one.interim for one in reversed(open_run(directory).checkpoints())}
+
+
+def train_in_batches(session: StateSession, total: int, batch: int) -> None:
+    ckpt = session.ckpt
+    for step in range(ckpt.position + 1, total + 1):
+        ckpt.step(step, session.state)
+        if step % batch == 0 or step == total:
+            session.save(step)
+
+
+def test_batch_ends_do_not_push_out_the_interval(run_dir: Path) -> None:
+    """With an interval of 20 and batches of 7 steps, the three newest of the interval stay beside the last batch."""
+    with opened(run_dir, step_interval=20) as ckpt:
+        session = StateSession(ckpt, state())
+        session.restore()
+        train_in_batches(session, 77, 7)
+    assert live(run_dir) == {20: False, 40: False, 60: False, 77: True}
+
+
+def test_batch_ends_fill_up_what_the_interval_lacks(run_dir: Path) -> None:
+    """Before the interval has made three checkpoints, the newest batch ends stay in their place."""
+    with opened(run_dir, step_interval=100) as ckpt:
+        session = StateSession(ckpt, state())
+        session.restore()
+        train_in_batches(session, 35, 7)
+    assert live(run_dir) == {0: False, 28: True, 35: True}
+
+
+def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
+    """The next save by seconds comes when it would have come without the save that ended a batch."""
+    with opened(run_dir, save_interval_secs=3600.0) as ckpt:
+        session = StateSession(ckpt, state())
+        session.restore()
+        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 3590.0)
+        ckpt.step(1, session.state)
+        session.save(1)
+        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 20.0)
+        assert ckpt.step(2, session.state)
+    assert live(run_dir) == {0: False, 1: True, 2: False}
+
+
+def test_a_batch_that_ends_on_the_interval_is_saved_once(run_dir: Path) -> None:
+    """Where a save was due at the last step of a batch, the batch's end adds nothing, and it counts."""
+    with opened(run_dir, step_interval=5, max_num_checkpoints=None) as ckpt:
+        session = StateSession(ckpt, state())
+        session.restore()
+        train_in_batches(session, 10, 5)
+    assert live(run_dir) == {0: False, 5: False, 10: False}
+
+
+def test_a_preempted_step_is_interim(run_dir: Path) -> None:
+    """P69: what SIGTERM saves between two saves by interval does not push one of them out."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with opened(run_dir, step_interval=2, max_num_checkpoints=2) as ckpt:
+            for step in range(1, 6):
+                if step == 5:
+                    ckpt.wait()  # else the newer snapshot takes the place of one that waits
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.step(step, state(float(step)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert live(run_dir) == {2: False, 4: False, 5: True}
+
+
+def test_the_end_of_a_loop_says_what_is_not_saved(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P72: a block that ends well after steps without a save names them; one that ends with a save says nothing."""
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        with opened(run_dir, step_interval=10) as ckpt:
+            for step in range(1, 14):
+                ckpt.step(step, state(float(step)))
+        assert [record.getMessage() for record in caplog.records] == [
+            "Steps 11 to 13 are not saved: no save was due. Call save(step, state) after the last step."
+        ]
+        caplog.clear()
+        with opened(run_dir, step_interval=10) as ckpt:
+            target = state()
+            ckpt.restore(target)
+            ckpt.step(11, target)
+            ckpt.save(11, target)
+        assert caplog.records == []
+
+
+def test_step_saves_by_itself_without_an_interval(run_dir: Path) -> None:
+    """A configuration that names only a directory saves in `step()`: once the automatic interval has passed."""
+    with opened(run_dir) as ckpt:
+        assert not ckpt.step(1, state(1.0))
+        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 61.0)
+        assert ckpt.step(2, state(2.0))
+    assert [*live(run_dir)] == [2]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 4))
+def test_interim_ones_never_cost_another_its_place(interim: list[bool], limit: int) -> None:
+    """Of any sequence of saves the newest `limit` that are not interim stay, and `limit` in all where there are."""
+    newest_first = [Fact(step, f"d{step}", interim=flag) for step, flag in enumerate(interim)][::-1]
+    stay = {*kept(plan(newest_first, RetentionPolicy(max_num_checkpoints=limit)))}
+    assert {fact.step for fact in [one for one in newest_first if not one.interim][:limit]} <= stay
+    assert newest_first[0].step in stay
+    assert min(limit, len(interim)) <= len(stay) <= limit + 1

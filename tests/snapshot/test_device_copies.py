@@ -1,0 +1,229 @@
+"""Copies from CUDA devices without one: the order of streams, and memory that is pinned once and let go in time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ckpt_tasks.errors import StateError
+from ckpt_tasks.snapshot.device import Devices
+from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory, SnapshotMemory, private_root
+from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
+from tests.support.devices import (
+    Cuda,
+    Elsewhere,
+    Queue,
+    Still,
+    There,
+    is_all,
+    is_mapped,
+    on,
+    pairs_of,
+    plain,
+    write,
+)
+
+
+@pytest.fixture
+def cuda() -> Cuda:
+    There.stand_in = Cuda()
+    return There.stand_in
+
+
+def drain(*streams: Queue) -> None:
+    """Let streams go on by turns, each as far as it comes."""
+    for stream in streams:
+        while stream.step():
+            pass
+
+
+# ── the order of streams ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_copy_has_what_was_queued_before_it_and_nothing_later(cuda: Cuda) -> None:
+    """P1: the host goes on while nothing has run; kernels queued before the call are in the copy, later ones not."""
+    live = [on(There, 5), on(Elsewhere, 7)]
+    for tensor in live:
+        write(tensor, 2.0)
+    copy = Devices(cuda).start(pairs := pairs_of(live))
+    for tensor in live:
+        write(tensor, 3.0)
+    assert cuda.waited == []
+    assert [place[0].item() for place, _ in pairs] == [-1.0, -1.0]
+    for device in (0, 1):  # training's streams come no further than the copy, which has not begun
+        drain(cuda.current_stream(torch.device("cuda", device)))
+    assert [plain(tensor)[0].item() for tensor in live] == [2.0, 2.0]
+    copy.wait()
+    assert [is_all(place, 2.0) for place, _ in pairs] == [True, True]
+    cuda.go_on(lambda: not any(stream.queue for stream in cuda.streams))
+    assert [is_all(tensor, 3.0) for tensor in live] == [True, True]
+
+
+def test_every_device_copies_on_one_stream_of_its_own(cuda: Cuda) -> None:
+    """Two streams for two devices, however many copies; none of them is the one that training uses."""
+    devices = Devices(cuda)
+    for _ in range(3):
+        devices.start(pairs_of([on(There, 5), on(Elsewhere, 7), on(There, 2)])).wait()
+    training = [cuda.current_stream(torch.device("cuda", index)) for index in (0, 1)]
+    assert len(cuda.streams) == 4
+    assert {stream.device for stream in cuda.streams if stream not in training} == {s.device for s in training}
+
+
+COUNT = 3
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("run"), st.integers(0, 3)),
+            st.tuples(st.just("write"), st.integers(0, COUNT - 1)),
+        ),
+        max_size=20,
+    )
+)
+def test_any_order_of_streams_and_writes(actions: list[Any]) -> None:
+    """P1: however far each stream has come when something is written, the copy is the state of the call."""
+    cuda = There.stand_in = Cuda()
+    live = [on(kind, 40) for kind in (There, Elsewhere, There)[:COUNT]]
+    pairs = pairs_of(live)
+    for number, tensor in enumerate(live):
+        write(tensor, 10.0 + number)
+    copy = Devices(cuda).start(pairs)
+    for value, (action, number) in enumerate(actions, 100):
+        if action == "run":
+            cuda.streams[number % len(cuda.streams)].step()
+        else:
+            write(live[number], float(value))
+    assert cuda.waited == []
+    copy.wait()
+    assert [is_all(place, 10.0 + number) for number, (place, _) in enumerate(pairs)] == [True] * COUNT
+
+
+@pytest.mark.parametrize("order", ["transposed", "channels_last", "sliced"])
+def test_what_is_not_in_order_is_copied_as_well(cuda: Cuda, order: str) -> None:
+    """P1: every layout is copied in the order of the streams: what is written after the call is not in the copy."""
+    plain_live = torch.arange(240.0).view(2, 4, 5, 6)
+    layouts = {
+        "transposed": plain_live.transpose(1, 3),
+        "channels_last": plain_live.to(memory_format=torch.channels_last),
+        "sliced": plain_live[:, ::2, 1:, ::3],
+    }
+    live = layouts[order].as_subclass(There)
+    before, place = plain(live).clone(), torch.zeros(live.shape)
+    copy = Devices(cuda).start([(place, live)])
+    write(live, 9.0)
+    copy.wait()
+    assert torch.equal(place, before)
+
+
+def test_memory_is_held_until_the_device_has_read_it(cuda: Cuda) -> None:
+    """P1: whatever training does with its tensors, what the device reads stays; once it has arrived nothing does."""
+    live = on(Still, 40)
+    memory: Any = StorageWeakRef(live.untyped_storage())  # type: ignore[no-untyped-call]
+    copy = Devices(cuda).start(pairs_of([live]))
+    del live
+    gc.collect()
+    assert not memory.expired()
+    copy.wait()
+    gc.collect()
+    assert memory.expired()
+
+
+def test_a_failed_device_is_told_whenever_it_is_asked(cuda: Cuda) -> None:
+    """An error at the event is a StateError at every wait."""
+    copy = Devices(cuda).start(pairs_of([on(There, 5)]))
+    cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    for _ in range(2):
+        with pytest.raises(StateError, match="copied from its device: CUDA error: an illegal"):
+            copy.wait()
+
+
+@pytest.mark.parametrize("refused", ["wait_stream", "wait_event"])
+def test_a_device_that_takes_no_copy_is_told_at_once(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """An error in start() is a StateError there."""
+    monkeypatch.setattr(Queue, refused, _refused)
+    with pytest.raises(StateError, match="launch failed"):
+        Devices(cuda).start(pairs_of([on(There, 5)]))
+
+
+def _refused(*_: object) -> None:
+    raise RuntimeError("CUDA error: launch failed")
+
+
+# ── pinned memory ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=["private", "shared"])
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> SnapshotMemory:
+    return PrivateMemory() if request.param == "private" else MemoryDirectory(private_root(tmp_path), "run")
+
+
+@pytest.fixture
+def images(cuda: Cuda, memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> list[Image]:
+    """Return the images of a state with a tensor on a device in the first one, and none in the second one."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    plan = plan_snapshot({"there/x": on(There, 5000), "here/y": torch.ones(3)})
+    made = [*ImageSet(plan, memory.take("a", plan.sizes)).images]
+    assert plan.devices == {made[0].name: torch.device("cuda", 0)}
+    return made
+
+
+def pin(devices: Devices, image: Image) -> None:
+    devices.pin(image.buffer, image, torch.device("cuda", 0))
+
+
+def test_memory_is_pinned_whole_and_let_go_while_it_is_mapped(cuda: Cuda, images: list[Image]) -> None:
+    """All of an image's memory is registered, for every device, and unregistered before it is unmapped."""
+    pin(Devices(cuda), images[0])
+    address = torch.frombuffer(images[0].buffer, dtype=torch.uint8).data_ptr()
+    ((at, size_bytes, flags, thread),) = cuda.registered
+    assert (at, size_bytes, flags) == (address, images[0].layout.size_bytes, 1)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive(), "what CUDA keeps as the last error of a thread goes with it"
+    assert is_mapped(address, size_bytes)
+    images.clear()
+    gc.collect()
+    assert not is_mapped(address, size_bytes)
+    assert (cuda.pinned, cuda.faults) == ({}, [])
+
+
+def test_memory_is_not_let_go_under_a_copy(cuda: Cuda, images: list[Image]) -> None:
+    """Who drops an image while a device is writing to it waits for that, and nobody writes to memory that is gone."""
+    devices = Devices(cuda)
+    pin(devices, images[0])
+    copy = devices.start([(images[0].views["x"], on(There, 5000, value=7.0))])
+    assert cuda.copying[0].queue
+    del copy
+    view = images[0].views["x"]
+    images.clear()
+    gc.collect()
+    assert (cuda.pinned, cuda.faults) == ({}, [])
+    assert is_all(view, 7.0)
+
+
+def test_memory_that_cannot_be_pinned_is_said_once(
+    cuda: Cuda, images: list[Image], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says what it costs; copies are as right as before, and nothing is unregistered that was not."""
+    cuda.code = 2
+    devices = Devices(cuda)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        for image in images:
+            pin(devices, image)
+    (record,) = caplog.records
+    assert "cannot be pinned (cudaHostRegister: error 2)" in record.message
+    assert "training waits for it" in record.message
+    devices.start([(images[0].views["x"], on(There, 5000, value=7.0))]).wait()
+    assert is_all(images[0].views["x"], 7.0)
+    images.clear()
+    gc.collect()
+    assert len(caplog.records) == 1

@@ -1,0 +1,159 @@
+"""Modules: what is refused, by name and before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
+from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.state.tensors import same_bits
+from tests.support.roundtrip import Holder, one_rank, restore, same_module, save
+
+
+class Tagged(nn.Parameter):
+    """A subclass that says something about a parameter and changes nothing."""
+
+
+class Counting(torch.Tensor):
+    """A subclass with a mind of its own: what it is, its bytes do not say."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def counting() -> torch.Tensor:
+    return torch.ones(3).as_subclass(Counting)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|prototype|sparse|Sparse).*")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (sparse, "layout torch.sparse_coo"),
+        (quantized, "torch.qint8"),
+        (nested, "layout"),
+        (counting, "Counting"),
+        (lambda: torch.empty(3, device="meta"), "meta device"),
+    ],
+)
+def test_what_has_no_plain_values_is_refused_by_name(make: Any, said: str) -> None:
+    """P7: sparse, quantised, nested and meta tensors and subclasses are refused when planning, with their path."""
+    with pytest.raises(UnsupportedStateError, match=said) as caught:
+        capture({"model": nn.Sequential(Holder(odd=make()))})
+    assert caught.value.key == "model/0.odd"
+    assert caught.value.hint
+    fresh = nn.Sequential(Holder(odd=make()))
+    with pytest.raises(UnsupportedStateError, match=said):
+        restore(save({"model": nn.Sequential(Holder(odd=torch.ones(3)))}), {"model": fresh})
+
+
+def test_a_dtensor_is_refused_by_name() -> None:
+    """P7: a distributed tensor is not stored as if this rank's part were all of it."""
+    with one_rank():
+        tensor = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(UnsupportedStateError, match="DTensor") as caught:
+            capture({"model": Holder(odd=tensor)})
+    assert caught.value.key == "model/odd"
+
+
+def test_a_parameter_subclass_that_holds_its_data_is_fine() -> None:
+    """P7: a marker on a parameter stays: the restore is in place."""
+    module, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    fresh.weight = Tagged(torch.zeros(2, 2))
+    restore(save({"model": module}), {"model": fresh})
+    assert type(fresh.weight) is Tagged
+    assert same_bits(fresh.weight, module.weight)
+    restore(save({"model": fresh}), {"model": module})
+
+
+def test_a_lazy_module_is_refused_until_it_has_values() -> None:
+    """P8: a parameter without a shape is refused on both sides; after a forward pass it is an ordinary one."""
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedStateError, match="not initialised") as caught:
+        capture({"model": lazy})
+    assert caught.value.key == "model/weight"
+    lazy(torch.ones(1, 2))
+    saved = save({"model": lazy})
+    fresh = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedStateError, match=r"restored into.*Run one forward pass first") as caught:
+        restore(saved, {"model": fresh})
+    assert caught.value.key == "model/weight"
+    assert fresh.has_uninitialized_params()
+    fresh(torch.ones(1, 2))
+    restore(saved, {"model": fresh})
+    same_module(lazy, fresh)
+
+
+def test_a_lazy_module_in_the_target_leaves_all_the_others_as_they_are() -> None:
+    """P8: a fresh program's lazy buffers are refused before anything is applied; one forward pass later all is set."""
+    saved_norm, saved_linear = nn.LazyBatchNorm1d(), nn.Linear(2, 2)
+    saved_norm(torch.randn(4, 2))
+    saved = save({"linear": saved_linear, "norm": saved_norm})
+    linear, norm = nn.Linear(2, 2), nn.LazyBatchNorm1d()
+    before = linear.weight.detach().clone()
+    with pytest.raises(UnsupportedStateError, match="Run one forward pass first"):
+        restore(saved, {"linear": linear, "norm": norm})
+    assert same_bits(linear.weight, before)
+    norm(torch.randn(4, 2))
+    restore(saved, {"linear": linear, "norm": norm})
+    same_module(saved_linear, linear)
+    same_module(saved_norm, norm)
+
+
+def test_every_difference_is_listed_and_nothing_is_touched() -> None:
+    """P50: missing, unexpected, another shape (also one that would broadcast) and another dtype, all in one error."""
+    saved = save({"model": Holder(same=torch.ones(2), shape=torch.ones(3), dtype=torch.ones(2), gone=torch.ones(1))})
+    fresh = Holder(same=torch.zeros(2), shape=torch.zeros(2, 3), dtype=torch.zeros(2).half(), new=torch.zeros(1))
+    with pytest.raises(StateMismatchError) as caught:
+        restore(saved, {"model": fresh, "extra": 0})
+    error = caught.value
+    assert error.missing == ("extra", "model/new")
+    assert error.unexpected == ("model/gone",)
+    assert error.different == (
+        "model/shape (float32[2, 3] here, float32[3] in the checkpoint)",
+        "model/dtype (float16[2] here, float32[2] in the checkpoint)",
+    )
+    assert all(t.eq(0).all() for t in fresh.buffers())
+
+
+def test_a_partial_restore_takes_the_groups_it_names() -> None:
+    """P50: an evaluator restores the model alone and needs no other tensor; a full restore refuses to leave one out."""
+    module, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = save({"model": module, "ema": nn.Linear(2, 2)})
+    with pytest.raises(StateMismatchError) as caught:
+        restore(saved, {"model": fresh})
+    assert caught.value.unexpected == ("ema",)
+    before = torch.get_rng_state()
+    assert restore(saved, {"model": fresh}, partial=True) == {"model/weight", "model/bias"}
+    same_module(module, fresh)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tree_that_names_an_absent_tensor_is_damaged() -> None:
+    """P47: a tensor that the index lacks is an error of the checkpoint, before anything is touched."""
+    saved = save({"model": nn.Linear(2, 2)})
+    stored = {key: how for key, how in saved.stored.items() if key != "model/bias"}
+    with pytest.raises(IntegrityError, match="model/bias"):
+        plan_restore({"model": nn.Linear(2, 2)}, saved.groups, stored)

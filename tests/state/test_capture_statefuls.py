@@ -1,0 +1,395 @@
+"""Objects with state_dict and load_state_dict: schedulers, scalers, loaders, the user's own; all of them or none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckpt_tasks.errors import StateError, StateMismatchError, UnsupportedStateError
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.gradients import Gradients
+from tests.support.roundtrip import assert_same, restore, save
+
+
+class Warm:
+    """A callable with a state of its own, as LambdaLR saves it."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def __call__(self, step: int) -> float:
+        return self.factor**step
+
+
+def sequence(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.1, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+def chain(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)])
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda step: 0.9**step, Warm(0.8)]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, [lambda _: 0.9, Warm(0.99)]),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=9),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 12, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, mode="exp_range", gamma=0.9),
+    "CyclicLR own": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, scale_fn=lambda x: 0.5**x),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "OneCycleLR linear": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20, anneal_strategy="linear"),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, cooldown=1),
+    "SequentialLR": sequence,
+    "ChainedScheduler": chain,
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=6),
+}
+
+
+def scheduled(name: str) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}]
+    optimizer = SGD(groups, lr=0.1, momentum=0.9)
+    return {"model": model, "optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
+
+
+def rates(state: dict[str, Any], steps: int, first: int) -> list[list[float]]:
+    found = []
+    for step in range(first, first + steps):
+        state["optimizer"].step()
+        if isinstance(state["scheduler"], lr_scheduler.ReduceLROnPlateau):
+            state["scheduler"].step([1.0, 0.5, 0.7, 0.7, 0.6, 0.8][step % 6])
+        else:
+            state["scheduler"].step()
+        found.append([float(group["lr"]) for group in state["optimizer"].param_groups])
+    return found
+
+
+def test_the_list_of_schedulers_is_torchs() -> None:
+    """P15: every scheduler of torch is tried below."""
+    kinds = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert kinds - {"LRScheduler"} <= {*SCHEDULERS}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("stop", [0, 4])
+def test_a_scheduler_goes_on(name: str, stop: int) -> None:
+    """P14, P15: the next ten learning rates after a restore are those without a stop."""
+    state, fresh = scheduled(name), scheduled(name)
+    rates(state, stop, 0)
+    saved = save(state)
+    expected = rates(state, 10, stop)
+    restore(saved, fresh)
+    assert rates(fresh, 10, stop) == expected
+
+
+def test_a_callable_object_of_a_scheduler_comes_back() -> None:
+    """P15: what a callable object keeps is restored into the one that is there."""
+    state, fresh = scheduled("LambdaLR"), scheduled("LambdaLR")
+    state["scheduler"].lr_lambdas[1].factor = 0.25
+    restore(save(state), fresh)
+    assert fresh["scheduler"].lr_lambdas[1].factor == 0.25
+
+
+def test_a_scheduler_with_a_lambda_of_its_own_is_refused_by_path() -> None:
+    """P15: a function among a scheduler's attributes is refused, with the attribute's name."""
+    state = scheduled("StepLR")
+    state["scheduler"].rule = lambda x: x
+    with pytest.raises(UnsupportedStateError) as caught:
+        capture(state)
+    assert caught.value.key == "scheduler/rule"
+
+
+def scaler(*, enabled: bool = True) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=enabled)
+
+
+def scale_steps(state: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        state["optimizer"].zero_grad()
+        state["scaler"].scale(state["model"](torch.ones(1, 2)).sum()).backward()
+        state["scaler"].step(state["optimizer"])
+        state["scaler"].update()
+
+
+def scaled() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1), "scaler": scaler()}
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_grad_scaler_goes_on(used: bool) -> None:
+    """P16: scale and growth tracker are equal, whether or not the new scaler has made its tensors."""
+    state, fresh = scaled(), scaled()
+    scale_steps(state, 3)
+    if used:
+        scale_steps(fresh, 1)
+    restore(save(state), fresh)
+    for _ in range(3):
+        assert state["scaler"].state_dict() == fresh["scaler"].state_dict()
+        scale_steps(state, 1)
+        scale_steps(fresh, 1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "here", "said"),
+    [
+        (scaler(), None, "scaler (plain (NoneType) here, stateful in the checkpoint)"),
+        (None, scaler(), "scaler (stateful (GradScaler) here, plain in the checkpoint)"),
+        (scaler(), scaler(enabled=False), "scaler (a GradScaler that is off here, on in the checkpoint)"),
+        (scaler(enabled=False), scaler(), "scaler (a GradScaler that is on here, off in the checkpoint)"),
+    ],
+)
+def test_a_grad_scaler_that_is_absent_or_off_is_an_error(stored: Any, here: Any, said: str) -> None:
+    """P16: a scaler that is created later, or switched off, does not lose its state silently."""
+    with pytest.raises(StateMismatchError) as caught:
+        restore(save({"scaler": stored}), {"scaler": here})
+    assert caught.value.different == (said,)
+
+
+def micro_step(state: dict[str, Any], n: int) -> None:
+    (state["model"](torch.full((1, 2), float(n + 1))).square().sum() / 4).backward()
+    if n % 4 == 3:
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def accumulating() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model.append(nn.Linear(1, 1))[2].requires_grad_(False)
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1, momentum=0.9), "gradients": Gradients(model)}
+
+
+@pytest.mark.parametrize("stop", range(6))
+@pytest.mark.parametrize("dirty", [False, True])
+def test_an_accumulation_goes_on_in_the_middle(stop: int, dirty: bool) -> None:
+    """P19: with Gradients in the state, a stop between micro-steps changes no bit."""
+    state, fresh = accumulating(), accumulating()
+    for n in range(stop):
+        micro_step(state, n)
+    saved = save(state)
+    if dirty:
+        micro_step(fresh, 0)
+    restore(saved, fresh)
+    for n in range(stop, 8):
+        micro_step(state, n)
+        micro_step(fresh, n)
+    assert_same(dict(state["model"].state_dict()), dict(fresh["model"].state_dict()))
+
+
+def test_gradients_that_do_not_fit_are_refused() -> None:
+    """P19, P50: another shape or an unknown name is an error, and no gradient was set."""
+    one, other = nn.Linear(2, 2), nn.Linear(3, 2)
+    one(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(StateMismatchError) as caught:
+        Gradients(other).load_state_dict({**Gradients(one).state_dict(), "odd": torch.ones(1)})
+    assert caught.value.unexpected == ("odd",)
+    assert caught.value.different == ("weight ([2, 3] here, [2, 2] in the checkpoint)",)
+    assert other.bias.grad is None
+
+
+def test_gradients_that_are_there_are_copied_into() -> None:
+    """P19: a bucket of DistributedDataParallel owns the memory of gradients: it stays where it is."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    saved = save({"gradients": Gradients(model)})
+    held = model.weight.grad
+    model(torch.ones(1, 2)).sum().backward()
+    restore(saved, {"gradients": Gradients(model)})
+    assert model.weight.grad is held
+    assert held is not None
+    assert held.eq(1).all()
+
+
+class Meter:
+    """A metric accumulator, and an early stopping that counts its patience."""
+
+    def __init__(self, **values: Any):
+        self.values = values
+        self.fails = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+        if self.fails:
+            self.fails -= 1
+            raise ValueError("no such state")
+
+
+def test_statefuls_come_back_in_any_order() -> None:
+    """P20: accumulators and patience are restored whatever order the state has; zeros are values."""
+    state = {"meter": Meter(total=torch.tensor(0.0), count=0), "stopper": Meter(patience=0, best=float("inf"))}
+    fresh = {"stopper": Meter(), "meter": Meter(total=None, extra=1)}
+    restore(save(state), fresh)
+    for name, meter in state.items():
+        assert_same(meter.values, fresh[name].values)
+
+
+def test_a_stateful_gets_tensors_of_its_own() -> None:
+    """P3: what load_state_dict keeps is not the memory that the next save overwrites, nor the one that was saved."""
+    meter = Meter(total=torch.ones(3))
+    saved, fresh = save({"meter": meter}), Meter()
+    restore(saved, {"meter": fresh})
+    fresh.values["total"].add_(1)
+    assert saved.tensors["meter/total"].tolist() == [1.0, 1.0, 1.0]
+    assert fresh.values["total"].tolist() == [2.0, 2.0, 2.0]
+
+
+def everything(seed: int) -> dict[str, Any]:
+    """Return a state with one group of every kind, its values depending on the seed."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    return {
+        "plain": {"history": [seed, torch.full((2,), float(seed))]},
+        "first": Meter(n=seed, t=torch.full((2,), float(seed))),
+        "model": model,
+        "second": Meter(n=seed, t=torch.full((3,), float(seed))),
+        "optimizer": optimizer,
+        "generator": torch.Generator().manual_seed(seed),
+        "table": np.full(3, float(seed)),
+        "third": Meter(n=seed),
+        "step": seed,
+    }
+
+
+def fingerprint(state: dict[str, Any]) -> tuple[str, list[bytes]]:
+    saved = save(state)
+    return saved.manifest, [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in saved.tensors.values()]
+
+
+@pytest.mark.parametrize("failing", ["first", "second", "third"])
+def test_when_one_raises_nothing_has_changed(failing: str) -> None:
+    """P50: a load_state_dict that raises half-way puts every group, its own too, and every stream back."""
+    saved, target = save(everything(1)), everything(2)
+    target[failing].fails = 1
+    before = fingerprint(target)
+    with pytest.raises(StateError, match="no such state") as caught:
+        restore(saved, target)
+    assert caught.value.key == failing
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "nothing was changed" in str(caught.value)
+    assert fingerprint(target) == before
+    restore(saved, target)
+    assert target["step"] == 1
+
+
+def test_an_object_that_restores_in_place_is_put_back_too() -> None:
+    """P50: the copy of the old state does not share memory with the object that is writing over it."""
+
+    class InPlace(Meter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values["t"].copy_(state["t"])
+            if self.fails:
+                self.fails -= 1
+                raise ValueError("too late")
+
+    target = InPlace(t=torch.zeros(2))
+    target.fails = 1
+    with pytest.raises(StateError, match="too late"):
+        restore(save({"it": Meter(t=torch.ones(2))}), {"it": target})
+    assert target.values["t"].tolist() == [0.0, 0.0]
+
+
+def test_an_interrupt_puts_everything_back_too() -> None:
+    """P69: Ctrl-C inside of a load_state_dict leaves the old state and goes on as Ctrl-C."""
+
+    class Interrupted(Meter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            if state["n"] == 1:
+                raise KeyboardInterrupt
+
+    target = everything(2)
+    target["second"] = Interrupted(n=2)
+    saved = save(everything(1))
+    before = fingerprint(target)
+    with pytest.raises(KeyboardInterrupt):
+        restore(saved, target)
+    assert fingerprint(target) == before
+
+
+def test_an_object_that_refuses_its_old_state_is_named() -> None:
+    """P50: when putting back fails too, the error says which object is in doubt, and the others are put back."""
+    saved, target = save(everything(1)), everything(2)
+    target["second"].fails = 2
+    with pytest.raises(StateError, match="except: second did not take its old state back"):
+        restore(saved, target)
+    assert target["first"].values["n"] == 2
+    assert target["step"] == 2
+
+
+def test_a_mismatch_anywhere_touches_nothing() -> None:
+    """P50: one wrong shape in one group, and no group, generator or stream has changed."""
+    saved, target = save(everything(1)), everything(2)
+    target["table"] = np.zeros(4)
+    before = fingerprint(target)
+    with pytest.raises(StateMismatchError):
+        restore(saved, target)
+    assert fingerprint(target) == before
+
+
+def test_a_whole_state_comes_back() -> None:
+    """P73: every kind of group at once, and the random streams of the process with them."""
+    state, target = everything(1), everything(2)
+    saved, before = save(state), fingerprint(state)
+    torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+    restore(saved, target)
+    assert fingerprint(target) == before
+
+
+def test_the_order_of_the_groups_does_not_matter() -> None:
+    """P20: a state whose groups come in another order is restored all the same."""
+    state, target = everything(1), everything(2)
+    saved, before = save(state), fingerprint(state)
+    backwards = {name: target[name] for name in reversed(target)}
+    restore(saved, backwards)
+    assert fingerprint({name: backwards[name] for name in target}) == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 3, 8])
+def test_a_stateful_data_loader_is_taken_as_it_is(workers: int, stop: int) -> None:
+    """P22: torchdata's loader goes on with the next batch, at the start, in the middle and at the end of an epoch."""
+
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(
+            list(range(16)),
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(3),
+        )
+
+    state, fresh = {"data": loader()}, {"data": loader()}
+    batches = iter(state["data"])
+    for _ in range(stop):
+        next(batches)
+    saved = save(state)
+    rest = [b.tolist() for b in batches]
+    restore(saved, fresh)
+    assert [b.tolist() for b in fresh["data"]] == rest

@@ -1,0 +1,295 @@
+"""Plain values: whatever the vocabulary has comes back as it was; the rest is refused by its path."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.tensors import allocate, same_bits
+from tests.support.roundtrip import assert_same, restore, save, trip
+
+VALUES: list[Any] = [
+    None,
+    0,
+    False,
+    0.0,
+    -0.0,
+    "",
+    b"",
+    b"\x00\xff",
+    float("nan"),
+    float("-inf"),
+    1 << 200,
+    complex(0.0, -1.5),
+    {"0": "text", 0: "number"},
+    {"a/b": 1, "a": {"b": 2}, "~tensor": "not one"},
+    {True: 1, None: 2, (1, "x"): 3, 2.5: 4, b"k": 5},
+    [1, (2, [3]), {}, [], ()],
+    {1, "a", (2, 3)},
+    frozenset({1}),
+    OrderedDict(b=1, a=2),
+    Counter({"x": 0, 30: 2}),
+    deque([1, 2], maxlen=3),
+    dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC),
+    dt.date(2026, 1, 2),
+    dt.timedelta(days=-1, microseconds=3),
+    torch.float8_e5m2,
+    torch.device("cuda", 3),
+    torch.Size([0, 2]),
+    np.float32(0.1),
+    np.int64(-(1 << 62)),
+    np.bool_(False),
+    np.complex64(1 + 2j),
+    {np.int32(3): np.float64("nan"), torch.float16: 1},
+]
+
+
+# A set's order changes from process to process, and the workers of xdist must name a test alike.
+@pytest.mark.parametrize(
+    "value", VALUES, ids=lambda v: f"{type(v).__name__}-{sorted(map(repr, v)) if isinstance(v, set) else v!r:.25}"
+)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    """P9, P27: type by type, digit strings stay strings, and nothing that is false is lost."""
+    assert_same(value, trip(value))
+    assert_same([value, value], trip([value, value]))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3)
+TENSORS = st.sampled_from([torch.zeros(()), torch.arange(6).reshape(2, 3).T, torch.ones(0, 2), torch.tensor([True])])
+KEYS = st.text(max_size=4) | st.integers(-3, 3) | st.sampled_from(["a/b", "~2", "__metadata__", "value", "\ud800"])
+TREES = st.recursive(
+    SCALARS | TENSORS | st.sampled_from([np.zeros(3), np.arange(4)[::-1]]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner, inner),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_any_nesting_comes_back(value: Any) -> None:
+    """P9: dicts, lists and tuples of plain values, tensors and arrays, under any keys, whose paths may be equal."""
+    assert_same([value], trip([value]))
+
+
+@given(st.dictionaries(KEYS, TENSORS, max_size=6))
+def test_every_tensor_has_a_name_that_a_file_can_hold(value: dict[Any, Any]) -> None:
+    """P42: names of tensors are text, unlike each other, and never the header's own entry."""
+    captured = capture({"it": value}, rng=False)
+    for key in captured.tensors:
+        assert key.startswith("it/")
+        assert not key.endswith("/__metadata__")
+        assert key.encode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(3, 5).T,
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 1).expand(4, 3),
+        torch.randn(1, 4, 1).expand(2, 4, 3),
+        torch.randn(3, 5, 2).permute(2, 0, 1),
+        torch.randn(3, 3).T,
+        torch.tensor(2.0).expand(3, 0),
+    ],
+    ids=lambda t: str(t.stride()),
+)
+def test_strides_come_back(value: torch.Tensor) -> None:
+    """P5: a dense tensor comes back with its strides, an expanded one expanded over as little memory."""
+    back = trip([value])[0]
+    assert same_bits(back, value)
+    if value.numel():
+        assert back.stride() == value.stride()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.randn(6, 8)[1::2, ::3], torch.randn(6, 8).T[::2], torch.arange(9.0).unfold(0, 3, 1)]
+)
+def test_a_slice_comes_back_dense(value: torch.Tensor) -> None:
+    """P5: gaps are not stored, and what overlaps itself comes back as ordinary memory."""
+    back = trip([value])[0]
+    assert same_bits(back, value)
+    assert back.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+@pytest.mark.parametrize("stride", [(1,), (1, -1), (10**9, 1), (4, 2)])
+def test_strides_from_a_manifest_take_no_memory_that_they_should_not(stride: tuple[int, ...]) -> None:
+    """P49: strides that do not fit the shape are an error, not an allocation."""
+    with pytest.raises(IntegrityError, match="strides"):
+        allocate(torch.zeros(2, 3), TensorRef("it", stride=stride), torch.device("cpu"))
+
+
+def test_one_tensor_in_two_places_comes_back_as_one() -> None:
+    """P4: identity inside a value is kept, between tensors and arrays too; equal values in two tensors stay two."""
+    shared, twin = torch.arange(4), torch.arange(4)
+    array = np.zeros(3)
+    value = {"a": shared, "b": [shared, twin], "n": array, "t": torch.from_numpy(array)}
+    saved = save({"it": value}, rng=False)
+    assert len(saved.tensors) == 3
+    back = trip(value)
+    assert back["a"] is back["b"][0]
+    assert back["a"] is not back["b"][1]
+    back["n"][0] = 5
+    assert back["t"][0] == 5
+
+
+def test_a_square_matrix_and_its_transpose_are_two_values() -> None:
+    """P4, P5: the same memory, dtype and shape, and still not the same tensor."""
+    square = torch.arange(9.0).reshape(3, 3)
+    assert_same([square, square.T], trip([square, square.T]))
+
+
+def test_an_expanded_slice_takes_the_memory_of_the_slice() -> None:
+    """P5: gaps are closed and expanded dimensions stay expanded."""
+    value = torch.randn(4, 6)[:, ::2].unsqueeze(0).expand(5, 4, 3)
+    back = trip([value])[0]
+    assert same_bits(back, value)
+    assert back.stride() == (0, 3, 1)
+    assert back.untyped_storage().nbytes() == 4 * 3 * 4
+
+
+def test_requires_grad_comes_back() -> None:
+    """P7: a leaf that requires a gradient does so again; a result with a history is refused."""
+    back = trip([torch.ones(2, requires_grad=True), torch.ones(2), nn.Parameter(torch.ones(1))])
+    assert [t.requires_grad for t in back] == [True, False, True]
+    with pytest.raises(UnsupportedStateError, match="autograd history") as caught:
+        capture({"it": {"loss": [torch.ones(2, requires_grad=True).sum()]}})
+    assert caught.value.key == "it/loss/0"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(10, dtype=np.uint16)[::-2],
+        np.array(1.5, dtype=np.float16),
+        np.zeros((0, 3), dtype=np.uint64),
+        np.array([1 + 2j], dtype=np.complex64),
+        np.broadcast_to(np.array([True, False]), (3, 2)),
+        np.frombuffer(b"abcd", dtype=np.int8),
+    ],
+    ids=lambda a: f"{a.dtype}{a.shape}",
+)
+def test_an_array_comes_back(array: np.ndarray[Any, Any]) -> None:
+    """P6: ndarrays of every dtype that torch has, reversed, read-only, Fortran-ordered and without elements."""
+    assert_same(array, trip([array])[0])
+    assert trip([array])[0].flags.writeable
+
+
+def locked() -> Any:
+    return threading.Lock()
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+class Words(dict[str, int]):
+    pass
+
+
+def cyclic() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (lambda: 1, "it/deep/1"),
+        (locked(), "it/deep/1"),
+        (object(), "it/deep/1"),
+        (Colour.RED, "it/deep/1"),
+        (Pair(1, 2), "it/deep/1"),
+        (Words(), "it/deep/1"),
+        (defaultdict(list), "it/deep/1"),
+        (deque([nn.Linear(1, 1)]), "it/deep/1/0"),
+        (nn.Linear, "it/deep/1"),
+        (np.array(["a"]), "it/deep/1"),
+        (np.array([object()]), "it/deep/1"),
+        (np.array([1], dtype=">i4"), "it/deep/1"),
+        (np.array([1], dtype="datetime64[s]"), "it/deep/1"),
+        (np.longdouble(1), "it/deep/1"),
+        (np.datetime64(1, "s"), "it/deep/1"),
+        (np.ma.masked_array([1]), "it/deep/1"),
+        (torch.eye(2).to_sparse(), "it/deep/1"),
+        (torch.ones(2, device="meta"), "it/deep/1"),
+        (nn.Parameter(torch.ones(1)).as_subclass(torch.Tensor) * 1, "it/deep/1"),
+        ({"x": {1: {object(): 2}}}, "it/deep/1/x/1"),
+    ],
+    ids=lambda v: str(type(v).__name__),
+)
+def test_what_cannot_be_stored_is_refused_by_path(value: Any, path: str) -> None:
+    """P7: refused when planning, before a byte is written, with the path and with what to do."""
+    with pytest.raises(UnsupportedStateError) as caught:
+        capture({"fine": 1, "it": {"deep": [0, value]}})
+    assert (caught.value.key or "").startswith(path)
+    assert caught.value.hint
+
+
+def test_a_cycle_is_refused() -> None:
+    """P7: a value that contains itself ends in an error of ours."""
+    with pytest.raises(UnsupportedStateError, match="cycle"):
+        capture({"it": cyclic()})
+
+
+@pytest.mark.parametrize("name", ["", "0", "a-b", "a/b", "../x", "rng", "a" * 65, "ünl", 3, None])
+def test_a_name_that_cannot_be_a_group_is_refused(name: Any) -> None:
+    """P42: group names are part of file names: letters, digits and underscores, and rng is taken."""
+    with pytest.raises(UnsupportedStateError, match="name"):
+        capture({name: 1})
+    with pytest.raises(UnsupportedStateError, match="name"):
+        restore(save({"it": 1}), {name: 1})
+
+
+def test_a_state_is_a_dict() -> None:
+    """P7: a module given as the state itself is refused with what a state is."""
+    with pytest.raises(UnsupportedStateError, match="dict of named objects"):
+        capture(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_capture_does_not_change_when_the_state_does() -> None:
+    """P1: containers are copied by the capture, so that a history that grows does not grow in the checkpoint."""
+    state = {"history": [1, {"a": [2]}], "seen": {1}, "queue": deque([1])}
+    captured = capture(state)
+    state["history"][1]["a"].append(3)  # type: ignore[index]
+    state["seen"].add(2)  # type: ignore[attr-defined]
+    state["queue"].append(2)  # type: ignore[attr-defined]
+    trees = {name: group.tree for name, group in captured.groups.items() if name != "rng"}
+    assert trees == {"history": [1, {"a": [2]}], "seen": {1}, "queue": deque([1])}
+
+
+def test_restored_values_do_not_share_memory_with_the_source() -> None:
+    """P3: values outlive the buffers that they were read into, which the next save overwrites."""
+    saved = save({"it": [torch.ones(3), np.ones(2)], "n": np.ones(2), "t": torch.ones(2)}, rng=False)
+    state: dict[str, Any] = {"it": [], "n": np.zeros(2), "t": torch.zeros(2)}
+    restore(saved, state, rng=False)  # overwrites what it restored from
+    assert_same({"it": [torch.ones(3), np.ones(2)], "n": np.ones(2), "t": torch.ones(2)}, state)
+
+
+def test_a_live_tensor_is_captured_and_not_copied() -> None:
+    """P1: the capture hands out live tensors; the snapshot is who copies them."""
+    value = torch.ones(2)
+    captured: Callable[[], torch.Tensor] = lambda: capture({"it": value}, rng=False).tensors["it/value"]  # noqa: E731
+    assert captured().data_ptr() == value.data_ptr()

@@ -1,0 +1,86 @@
+"""Modules that change their own shapes: quantization-aware training, uninitialised parameters, added param groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import StateError, StateMismatchError
+from tests.state.test_capture_statefuls import Meter
+from tests.support.roundtrip import assert_same, restore, same_module, save
+
+
+class Growing(nn.Module):
+    """A module that takes any length of history; `takes` False: one that leaves its own as it is, without a word."""
+
+    def __init__(self, length: int, *, takes: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("history", torch.arange(float(length)))
+        self._takes = takes
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self._takes:
+            self.history = state_dict[f"{prefix}history"].clone()
+        else:
+            state_dict[f"{prefix}history"] = self.history
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|reduce_range|quantize).*")
+def test_quantization_aware_training_goes_on() -> None:
+    """P8: scales and observers that get one entry per channel in training are restored into fresh ones of one entry."""
+    from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+    def build() -> nn.Module:
+        module: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())
+        module.train()
+        module.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[no-untyped-call]
+        made: nn.Module = prepare_qat(module)  # type: ignore[no-untyped-call]
+        return made
+
+    module, fresh = build(), build()
+    x = torch.randn(2, 3, 8, 8)
+    module(x).sum().backward()
+    saved = save({"model": module})
+    restore(saved, {"model": fresh})
+    same_module(module, fresh)
+    assert torch.equal(module(x), fresh(x))
+    target, failing = build(), Meter(n=0)
+    failing.fails = 1
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(StateError, match="nothing was changed"):
+        restore(save({"model": module, "meter": Meter(n=1)}), {"model": target, "meter": failing})
+    assert_same(dict(target.state_dict()), before)
+
+
+def test_a_module_that_resizes_itself_is_asked() -> None:
+    """P8, P50: its own code decides about its own tensors; the layer inside of it is compared as ever."""
+    module, fresh = Growing(5), Growing(3)
+    restore(save({"model": module}), {"model": fresh})
+    same_module(module, fresh)
+    module.layer = nn.Linear(2, 3)
+    with pytest.raises(StateMismatchError, match=r"model/layer\.weight"):
+        restore(save({"model": module}), {"model": fresh})
+
+
+def test_a_module_that_does_not_take_a_shape_is_an_error() -> None:
+    """P50: a load_state_dict that leaves out what it cannot take is noticed, and all is put back."""
+    fresh = Growing(3, takes=False)
+    before = fresh.layer.weight.clone()
+    with pytest.raises(StateMismatchError, match="did not take the stored shape") as caught:
+        restore(save({"model": Growing(5)}), {"model": fresh})
+    assert caught.value.different == ("model/history (float32[3] here, float32[5] in the checkpoint)",)
+    assert torch.equal(fresh.layer.weight, before)
+
+
+def test_an_added_param_group_gets_a_hint() -> None:
+    """P11: a checkpoint of before add_param_group() says when the group is to be added."""
+    model, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    one, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
+    other.add_param_group({"params": [*head.parameters()]})
+    with pytest.raises(StateMismatchError, match=r"add_param_group\(\) others after it"):
+        restore(save({"model": model, "optimizer": one}), {"model": model, "optimizer": other})

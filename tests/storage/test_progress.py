@@ -1,0 +1,139 @@
+"""The limit on a flush is one on progress: a store that is slow and moves is waited for, and not one that stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.progress import moved, watching
+from tests.support.calls import WatchedCalls
+from tests.support.pipelines import Gate, committed, opened, state_at
+
+_TIMEOUT_S = 3.0
+_WRITE_S = 0.6
+_GROUPS = 6
+
+
+class Slow(WatchedCalls):
+    """Take a while for every write to a checkpoint's objects; one write after the other."""
+
+    slept_s = 0.0
+
+    def cut(self, fd: int, piece: object) -> object:
+        if "/checkpoint_" in self._paths[fd]:
+            time.sleep(_WRITE_S)
+            self.slept_s += _WRITE_S
+        return piece
+
+
+def test_a_slow_store_that_moves_is_not_stuck(run_dir: Path) -> None:
+    """P43: a checkpoint that takes longer than `flush_timeout_s` is committed, as each of its objects arrives."""
+    slow = Slow()
+    with opened(run_dir, slow, flush_timeout_s=_TIMEOUT_S) as ckpt:
+        ckpt.save(1, {f"group{n}": torch.full((1000,), float(n)) for n in range(_GROUPS)})
+    assert slow.slept_s > _TIMEOUT_S
+    assert committed(run_dir) == [1]
+
+
+def test_a_store_that_stands_still_is_stuck_after_it_has_moved(run_dir: Path, gate: Gate) -> None:
+    """P43: progress with one checkpoint does not hide that the store takes nothing of the next one."""
+    gate.opened.set()
+    ckpt = opened(run_dir, gate, flush_timeout_s=1.0)
+    ckpt.save(1, state_at(1))
+    gate.opened.clear()
+    with pytest.raises(StoreError, match=r"has taken nothing for 1 s \(step 2\)"):
+        ckpt.save(2, state_at(2))
+    gate.opened.set()
+    while ckpt._saver._pipeline.stuck:
+        time.sleep(0.01)
+    ckpt.close()
+    assert committed(run_dir) == [1, 2]
+
+
+def test_every_piece_of_a_large_object_is_progress(tmp_path: Path) -> None:
+    """An object of three pieces counts three times while it is written, and in no other thread."""
+    counted: list[float] = []
+    other = threading.Thread(target=moved)
+    with watching(lambda: counted.append(0)):
+        other.start()
+        other.join()
+        LocalStore(tmp_path).put("evals/large", [bytes((2 << 24) + 1)])
+    moved()
+    assert len(counted) == 3
+
+
+TRAINER = """
+    import threading, time
+    import torch
+    from ckpt_tasks import CheckpointConfig, Checkpointer
+    from tests.support.calls import WatchedCalls
+
+    class Held(WatchedCalls):
+        def cut(self, fd, piece):
+            if "/checkpoint_" in self._paths[fd] and ckpt.position >= 3:
+                {hold}
+            return piece
+
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir={run!r}, step_interval=1, memory_dir={memory!r},
+                                         flush_timeout_s={limit_s}))
+    ckpt._history.store._calls = Held()
+
+    def train():
+        for step in range(1, 10**6):
+            ckpt.step(step, {{"weights": torch.full((1000,), float(step))}})
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    while ckpt.position < 20:
+        time.sleep(0.01)
+    {end}
+"""
+
+
+def _trainer(
+    run_dir: Path, *, hold: str, memory: str | None = None, end: str = "", limit_s: float = 2.0
+) -> subprocess.CompletedProcess[str]:
+    code = textwrap.dedent(TRAINER).format(run=str(run_dir), memory=memory, hold=hold, end=end, limit_s=limit_s)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_end_waits_for_a_store_that_stands_still_until_its_limit(
+    run_dir: Path, tmp_path: Path, memory: bool
+) -> None:
+    """P43, P72: with a daemon thread that trains on, the process ends, and says which step is not committed.
+
+    It says as well whether the next start on this host has that step.
+    """
+    ended = _trainer(run_dir, hold="time.sleep(10**6)", memory=str(tmp_path) if memory else None)
+    assert ended.returncode == 0
+    assert ended.stderr.count("is not committed") == 1
+    assert ("the next start on this host can restore it" in ended.stderr) is memory
+    assert ("it is lost with this process" in ended.stderr) is not memory
+    assert "has taken nothing for 2 s" in ended.stderr
+
+
+def test_a_second_interrupt_ends_the_wait_at_the_end(run_dir: Path) -> None:
+    """P69, P72: Ctrl-C while the interpreter waits for a slow store ends it at once, with the step that is missing."""
+    end = "import _thread; t = threading.Timer(1.0, _thread.interrupt_main); t.daemon = True; t.start()"
+    done = _trainer(run_dir, hold="time.sleep(10**6)", end=end, limit_s=600.0)
+    assert done.stderr.count("is not committed") == 1
+    assert "interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_end_commits_on_a_slow_store(run_dir: Path) -> None:
+    """P72: a daemon thread's last snapshot is committed when the process ends, however slow the store is."""
+    ended: Any = _trainer(run_dir, hold="time.sleep(0.2)")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert committed(run_dir)[-1] >= 19  # the twentieth was reported, and may not have been taken

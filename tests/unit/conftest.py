@@ -1,7 +1,0 @@
-"""Saves behind training's back are held up in several files of tests."""
-
-from __future__ import annotations
-
-from tests.unit.pipelines import gate
-
-__all__ = ["gate"]
