@@ -12,8 +12,13 @@ from ckpt_tasks.format.keys import (
     attempt_prefix,
     evaluation_name,
     heartbeat_name,
+    is_attempt_object,
+    is_evaluation,
     is_group,
+    is_live_list,
     is_object_name,
+    is_run_key,
+    is_shard,
     ledger_name,
     live_list_name,
     parse_attempt,
@@ -152,3 +157,73 @@ def test_our_own_names_are_object_names() -> None:
 def test_a_group_is_a_plain_word(name: str, good: bool) -> None:
     """A group becomes part of a file's name, so it is a letter, then letters, digits and underscores."""
     assert is_group(name) is good
+
+
+PREFIX = attempt_prefix(Attempt(5, 1, NONCE))
+SHARD = shard_name("model", 0, 1, 0)
+OTHERS = ["", "format.json", "ledger/x", "../x", f"{PREFIX}", PREFIX.rstrip("/"), f"x/{PREFIX}{SHARD}", SHARD]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OTHERS, *(PREFIX + end for end in ("../x", "a/../../../x", ".hidden", "/x", "a//b", "a/b/c", "x\n", "a b"))],
+)
+def test_only_what_lies_below_an_attempt_is_its_object(name: str) -> None:
+    """P42: what is deleted with an attempt lies below it: not the directory itself, nothing outside, nothing hidden."""
+    assert is_attempt_object(PREFIX + "index.arrow")
+    assert is_attempt_object(PREFIX + "some/table")
+    assert not is_attempt_object(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *OTHERS,
+        *(PREFIX + end for end in ("index.arrow", "manifest.json", f"a/{SHARD}", f"../{SHARD}", f"{SHARD}\n")),
+        *(PREFIX + end for end in ("model-0-of-1-0.safetensors", "-00000-of-00001-0.safetensors", f"{SHARD}.tmp")),
+        *(
+            PREFIX + end
+            for end in ("a-b-00000-of-00001-0.safetensors", SHARD.replace("0-of", "\N{ARABIC-INDIC DIGIT ONE}-of"))
+        ),
+    ],
+)
+def test_only_a_shard_directly_below_an_attempt_is_one(name: str) -> None:
+    """P42: a manifest and an index name shards, and no other object of any attempt."""
+    assert is_shard(PREFIX + SHARD)
+    assert not is_shard(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        evaluation_name(6, "quick", NONCE),
+        evaluation_name(5, "other", NONCE),
+        evaluation_name(5, "quick", NONCE.upper()),
+        evaluation_name(5, "quick", NONCE) + "\n",
+        "x/" + evaluation_name(5, "quick", NONCE),
+        "evals/5-quick-" + NONCE + ".arrow",
+        PREFIX + SHARD,
+        "",
+    ],
+)
+def test_an_evaluation_names_the_table_of_its_own_step_and_suite(name: str) -> None:
+    """P42: a table of another step or suite, and any other object, is none of this evaluation."""
+    assert is_evaluation(evaluation_name(5, "quick", NONCE), 5, "quick")
+    assert not is_evaluation(name, 5, "quick")
+
+
+@pytest.mark.parametrize("digest", ["f" * 31, "f" * 33, "F" * 32, "../" + "f" * 32, "f" * 32 + "\n", "g" * 32, ""])
+def test_a_live_list_is_named_by_a_digest(digest: str) -> None:
+    """P42: what stands where a digest should makes no name of a list."""
+    assert is_live_list(live_list_name("0123456789abcdef" * 2))
+    assert not is_live_list(live_list_name(digest))
+    assert not is_live_list("x" + live_list_name("f" * 32))
+
+
+@pytest.mark.parametrize(
+    "key", ["", ".", "..", ".hidden", "-rf", "a/b", "a b", "a\n", "ä", "x" * 201, "a\\b", "a:b", "~"]
+)
+def test_a_run_key_is_one_flat_part(key: str) -> None:
+    """P42: a run's key becomes a directory's name, with no way out of the place where runs lie."""
+    assert is_run_key("lm-7.b_2")
+    assert not is_run_key(key)

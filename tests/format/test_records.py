@@ -1,0 +1,175 @@
+"""The records of a ledger entry: each field has its type and its bounds, whatever digest the entry has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.format.keys import (
+    MAX_EPOCH,
+    MAX_LEDGER_NUMBER,
+    MAX_STEP,
+    Attempt,
+    attempt_prefix,
+    evaluation_name,
+    shard_name,
+)
+from ckpt_tasks.format.parsing import MALFORMED
+from ckpt_tasks.format.records import (
+    Checkpoint,
+    Evaluation,
+    Lease,
+    Origin,
+    attempt_object,
+    read_checkpoint,
+    read_evaluation,
+    read_lease,
+    read_origin,
+    read_owner,
+    read_params,
+)
+from tests.support.ledgers import made, owner_of
+
+NONCE = "0123456789abcdef"
+SHARD = attempt_prefix(Attempt(1, 1, NONCE)) + shard_name("model", 0, 1, 0)
+GOOD: dict[str, Any] = {
+    "owner": owner_of(1),
+    "checkpoint": made(1, 2, "0@1", metrics={"loss": 0.5}, epochs=1.5, reuses=(SHARD,)),
+    "lease": Lease(id="a", manifest_digest="1@2", holder="eval", expires_at=100.0),
+    "evaluation": Evaluation(
+        manifest_digest="1@2",
+        step=1,
+        suite="quick",
+        metrics={"loss": 0.5},
+        table=evaluation_name(1, "quick", NONCE),
+        table_digest="f" * 32,
+        evaluated_at="2024-01-01",
+    ),
+    "origin": Origin(
+        url="/runs/a", run_key="a", step=1, manifest_digest="1@2", identity="1@3", set={"lr": 1}, params={"lr": 2}
+    ),
+}
+READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "owner": read_owner,
+    "checkpoint": read_checkpoint,
+    "lease": read_lease,
+    "evaluation": read_evaluation,
+    "origin": read_origin,
+}
+
+TEXT = [None, 3, True, ["a"], {}]
+OPTIONAL = TEXT[1:]
+FLAG = [None, 0, 1, "yes"]
+NUMBER = ["1", True, float("nan"), float("inf"), [1]]
+WHOLE = ["1", None, True, 1.0, -1, [1]]
+METRICS = [None, [1], {"loss": "low"}, {"loss": None}, {"loss": []}]
+BAD: dict[str, dict[str, list[Any]]] = {
+    "owner": {
+        "epoch": [*WHOLE, MAX_EPOCH + 1],
+        "pid": [*WHOLE, 2**31],  # it becomes a path below /proc
+        "flow_run_id": OPTIONAL,
+        "released": FLAG,
+        **dict.fromkeys(("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at"), TEXT),
+    },
+    "checkpoint": {
+        "step": [*WHOLE, 2, MAX_STEP + 1],
+        "attempt": [*TEXT, f"e000001-{NONCE}"],
+        "manifest": [
+            *TEXT,
+            made(2, 2).manifest,
+            made(1, 3).manifest,
+            made(1, 2).manifest.replace("manifest.json", "index.arrow"),
+            made(1, 2).manifest.removesuffix("/manifest.json"),
+            "../manifest.json",
+        ],
+        "n": [*WHOLE, MAX_LEDGER_NUMBER + 1],
+        "metrics": METRICS,
+        "size_bytes": [*WHOLE, 1 << 63],
+        "objects": [*WHOLE, 1 << 63],
+        "parent": OPTIONAL,
+        "cost_s": [*NUMBER, None, 2e9, -2e9],
+        "epochs": [*NUMBER, 2e300],
+        "abandoned": FLAG,
+        "interim": FLAG,
+        "reuses": [None, 3, [3], [None], ["../x"], [SHARD, made(1, 2).manifest]],
+        **dict.fromkeys(("manifest_digest", "saved_at"), TEXT),
+    },
+    "lease": {
+        "expires_at": [*NUMBER, None, 2e300],
+        **dict.fromkeys(("id", "manifest_digest", "holder"), TEXT),
+    },
+    "evaluation": {
+        "step": [*WHOLE, 2, MAX_STEP + 1],
+        "suite": [*TEXT, "other"],
+        "table": [*TEXT, evaluation_name(2, "quick", NONCE), "../x", SHARD],
+        "metrics": METRICS,
+        **dict.fromkeys(("manifest_digest", "table_digest", "evaluated_at"), TEXT),
+    },
+    "origin": {
+        "step": [*WHOLE, MAX_STEP + 1],
+        "set": ["lr", 3, [["lr", 1]]],
+        "params": ["lr", 3, [["lr", 1]]],
+        **dict.fromkeys(("url", "run_key", "manifest_digest", "identity"), TEXT),
+    },
+}
+
+
+def cases() -> Iterator[Any]:
+    for record, fields in BAD.items():
+        for field, values in fields.items():
+            yield pytest.param(record, field, values, id=f"{record}-{field}")
+
+
+@pytest.mark.parametrize("record", GOOD)
+def test_every_record_comes_back_and_each_of_its_fields_is_tried(record: str) -> None:
+    """What is written is read back equal; the next test names every field that there is."""
+    item = asdict(GOOD[record])
+    assert READERS[record](item) == GOOD[record]
+    assert BAD[record].keys() == item.keys()
+
+
+@pytest.mark.parametrize(("record", "field", "values"), [*cases()])
+def test_a_field_of_another_type_or_out_of_bounds_is_refused(record: str, field: str, values: list[Any]) -> None:
+    """P49: a text for a number, a true for a one, a number that is too large: the record is malformed."""
+    item = asdict(GOOD[record])
+    for value in values:
+        with pytest.raises(MALFORMED):
+            READERS[record]({**item, field: value})
+
+
+def test_only_an_uncommitted_checkpoint_has_no_number() -> None:
+    """The seal of a snapshot says -1 for a commit that is to come; a ledger entry never does."""
+    item = asdict(made(1, 2))
+    assert read_checkpoint({**item, "n": -1}, uncommitted=True).n == -1
+    assert read_checkpoint(item, uncommitted=True).n == 2
+    for n in (-2, "-1", MAX_LEDGER_NUMBER + 1):
+        with pytest.raises(MALFORMED):
+            read_checkpoint({**item, "n": n}, uncommitted=True)
+
+
+def test_what_older_versions_left_out_has_its_default() -> None:
+    """P59: entries of before there were forks, reuse and interim saves are read."""
+    item = asdict(made(1, 2))
+    for name in ("epochs", "abandoned", "reuses", "interim"):
+        del item[name]
+    assert read_checkpoint(item) == Checkpoint(**item)
+    owner = asdict(owner_of(1))
+    del owner["released"]
+    assert read_owner(owner) == owner_of(1)
+    assert read_origin(None) is read_params(None) is None
+    origin = read_origin({**asdict(GOOD["origin"]), "set": None})
+    assert origin is not None
+    assert origin.set == {}
+
+
+@pytest.mark.parametrize(
+    "name", [None, 3, b"x", [SHARD], "format.json", "ledger/x", attempt_prefix(Attempt(1, 1, NONCE))]
+)
+def test_what_is_deleted_one_day_is_an_object_of_an_attempt(name: Any) -> None:
+    """P42: a retired name that is anything else is malformed."""
+    assert attempt_object(SHARD) == SHARD
+    with pytest.raises(ValueError, match="no object of an attempt"):
+        attempt_object(name)
