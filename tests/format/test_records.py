@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from ckpt_tasks.format.keys import (
+    MANIFEST_NAME,
     MAX_EPOCH,
     MAX_LEDGER_NUMBER,
     MAX_STEP,
@@ -138,6 +139,17 @@ def test_a_field_of_another_type_or_out_of_bounds_is_refused(record: str, field:
     for value in values:
         with pytest.raises(MALFORMED):
             READERS[record]({**item, field: value})
+
+
+def test_the_largest_values_are_read() -> None:
+    """The bounds refuse what is beyond them and nothing else."""
+    most = replace(made(MAX_STEP, MAX_LEDGER_NUMBER), size_bytes=2**63 - 1, objects=2**63 - 1, cost_s=1e9, epochs=1e300)
+    most = replace(
+        most, attempt=f"e000001-{NONCE}", manifest=attempt_prefix(Attempt(MAX_STEP, 1, NONCE)) + MANIFEST_NAME
+    )
+    assert read_checkpoint(asdict(most)) == most
+    owner = owner_of(MAX_EPOCH, pid=2**31 - 1)
+    assert read_owner(asdict(owner)) == owner
 
 
 def test_only_an_uncommitted_checkpoint_has_no_number() -> None:
