@@ -15,6 +15,7 @@ from safetensors import safe_open
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.image import (
     ALIGNMENT,
+    MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     REGION_BYTES,
     STORED_DTYPES,
@@ -197,6 +198,34 @@ def test_a_claimed_length_takes_no_memory(prefix: bytes) -> None:
     """P42, P49: a length that is cut off, or larger than any that is written, is refused before memory is taken."""
     with pytest.raises(IntegrityError):
         parse_header(prefix, 1 << 62)
+
+
+def padded(length: int) -> bytes:
+    """Write the header of a file without tensors so long."""
+    return struct.pack("<Q", length) + b"{}".ljust(length)
+
+
+def test_the_longest_header_is_read_and_a_longer_one_is_not() -> None:
+    """P42: the bound holds where a reader has all of the bytes, too; a header that is cut in its padding is cut."""
+    longest = padded(MAX_HEADER_BYTES)
+    assert parse_header(longest, len(longest)) == {}
+    for header in (padded(MAX_HEADER_BYTES + 1), longest[:-1]):
+        with pytest.raises(IntegrityError, match="claims"):
+            parse_header(header, len(header))
+
+
+def test_a_tensor_of_more_dimensions_than_torch_has_is_refused() -> None:
+    """P49: 64 dimensions and the one that a complex number adds are the most."""
+    assert parse_header(*header_of({"a": entry(0, 4, shape=[1] * (MAX_DIMENSIONS + 1))}, 4))
+    with pytest.raises(IntegrityError, match="does not have"):
+        parse_header(*header_of({"a": entry(0, 4, shape=[1] * (MAX_DIMENSIONS + 2))}, 4))
+
+
+def test_a_part_is_filled_to_its_last_byte() -> None:
+    """A group is cut where the next tensor would be too much, and not before."""
+    wanted = [TensorSpec(name, "float32", (4,)) for name in "abcd"]
+    assert [len(part) for part in plan_parts(wanted, 32)] == [2, 2]
+    assert [len(part) for part in plan_parts(wanted, 31)] == [1, 1, 1, 1]
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError
+from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.manifest import FORMAT_VERSION, Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import FORMAT_VERSION, MAX_GROUPS, Manifest, ObjectRecord
 
 MANIFEST = Manifest(
     run_key="lm",
@@ -40,6 +41,11 @@ def changed(change: Any) -> bytes:
     body = json.loads(MANIFEST.to_bytes())
     change(body)
     return json.dumps(body).encode()
+
+
+def record_of(body: dict[str, Any], place: str) -> list[Any]:
+    record: list[Any] = body["index"] if place == "index" else body["objects"][0]
+    return record
 
 
 def test_a_manifest_comes_back_equal() -> None:
@@ -105,7 +111,7 @@ def test_a_hostile_name_never_becomes_a_path(name: Any, place: str) -> None:
     """P42: an object's name with `..`, a URL, a protocol or a control character is refused on reading."""
 
     def change(body: dict[str, Any]) -> None:
-        (body["index"] if place == "index" else body["objects"][0])[0] = name
+        record_of(body, place)[0] = name
 
     with pytest.raises(IntegrityError):
         read(changed(change))
@@ -116,6 +122,25 @@ def test_a_hostile_name_never_becomes_a_path(name: Any, place: str) -> None:
     [
         lambda body: body.update(step=-1),
         lambda body: body.update(step=1.5),
+        lambda body: body.update(step=False),
+        lambda body: body.update(run_key=None),
+        lambda body: body.update(run_key=3),
+        lambda body: body.update(attempt=None),
+        lambda body: body.update(attempt="e000002-0123456789abcdef"),
+        lambda body: body.update(world_size=True),
+        lambda body: body.update(world_size=-1),
+        lambda body: body.update(created_at=3),
+        lambda body: body.update(environment={"torch": 3}),
+        lambda body: body.update(groups={"model": {"kind": 3, "tree": 1}}),
+        lambda body: body.update(groups={"model": {"kind": "module"}}),
+        lambda body: body.update(groups={"../x": body["groups"]["model"]}),
+        lambda body: body["objects"].append(body["objects"][0]),
+        lambda body: body["objects"].append(body["index"]),
+        *(
+            lambda body, place=place, at=at, value=value: record_of(body, place).__setitem__(at, value)
+            for place in ("index", "objects")
+            for at, value in ((1, True), (1, "9"), (1, 1 << 63), (2, 3), (2, None), (3, -1), (3, True), (3, 1.0))
+        ),
         lambda body: body.update(step=True),
         lambda body: body.update(world_size="1"),
         lambda body: body["index"].pop(),
@@ -160,3 +185,15 @@ def test_any_json_in_any_place_is_read_or_refused(value: Any, place: str) -> Non
     except CkptError:
         return
     assert all(math.isnan(v) or isinstance(v, float) for v in manifest.metrics.values())
+
+
+def test_the_most_groups_are_written_and_read_and_one_more_is_neither() -> None:
+    """P42: what a reader takes a saver writes, up to the bound and no further."""
+    groups = {f"g{n}": {"kind": "plain", "tree": n} for n in range(MAX_GROUPS)}
+    most = replace(MANIFEST, groups=groups)
+    assert read(most.to_bytes()) == most
+    groups["one_more"] = {"kind": "plain", "tree": 1}
+    with pytest.raises(UnsupportedStateError, match=f"{MAX_GROUPS + 1} groups"):
+        replace(MANIFEST, groups=groups).to_bytes()
+    with pytest.raises(IntegrityError, match=f"{MAX_GROUPS + 1} groups"):
+        read(changed(lambda body: body.update(groups=groups)))
