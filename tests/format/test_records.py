@@ -61,12 +61,12 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "origin": read_origin,
 }
 
-TEXT = [None, 3, True, ["a"], {}]
+TEXT: list[Any] = [None, 3, True, ["a"], {}]
 OPTIONAL = TEXT[1:]
 FLAG = [None, 0, 1, "yes"]
 NUMBER = ["1", True, float("nan"), float("inf"), [1]]
 WHOLE = ["1", None, True, 1.0, -1, [1]]
-METRICS = [None, [1], {"loss": "low"}, {"loss": None}, {"loss": []}]
+METRICS: list[Any] = [None, [1], {"loss": "low"}, {"loss": None}, {"loss": []}]
 BAD: dict[str, dict[str, list[Any]]] = {
     "owner": {
         "epoch": [*WHOLE, MAX_EPOCH + 1],
@@ -143,7 +143,9 @@ def test_a_field_of_another_type_or_out_of_bounds_is_refused(record: str, field:
 
 def test_the_largest_values_are_read() -> None:
     """The bounds refuse what is beyond them and nothing else."""
-    most = replace(made(MAX_STEP, MAX_LEDGER_NUMBER), size_bytes=2**63 - 1, objects=2**63 - 1, cost_s=1e9, epochs=1e300)
+    most = replace(
+        made(MAX_STEP, MAX_LEDGER_NUMBER), size_bytes=2**63 - 1, objects=2**63 - 1, cost_s=1e9, epochs=10**300
+    )
     most = replace(
         most, attempt=f"e000001-{NONCE}", manifest=attempt_prefix(Attempt(MAX_STEP, 1, NONCE)) + MANIFEST_NAME
     )
@@ -171,7 +173,7 @@ def test_what_older_versions_left_out_has_its_default() -> None:
     owner = asdict(owner_of(1))
     del owner["released"]
     assert read_owner(owner) == owner_of(1)
-    assert read_origin(None) is read_params(None) is None
+    assert (read_origin(None), read_params(None)) == (None, None)
     origin = read_origin({**asdict(GOOD["origin"]), "set": None})
     assert origin is not None
     assert origin.set == {}
