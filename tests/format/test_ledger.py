@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError
+from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import evaluation_name
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, evaluation_name
 from ckpt_tasks.format.ledger import (
     Checkpoint,
     Entry,
@@ -278,12 +278,40 @@ def test_a_newer_entry_is_refused_and_never_passed_over(change: Any) -> None:
         lambda body: body.update(event=[]),
         lambda body: body.update(version=None),
         lambda body: body.pop("nonce"),
+        lambda body: body["state"].update(best_mode="median"),
+        *(
+            lambda body, name=name, value=value: body.update({name: value})
+            for name, most in (("n", MAX_LEDGER_NUMBER), ("epoch", MAX_EPOCH))
+            for value in (-1, True, "3", 3.0, None, most + 1)
+        ),
+        *(lambda body, name=name: body.update({name: 3}) for name in ("nonce", "previous", "at")),
+        *(
+            lambda body, name=name, value=value: body["state"].update({name: value})
+            for name, value in (
+                *((name, 3) for name in ("stalled_flow_run", "best_metric", "program", "params", "origin")),
+                *(("stalled_attempts", value) for value in (-1, True, 1.0, "1")),
+                *(("spared_epochs", value) for value in (-1, True, 1.0, MAX_EPOCH + 1)),
+            )
+        ),
     ],
 )
 def test_an_entry_that_nobody_wrote_is_damage(change: Any) -> None:
     """P42, P49: names with a way out, missing and foreign fields: damage, even where the digest fits."""
     with pytest.raises(IntegrityError):
         Entry.from_bytes(sealed(change), "x")
+
+
+def test_the_last_numbers_are_read() -> None:
+    """The bounds of entries refuse what is beyond them and nothing else."""
+    last = entry(replace(FULL, spared_epochs=MAX_EPOCH), n=MAX_LEDGER_NUMBER, epoch=MAX_EPOCH)
+    assert Entry.from_bytes(last.to_bytes()[0], "x")[0] == last
+    assert State().with_owner(owner_of(MAX_EPOCH), None, "min").owner == owner_of(MAX_EPOCH)
+
+
+def test_an_event_that_readers_do_not_know_is_not_put() -> None:
+    """P47: what would stop every reader is refused by its writer."""
+    with pytest.raises(StateError, match="unknown event"):
+        entry(FULL, event={"kind": "teleport"}).to_bytes()
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"[" * 100_000, b"\0" * 500, b"\xff", b'{"digest":1}', b"{}"])

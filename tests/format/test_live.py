@@ -175,7 +175,10 @@ def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: 
     assert (fresh.state, fresh.next_n, fresh.damaged) == (before.state, before.next_n, ())
 
 
-@pytest.mark.parametrize("body", [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, []])
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, {"version": 1, "live": []}, []],
+)
 def test_a_segment_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
     """P49: an object that is no list of checkpoints is damage, even where the digest fits."""
     data = json.dumps(body).encode()
@@ -195,3 +198,18 @@ def test_segments_that_nobody_named(digests: list[Any]) -> None:
     """P49: one segment many times over, or a name that leads elsewhere, is no list of ours."""
     with pytest.raises(ValueError, match=r"segment|text"):
         read_live({"segments": digests, "tail": []})
+
+
+@pytest.mark.parametrize("named", [live_list_name("1" * 32), "live/x.json", "../x", None])
+def test_a_list_of_one_object_has_the_name_of_its_digest(named: Any) -> None:
+    """P42: an old entry's list that is said to lie elsewhere is none of ours."""
+    assert len(read_live({"object": live_list_name("0" * 32), "digest": "0" * 32})[0]) == 1
+    with pytest.raises(ValueError, match="no list of checkpoints"):
+        read_live({"object": named, "digest": "0" * 32})
+
+
+def test_metrics_that_json_lacks_lie_in_a_segment_too() -> None:
+    """P62: a loss of NaN is read back from a list beside the ledger."""
+    data = write_segment([made(1, 1, metrics={"loss": float("nan")})])
+    (checkpoint,) = read_segment(data, digest=digest_hex(data), name="x")
+    assert repr(checkpoint.metrics) == "{'loss': nan}"

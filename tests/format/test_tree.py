@@ -19,7 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.tree import MAX_DEPTH, NumpyScalar, TensorRef, TorchName, decode, encode, tensor_refs
+from ckpt_tasks.format.tree import (
+    MAX_DEPTH,
+    MAX_INT_BITS,
+    NumpyScalar,
+    TensorRef,
+    TorchName,
+    decode,
+    encode,
+    tensor_refs,
+)
 
 scalars = st.one_of(
     st.none(),
@@ -246,6 +255,17 @@ def test_hostile_json_gives_a_value_or_an_error_of_ours(node: Any) -> None:
     encode(value)  # … and what it gives is made of the vocabulary alone
 
 
+NO_SCALARS: list[tuple[str, Any]] = [
+    *(("int8", value) for value in (128, -129, 1.0, True, "1", None)),
+    *(("uint8", value) for value in (256, -1)),
+    *(("int64", value) for value in (2**63, -(2**63) - 1)),
+    *(("float64", value) for value in (1, True, "1", [1.0])),
+    *(("bool", value) for value in (1, "true")),
+    *(("complex64", value) for value in (1.0, 1)),
+    *(("object", value) for value in ("x", None, [1], {"a": 1})),
+]
+
+
 @pytest.mark.parametrize(
     "node",
     [
@@ -270,6 +290,11 @@ def test_hostile_json_gives_a_value_or_an_error_of_ours(node: Any) -> None:
         {"~torch": ["size", ["a"]]},
         {"~torch": ["size", [math.inf]]},
         {"~numpy": []},
+        *({"~numpy": [dtype, value]} for dtype, value in NO_SCALARS),
+        2**MAX_INT_BITS,
+        -(2**MAX_INT_BITS),
+        math.inf,
+        math.nan,
         {"~counter": [[1, 2, 3]]},
     ],
     ids=str,
@@ -300,6 +325,24 @@ def test_nesting_without_end_is_an_integrity_error(tag: str) -> None:
                 node = {tag: [node, 0]}
     with pytest.raises(IntegrityError):
         decode(node)
+
+
+def test_what_is_a_little_too_deep_is_refused_before_the_stack_says_so() -> None:
+    """P42: the bound holds, and not the recursion limit of the process that reads."""
+    node: Any = 1
+    for _ in range(MAX_DEPTH + 4):
+        node = [node]
+    with pytest.raises(IntegrityError, match="too deep"):
+        decode(node)
+
+
+def test_the_largest_numbers_come_back() -> None:
+    """The bounds refuse what is beyond them and nothing else."""
+    scalars = [NumpyScalar("int8", -128), NumpyScalar("int8", 127), NumpyScalar("uint64", 2**64 - 1)]
+    value = [2**MAX_INT_BITS - 1, -(2**MAX_INT_BITS) + 1, *scalars]
+    assert decode(encode(value)) == value
+    with pytest.raises(UnsupportedStateError):
+        encode(2**MAX_INT_BITS)
 
 
 def test_an_unknown_entry_is_a_newer_format() -> None:

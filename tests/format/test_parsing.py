@@ -1,0 +1,91 @@
+"""Values out of JSON: each has the very type that is asked for, and its bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.format import parsing
+from ckpt_tasks.format.parsing import check_json, finite, finite_json, flag, optional, parse_json, text, whole
+
+
+@pytest.mark.parametrize("value", [None, 3, True, b"a", ["a"]])
+def test_a_text_is_a_text(value: Any) -> None:
+    """Nothing else is made into one; where None is allowed it is None alone."""
+    assert text("a") == optional("a") == "a"
+    assert optional(None) is None
+    with pytest.raises(ValueError, match="no text"):
+        text(value)
+    if value is not None:
+        with pytest.raises(ValueError, match="no text"):
+            optional(value)
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, "1", None, -1, 8, [1]])
+def test_a_whole_number_is_one_within_its_bounds(value: Any) -> None:
+    """P49: true is no one, and neither is 1.0; the bounds belong to the numbers."""
+    assert (whole(0, 7), whole(7, 7), whole(2**63 - 1)) == (0, 7, 2**63 - 1)
+    with pytest.raises(ValueError, match="no whole number from 0 to 7"):
+        whole(value, 7)
+    with pytest.raises(ValueError, match="no whole number"):
+        whole(2**63)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, math.nan, math.inf, -math.inf, 7.1, -7.1, 10**400, [1.0]])
+def test_a_number_is_one_within_its_bounds(value: Any) -> None:
+    """P49: NaN and infinity have no place in what is computed with."""
+    assert (finite(7, 7.0), finite(-7.0, 7.0), finite(1e300)) == (7.0, -7.0, 1e300)
+    with pytest.raises(ValueError, match="no number"):
+        finite(value, 7.0)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "true", []])
+def test_a_boolean_is_true_or_false(value: Any) -> None:
+    """P49: what Python takes for true is not."""
+    assert (flag(True), flag(False)) == (True, False)
+    with pytest.raises(ValueError, match="neither true nor false"):
+        flag(value)
+
+
+def test_what_json_lacks_is_written_as_a_text_at_any_depth() -> None:
+    """NaN and infinities in lists, tuples and dicts are what float() reads back; all else is as it was."""
+    value = {"a": [math.nan, (math.inf, 1.5)], "b": {"c": -math.inf}, "d": [1, "x", None, True]}
+    assert finite_json(value) == {"a": ["nan", ["inf", 1.5]], "b": {"c": "-inf"}, "d": [1, "x", None, True]}
+    json.dumps(finite_json(value), allow_nan=False)
+
+
+@pytest.mark.parametrize("data", [b"[1,2,3]", b'{"a":1,"b":2,"c":3}', b"[[],[],1]"])
+def test_more_values_than_are_written_are_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: numbers in one long list take memory as lists do."""
+    monkeypatch.setattr(parsing, "MAX_VALUES", 5)
+    check_json(data)
+    monkeypatch.setattr(parsing, "MAX_VALUES", 2)
+    with pytest.raises(ValueError, match="2 values"):
+        check_json(data)
+
+
+def test_more_texts_with_marks_than_are_written_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: telling brackets in texts from others takes memory for each text, so they are counted first."""
+    data = b'["a[","b]"]'
+    monkeypatch.setattr(parsing, "_MAX_QUOTES", 4)
+    check_json(data)
+    monkeypatch.setattr(parsing, "_MAX_QUOTES", 3)
+    with pytest.raises(ValueError, match="more texts"):
+        check_json(data)
+
+
+@pytest.mark.parametrize("allowed", [0, 10**6])
+def test_the_longest_number_is_read_whatever_the_process_allows(allowed: int) -> None:
+    """4,300 digits are Python's own limit, and the most that is read where somebody has lifted it."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(allowed)
+    try:
+        assert parse_json(b"9" * 4300) == 10**4300 - 1
+        with pytest.raises(ValueError, match="4301 digits"):
+            parse_json(b"9" * 4301)
+    finally:
+        sys.set_int_max_str_digits(before)
