@@ -76,6 +76,23 @@ def test_the_line_survives_a_pruned_parent() -> None:
     assert not any(c.abandoned for c in state.live)
 
 
+def test_what_stands_below_a_pruned_parent_keeps_its_mark() -> None:
+    """P71: who belongs to the line below a gap is not known: what was abandoned stays so, and what was not, too."""
+    state = run_of((10, None), (20, "10@1"), (15, "10@1")).retire(frozenset({"10@1"}), (), NONE)
+    state = state.with_checkpoint(made(25, 4, "15@3"), NONE)
+    assert [c.step for c in state.live if c.abandoned] == [20]
+    state = run_of((10, None), (20, "10@1"), (30, "20@2")).retire(frozenset({"20@2"}), (), NONE)
+    state = state.with_checkpoint(made(40, 4, "30@3"), NONE)
+    assert not any(c.abandoned for c in state.live)
+
+
+@pytest.mark.timeout(60)
+def test_parents_in_a_circle_end() -> None:
+    """P49: two checkpoints that each say that they came from the other are no line without end."""
+    state = State(live=(made(1, 1, "2@2"), made(2, 2, "1@1")))
+    assert names(state.with_checkpoint(made(3, 3, "2@2"), NONE)) == ["3@3", "2@2", "1@1"]
+
+
 def test_a_save_without_a_parent_leaves_marks_alone() -> None:
     """A checkpoint that came from nowhere (a parent that is unknown) marks nothing as abandoned."""
     state = run_of((10, None), (20, "10@1"))
@@ -137,6 +154,7 @@ def test_leases_end_by_time_or_by_hand() -> None:
     """P64: a new lease drops those that have expired, replaces its own, and each can be given back."""
     state = State().with_lease(lease("a", 10.0), 0.0).with_lease(lease("b", 50.0), 20.0)
     assert [x.manifest_digest for x in state.leases] == ["b"]
+    assert state.with_lease(lease("c", 90.0), 50.0).leases == (lease("c", 90.0),)
     state = state.with_lease(lease("b", 90.0), 20.0)
     assert [x.expires_at for x in state.leases] == [90.0]
     assert state.without_lease("lease of b").leases == ()
@@ -160,6 +178,8 @@ def test_stalled_attempts_count_per_flow_run_until_a_new_step() -> None:
     assert state.released().released().released().stalled_attempts == 0
     assert state.with_checkpoint(made(10, 2, "10@1"), NONE).stalled_attempts == 2
     assert state.with_checkpoint(made(11, 2, "10@1"), NONE).stalled_attempts == 0
+    further = run_of((10, None), (20, "10@1")).with_owner(OWNER, None, "min")
+    assert further.with_checkpoint(made(15, 3, "20@2"), NONE).stalled_attempts == 1  # its own parent counts
 
 
 def test_an_owner_says_what_best_means_only_if_it_knows() -> None:
@@ -305,6 +325,7 @@ def test_the_last_numbers_are_read() -> None:
     """The bounds of entries refuse what is beyond them and nothing else."""
     last = entry(replace(FULL, spared_epochs=MAX_EPOCH), n=MAX_LEDGER_NUMBER, epoch=MAX_EPOCH)
     assert Entry.from_bytes(last.to_bytes()[0], "x")[0] == last
+    assert entry(FULL, n=2).to_bytes()  # its own checkpoint has its number
     assert State().with_owner(owner_of(MAX_EPOCH), None, "min").owner == owner_of(MAX_EPOCH)
 
 

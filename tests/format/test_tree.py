@@ -22,6 +22,7 @@ from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, Uns
 from ckpt_tasks.format.tree import (
     MAX_DEPTH,
     MAX_INT_BITS,
+    MAX_OF_ONE_HASH,
     NumpyScalar,
     TensorRef,
     TorchName,
@@ -200,9 +201,29 @@ def test_a_cycle_is_refused_also_deep_in_a_call_stack(cyclic: Any) -> None:
 def test_the_deepest_tree_comes_back() -> None:
     """What is just not too deep to be written is not too deep to be read."""
     value: Any = 1
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_DEPTH + 1):
         value = (value,)
     assert through_json(value) == value
+
+
+def test_every_form_of_a_tensor_comes_back() -> None:
+    """P6: an array, its strides and whether it takes a gradient are said each on its own."""
+    forms = [{}, {"array": True}, {"stride": (1, 8)}, {"stride": ()}, {"requires_grad": True}]
+    refs = [TensorRef("a", **form) for form in forms] + [TensorRef("a", True, (0, 1), True)]  # type: ignore[arg-type]
+    assert through_json(refs) == refs
+
+
+def test_many_keys_of_many_hashes_come_back() -> None:
+    """Only keys of one hash are counted: a large dict, and one with as many alike as there may be, are stored."""
+    alike = [n * (2**61 - 1) for n in range(1, MAX_OF_ONE_HASH + 1)]
+    for keys in (range(1000), [*alike, 1]):
+        assert through_json(dict.fromkeys(keys)) == dict.fromkeys(keys)
+
+
+def test_a_scalar_that_json_lacks_is_written_as_json() -> None:
+    """P62: NumPy's NaN is no bare NaN in the text."""
+    node = encode(NumpyScalar("float32", math.nan))
+    assert repr(decode(json.loads(json.dumps(node, allow_nan=False)))) == "NumpyScalar(dtype='float32', value=nan)"
 
 
 def test_a_set_has_one_form_whatever_the_hash_seed() -> None:
