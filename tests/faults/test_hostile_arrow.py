@@ -57,11 +57,21 @@ def text(value: bytes) -> list[bytes]:
     return [struct.pack("<I", 8) + b"\0" * 4 + struct.pack("<I", len(value)) + value + b"\0"]
 
 
-def batch(rows: int, nodes: list[bytes], buffers: list[bytes], body: bytes, codec: bytes | None) -> bytes:
+def batch(
+    rows: int,
+    nodes: list[bytes],
+    buffers: list[bytes],
+    body: bytes,
+    codec: bytes | None = None,
+    *,
+    kind: bytes = b"\3",
+    claimed: int | None = None,
+) -> bytes:
     """Write a message of one batch; `codec` stands where Arrow 0.17 said how its buffers are compressed."""
     header = [flat((0, struct.pack("<q", rows)), (1, nodes), (2, buffers))]
+    length = struct.pack("<q", len(body) if claimed is None else claimed)
     parts: list[Field] = [
-        (0, struct.pack("<h", 3)), (1, b"\3"), (2, header), (3, struct.pack("<q", len(body))),
+        (0, struct.pack("<h", 3)), (1, kind), (2, header), (3, length),
     ]  # fmt: skip
     if codec is not None:
         pair = flat((0, text(b"ARROW:experimental_compression")), (1, text(codec)))
@@ -151,3 +161,70 @@ def test_what_arrow_writes_is_read(version: pa.ipc.MetadataVersion, rows: int) -
         writer.write_table(table, max_chunksize=7)
     assert read_arrow(sink.getvalue(), table.schema, rows).equals(table)
     assert read_as_committed(sink.getvalue()).rows == tuple(ROWS[:rows])
+
+
+VALUE = pa.schema([pa.field("value", pa.float64(), False)])
+BODY = struct.pack("<2d", 0.5, 0.75)
+NODES, BUFFERS = pairs((2, 0)), pairs((0, 0), (0, 16))
+WRONG = {
+    "a kind of message that is no table's": (batch(2, NODES, BUFFERS, BODY, kind=b"\5"), "of kind 5"),
+    "a body beyond the file": (batch(2, NODES, BUFFERS, BODY, claimed=1 << 40), "body ends outside"),
+    "a body before the message": (batch(2, NODES, BUFFERS, BODY, claimed=-16), "body ends outside"),
+    "a column before its message": (batch(2, NODES, pairs((0, 0), (-8, 16)), BODY), "outside of its message"),
+    "a column of negative size": (batch(2, NODES, pairs((0, 0), (8, -8)), BODY), "outside of its message"),
+    "a column beyond its message": (batch(2, NODES, pairs((0, 0), (8, 16)), BODY), "outside of its message"),
+    "a column between two numbers": (batch(1, pairs((1, 0)), pairs((0, 0), (4, 8)), BODY), "outside of its message"),
+    "a column that is missing": (batch(2, pairs(), BUFFERS, BODY), "column is missing"),
+    "a column of negative length": (batch(2, pairs((-2, 0)), BUFFERS, BODY), "column is missing"),
+    "a missing value": (batch(2, pairs((2, 1)), BUFFERS, BODY), "column is missing"),
+    "a column too many": (batch(2, pairs((2, 0), (2, 0)), BUFFERS, BODY), "more columns"),
+    "a buffer too many": (batch(2, NODES, pairs((0, 0), (0, 16), (0, 16)), BODY), "more columns"),
+    "a batch of another length": (batch(3, NODES, BUFFERS, BODY), "different lengths"),
+    "an old beginning": (batch(2, NODES, BUFFERS, BODY)[4:], "does not begin as one"),
+    "a message too many": (batch(2, NODES, BUFFERS, BODY) * 64, "more than 64"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_message_that_nobody_wrote_is_refused_for_what_it_is(what: str) -> None:
+    """P49: Arrow follows a column out of its memory; what points there is refused before Arrow sees it."""
+    good = read_arrow(file_of(VALUE, batch(2, NODES, BUFFERS, BODY) * 63), VALUE, 200)
+    assert good.column("value").to_pylist() == [0.5, 0.75] * 63
+    messages, words = WRONG[what]
+    with pytest.raises(FAULTS, match=words):
+        read_arrow(file_of(VALUE, messages), VALUE, 200)
+
+
+def test_a_file_begins_and_ends_as_one() -> None:
+    """P35: a file that is cut, or is no Arrow file, is refused before a message is looked at."""
+    data = file_of(VALUE, batch(2, NODES, BUFFERS, BODY))
+    for wrong in (data[:-1], b"B" + data[1:], data[:7] + b"1" + data[8:], data[:-1] + b"2"):
+        with pytest.raises(FAULTS, match="no Arrow file"):
+            read_arrow(wrong, VALUE, 2)
+
+
+def test_extension_types_are_refused() -> None:
+    """P21: other libraries register readers for such columns, some of which unpickle."""
+    field = pa.field("value", pa.float64(), False, {"ARROW:extension:name": "x", "ARROW:extension:metadata": "y"})
+    with pytest.raises(FAULTS, match="extension types"):
+        read_arrow(file_of(pa.schema([field]), batch(2, NODES, BUFFERS, BODY)), VALUE, 2)
+
+
+def test_dictionaries_that_grow_are_refused() -> None:
+    """P49: a dictionary in pieces is none that is written; taken for a whole one it would give other words."""
+    schema = pa.schema([pa.field("word", pa.dictionary(pa.int32(), pa.string()), False)])
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)) as writer:
+        for words in (["a"], ["a", "b"]):
+            column = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), pa.array(words))
+            writer.write_batch(pa.RecordBatch.from_arrays([column], schema=schema))
+    with pytest.raises(FAULTS, match="adds to another one"):
+        read_arrow(sink.getvalue(), schema, 2)
+
+
+def test_texts_are_looked_at_before_they_are_used() -> None:
+    """P49: bytes that are no UTF-8 are found when an index is read, not when a restore asks for a name."""
+    data = write_index([ROWS[0]._replace(key="wwwwwwww")])
+    assert data.count(b"w" * 8) == 1
+    with pytest.raises(CkptError, match="malformed"):
+        read_as_committed(data.replace(b"w" * 8, b"\xff" * 8))

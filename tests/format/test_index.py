@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.errors import CkptError, IntegrityError
+from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.format import index as index_module
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES, TensorSpec, plan_image
 from ckpt_tasks.format.index import IndexRow, coverage_faults, read_index, write_index
@@ -195,6 +196,27 @@ def test_one_region_that_is_not_its_tensor_is_named(box: Box) -> None:
     assert only.begin == 4096
     [fault] = indexed([only, *rows_of([TensorSpec("v", "bool", (3,))])]).coverage_faults()
     assert fault.startswith("model/w: ")
+
+
+def test_two_dtypes_of_one_tensor_are_named() -> None:
+    """P47: regions that fit together and say different dtypes are a fault."""
+    first = row(box=Box((0, 0), (1, 3)), end=4096 + 12)
+    second = row(box=Box((1, 0), (1, 3)), begin=4096 + 12, dtype="int32")
+    assert indexed([first, second._replace(dtype="float32")]).coverage_faults() == []
+    [fault] = indexed([first, second]).coverage_faults()
+    assert "disagree" in fault
+
+
+def test_more_extents_than_are_read_are_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: tensors of many dimensions take memory as many regions do."""
+    data = write_index([row(), row(key="v")])
+    monkeypatch.setattr(index_module, "_MAX_EXTENTS", 4)
+    assert len(read_as_committed(data)) == 2
+    monkeypatch.setattr(index_module, "_MAX_EXTENTS", 3)
+    with pytest.raises(IntegrityError, match="more dimensions"):
+        read_as_committed(data)
+    with pytest.raises(UnsupportedStateError, match="4 extents"):
+        write_index([row(), row(key="v")])
 
 
 def with_words(words: list[str], codes: list[int]) -> bytes:
