@@ -78,13 +78,13 @@ def name_declined_starts(name: str) -> int:
 
     A flow run that never began has the random name that Prefect made for it. An API that is away leaves it so.
     """
-    if deployment.id is None:
-        return 0
-    cancelled = FlowRunFilter(
-        deployment_id=FlowRunFilterDeploymentId(any_=[UUID(deployment.id)]),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
-    )
     try:
+        if deployment.id is None:  # Prefect may ask its API for it
+            return 0
+        cancelled = FlowRunFilter(
+            deployment_id=FlowRunFilterDeploymentId(any_=[UUID(deployment.id)]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+        )
         with get_client(sync_client=True) as client:
             newest = client.read_flow_runs(
                 flow_run_filter=cancelled, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=_PAGE

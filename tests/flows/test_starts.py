@@ -7,7 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import task
+from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -18,9 +18,11 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
 from prefect.logging.handlers import APILogHandler
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Running, Scheduled
 
 from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.orchestration.starts import name_declined_starts
 from flows.evaluate import evaluate
 from flows.train import train
 
@@ -93,3 +95,17 @@ def test_a_declined_start_has_a_name(run_dir: Path) -> None:
         run_flow(evaluate, flow_run=client.read_flow_run(runs[2]), parameters=parameters)
         names = [client.read_flow_run(run).name for run in runs[:2]]
     assert names == ["tiny: not needed, one is at work", own]
+
+
+def test_an_api_that_is_away_leaves_the_names_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """A random name is no reason to fail: a warning says that it stays, and the flow goes on."""
+
+    @flow(name="away", persist_result=False)
+    def away() -> int:
+        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
+            return name_declined_starts("tiny")
+
+    with caplog.at_level("WARNING", logger="prefect.flow_runs"):
+        assert away() == 0
+    (said,) = caplog.messages
+    assert "keep their random names" in said
