@@ -9,20 +9,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_tasks.checkpoint.interrupt import Interrupt
+from ckpt_tasks.checkpoint.tenure import Tenure
 from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.ledger import Checkpoint, Owner, lineage
+from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.ledger.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
-from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport, restore_newest
+from ckpt_tasks.saving.committer import Line
+from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
-from ckpt_tasks.saving.position import Position, point
-from ckpt_tasks.saving.save import check_step, encode_groups
+from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.saver import Saver
+from ckpt_tasks.saving.schedule import Position, SaveSchedule, check_step, point
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.processes import Process
@@ -64,14 +66,14 @@ class Checkpointer:
         self._history = History(self._place.open())
         self._take_over = take_over
         self._flow_run_id = flow_run_id
-        self._owner: Owner | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._run_key = ""
+        self._tenure: Tenure | None = None
         self._interrupt = Interrupt()
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
         self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir)
-        self._saver = Saver(self._history, config, self._pruner, self._cache)
+        self._line = Line()
+        self._schedule = SaveSchedule(self._history, config)
+        self._saver = Saver(self._history, config, self._cache, self._pruner, self._schedule)
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has seen that nobody else has committed anything
         self._finite = FiniteMetrics(config.on_non_finite)
@@ -106,7 +108,7 @@ class Checkpointer:
     @property
     def last_commit(self) -> Checkpoint | None:
         """The checkpoint that this process committed last."""
-        return self._saver.last_commit
+        return self._line.last_commit
 
     @property
     def position(self) -> int:
@@ -114,9 +116,9 @@ class Checkpointer:
         return self._at.step
 
     @property
-    def stalled_attempts(self) -> int:
-        """How often the flow run failed, or took the directory and did not release it, since a step was committed."""
-        return self._history.head().state.stalled_attempts
+    def run(self) -> Run:
+        """The run as everybody may read it; nothing is taken or written by it."""
+        return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
@@ -126,13 +128,13 @@ class Checkpointer:
         which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
         RunMismatchError; the state is untouched then.
         """
-        self._own()
+        tenure = self._own()
         self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
         known = candidates = self.checkpoints()
         in_memory = self._cache.found(known)
         if step is not None or self._finite.failed_step is not None:
-            candidates = self._finite.older(known) if step is None else [Run(self._history, self._run_key).find(step)]
+            candidates = self._finite.older(known) if step is None else [Run(self._history, tenure.run_key).find(step)]
             digests = {one.manifest_digest for one in candidates}
             in_memory = [one for one in in_memory if one.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
@@ -153,10 +155,10 @@ class Checkpointer:
         self._at.restored(found.step, found.epochs)
         self._saver.restored(cached.slot if cached is not None else None)
         if found.n < 0:  # storage does not have it yet
-            self._saver.parent = known[0] if known else None
+            self._line.parent = known[0] if known else None
             self._snapshot(found.step, state, found.metrics, found.epochs, keep=True, interim=found.interim)
         else:
-            self._saver.parent = found
+            self._line.parent = found
             if cached is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
                 self._pruner.verified.add(found.manifest_digest)
         self._saver.listeners.restored(report)
@@ -181,7 +183,7 @@ class Checkpointer:
         self._raise_failure()
         now = point(step, epoch)
         ending = self._interrupt.pending is not None
-        due = self._saver.due(self._at.last, now)
+        due = self._schedule.due(self._at.last, now)
         taken = due or ending
         self._finite.check(step, metrics or {}, saving=taken)
         self._at.stepped(now)
@@ -254,11 +256,10 @@ class Checkpointer:
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
-        if self._saver.release():
-            self._owner = None
+        if self._tenure is not None:
+            self._tenure.quiet()
+            if self._saver.release():
+                self._tenure = None
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -266,34 +267,35 @@ class Checkpointer:
 
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step whatever the policy says."""
-        owner = self._own()
+        owner = self._own().owner
         self._saver.wait()
         self._pruner.pin(owner, step, reason)
 
     def unpin(self, step: int) -> None:
         """Leave the checkpoint of a step to the policy again."""
-        owner = self._own()
+        owner = self._own().owner
         self._saver.wait()
         self._pruner.pin(owner, step, None)
 
     def note(self, what: str, **fields: Any) -> None:
-        """Write an event into the run's history: a failure, a fall-back, whatever people should find later."""
-        owner = self._own()
-        stall = what == "failure"
-        event = {**fields, "kind": "note", "note": what}
-        self._history.append(event, lambda s, n: s.with_stall(self._flow_run_id) if stall else s, owner=owner)
+        """Write an event into the run's history: a fall-back, or whatever people should find later."""
+        self._history.append({**fields, "kind": "note", "note": what}, lambda s, n: s, owner=self._own().owner)
+
+    def record_failure(self, **fields: Any) -> None:
+        """Write into the run's history that an attempt has failed; it counts among the stalled attempts of the run."""
+        event = {**fields, "kind": "note", "note": "failure"}
+        self._history.append(event, lambda s, n: s.with_stall(self._flow_run_id), owner=self._own().owner)
 
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
         The newest checkpoint that is kept is read back first, unless one that is kept has been verified before.
         """
-        owner = None if dry_run else self._own()
+        owner = None if dry_run else self._own().owner
         self.wait()
-        parent = self._saver.parent.manifest_digest if self._saver.parent else None
         if owner is None:
-            return self._pruner.plan(parent)
-        verdicts = self._pruner.run(owner, parent)
+            return self._pruner.plan(self._line.digest)
+        verdicts = self._pruner.run(owner, self._line.digest)
         if not self._knows_line:
             self.freed_bytes = self._cache.clean(self.checkpoints())
         return verdicts
@@ -328,28 +330,27 @@ class Checkpointer:
         """Tell a listener of commits, failed saves and restores from now on."""
         self._saver.listeners.add(listener)
 
-    def _own(self) -> Owner:
+    def _own(self) -> Tenure:
+        """Take the run directory, unless this process holds it."""
         self._process.check()
-        config = self.config
-        if self._owner is None:
-            self._cache.check()
-            key = config.run_key or self._history.store.url.rstrip("/").rpartition("/")[2]
-            self._history.create(key, single_writer=config.single_writer or self._place.single_writer)
-            self._run_key = self._history.check(config.run_key) or key
-            self._damaged = damage(self._history)  # the owner's entry will stand above it
-            me, best = identify(self._flow_run_id), (config.best_metric, config.best_mode)
-            self._owner = acquire(
-                self._history, me, take_over=self._take_over, timeout_s=config.owner_timeout_s, best=best
+        if self._tenure is None:
+            self._tenure = Tenure(
+                self._history,
+                self.config,
+                self._cache,
+                self._pruner,
+                self._line,
+                single_writer=self._place.single_writer,
+                take_over=self._take_over,
+                flow_run_id=self._flow_run_id,
             )
-            self._history.store.keep_room()
-            self._pruner.new_owner()
+            self._damaged = self._tenure.damaged
             self._knows_line = False
-            self._cache.open(self._run_key)
-            self._saver.begin(self._owner, self._run_key)
             self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
-        if self._heartbeat is None:
-            self._heartbeat = Heartbeat(self._history, self._owner, config.owner_timeout_s)
-        return self._owner
+            self._saver.committer = self._tenure.committer
+            end_with_interpreter(self._saver)
+        self._tenure.beat()
+        return self._tenure
 
     def _snapshot(
         self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
@@ -361,28 +362,19 @@ class Checkpointer:
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
             if self.last_commit is None:
                 warn_of_unsaved(state)
-        owner = self._own()
+        committer = self._own().committer
         if not self._knows_line:
-            self._saver.check_line(owner)
+            committer.check_line()
             self._knows_line = True
-        self._saver.snapshot(
-            step,
-            captured,
-            groups,
-            metrics=metrics or {},
-            epochs=epoch,
-            started_s=started_s,
-            keep=keep,
-            interim=interim,
-            step_s=self._at.step_s,
-        )
+        saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
+        self._saver.snapshot(saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
     def _raise_failure(self) -> None:
         """Raise what a thread found."""
         self._process.check()
-        if self._heartbeat is not None and self._heartbeat.fenced is not None:
-            raise self._heartbeat.fenced
+        if self._tenure is not None:
+            self._tenure.check()
         self._saver.raise_failure()
 
     def _wait_idle(self) -> None:

@@ -124,7 +124,7 @@ class Attempts:
         return attempt
 
     def _check_progress(self) -> None:
-        stalled = self.session.ckpt.stalled_attempts
+        stalled = self.session.ckpt.run.head().state.stalled_attempts
         if stalled >= self._max_stalled:
             raise NoProgressError(
                 f"{stalled} starts and failures in a row, and no new step was committed",
@@ -156,7 +156,7 @@ class Attempts:
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
-            self.session.ckpt.note("failure", attempt=attempt.number, step=self.session.ckpt.position, why=why[:2000])
+            self.session.ckpt.record_failure(attempt=attempt.number, step=self.session.ckpt.position, why=why[:2000])
         except CkptError as second:
             if error is not None:
                 error.add_note(f"The failure could not be noted in the ledger: {second}")

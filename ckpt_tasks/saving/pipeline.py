@@ -20,7 +20,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
-from ckpt_tasks.saving.save import PreparedCheckpoint, RankPart, Saving, SupersededError
+from ckpt_tasks.saving.commit import PreparedCheckpoint
+from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
@@ -44,6 +46,7 @@ class Snapshot:
     """
 
     slot: str
+    committer: Committer
     saving: Saving
     images: ImageSet
     stall_s: float
@@ -219,12 +222,12 @@ class Pipeline:
 
     @property
     def superseded(self) -> list[int]:
-        """The steps that a newer snapshot took the place of, and of which nobody has been told yet."""
+        """The steps that a newer snapshot took the place of, and that no ledger entry names yet."""
         with self._changed:
             return [*self._superseded]
 
-    def told(self, superseded: list[int]) -> None:
-        """Forget these steps: the first of `superseded`."""
+    def forget_superseded(self, superseded: list[int]) -> None:
+        """Forget these steps, the first of `superseded`: a ledger entry names them."""
         with self._changed:
             del self._superseded[: len(superseded)]
 

@@ -1,35 +1,30 @@
-"""The saving half of a Checkpointer: from a live state to a committed checkpoint, most of it behind training's back."""
+"""The way of a save, from a captured state to a commit: the rank's half, then the committer's, behind training's back.
+
+`snapshot` is the part for which training waits. `_seal` and `_flush` run in the pipeline's threads.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, FencedError, StoreError
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
-from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.format.seal import Seal
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History, check_owner
-from ckpt_tasks.ledger.metrics import checked_metrics
-from ckpt_tasks.ledger.observing import LearningCadence
-from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving import save as steps
-from ckpt_tasks.saving.ending import end_with_interpreter, report_lost
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
+from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
+from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError, joined
 from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
+from ckpt_tasks.saving.rank_saver import RankSaver
+from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.device import Devices
-from ckpt_tasks.snapshot.first import FirstCopy
-from ckpt_tasks.snapshot.memory import SLOTS, Fill, MemoryDirectory, touch
-from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
+from ckpt_tasks.snapshot.memory import SLOTS, MemoryDirectory
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.threads import lower_priority
-from ckpt_tasks.storage.progress import moved
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
@@ -41,101 +36,72 @@ _log = logging.getLogger("ckpt_tasks")
 class Saver:
     """Take snapshots and see to it that they are committed.
 
-    `parent` is what the next checkpoint follows: restored from, or committed last; `known_n` the newest ledger entry
-    known here to have committed a checkpoint; `cadence` the automatic one, from the first step on.
+    `committer` is that of the present owner; a snapshot goes to the one that it was taken with.
     """
 
-    def __init__(self, history: History, config: CheckpointConfig, pruner: Pruner, cache: SnapshotCache):
-        self.parent: Checkpoint | None = None
-        self.last_commit: Checkpoint | None = None
-        self.known_n = -1
+    def __init__(
+        self,
+        history: History,
+        config: CheckpointConfig,
+        cache: SnapshotCache,
+        pruner: Pruner,
+        schedule: SaveSchedule,
+    ):
         self.listeners = Listeners()
+        self.committer: Committer | None = None
         self._history = history
         self._config = config
-        self._pruner = pruner
-        pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
-        self._owner: Owner | None = None
-        self._run_key = ""
         self._cache = cache
-        self.cadence: LearningCadence | None = None
-        self._devices = Devices()
-        self._plan: SnapshotPlan | None = None
-        self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
-        self._sets: dict[str, ImageSet] = {}
-        self._taking = threading.Lock()
+        self._pruner = pruner
+        self._schedule = schedule
+        self._rank = RankSaver(cache)
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
+        pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
+        self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
         self._warned_stuck = False
-        self._stored: tuple[str, steps.Stored] | None = None  # of which checkpoint, what
-
-    def begin(self, owner: Owner, run_key: str) -> None:
-        """Save as this owner from now on."""
-        self._owner, self._run_key = owner, run_key
-        end_with_interpreter(self)
-
-    def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due, by policy or by cadence."""
-        if self._config.automatic and self.cadence is None:
-            # Only here: a loop that reports no steps need not read the history.
-            self.cadence = LearningCadence(self._history, self._config.overhead_cap)
-        timely = self.cadence is not None and self.cadence.due(last, now)
-        return timely or self._config.save_policy.due(last, now)
 
     @property
     def unprepared(self) -> bool:
         """Whether the memory for the next snapshot should be made ready: of the first, and of the first with a step."""
-        return self._plan is None or (self._early and self._pipeline.idle)
+        return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
-    def check_line(self, owner: Owner) -> None:
-        """Raise ConfigError where others have committed what this process does not know.
-
-        It must not put a line of its own over theirs. Once is enough: a commit is the owner's alone.
-        """
-        state = self._history.head().state
-        check_owner(state.owner, owner)
-        if any(checkpoint.n > self.known_n for checkpoint in state.live):
-            raise ConfigError(
-                f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in state.live)}",
-                hint="Call restore() first, or use another directory.",
-            )
+    def prepare(self, captured: Captured) -> None:
+        """Have the memory of the next snapshot made ready in the background."""
+        self._early = False
+        self._plan(captured)
+        threading.Thread(target=self._rank.take_ahead, args=(self._pipeline.next_slot(),), name="ckpt-take").start()
 
     def snapshot(
         self,
-        step: int,
+        saving: Saving,
         captured: Captured,
-        groups: Mapping[str, Mapping[str, object]],
         *,
-        metrics: Mapping[str, float],
-        epochs: int | None,
         started_s: float,
         keep: bool,
-        interim: bool = False,
         step_s: float | None = None,
     ) -> None:
         """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
 
-        `keep`: no newer snapshot may take its place. `interim` and `step_s` go into the ledger. What is on the
-        host is copied when this returns; a device copies what it holds before anything that training queues from then
-        on. Raises StoreError where there is no memory for it.
+        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What is on the host is copied when
+        this returns; a device copies what it holds before anything that training queues from then on. Raises
+        StoreError where there is no memory for it.
         """
-        assert self._owner is not None
-        saving = steps.Saving(
-            attempt=steps.new_attempt(step, self._owner),
-            run_key=self._run_key,
-            owner=self._owner,
-            groups=groups,
-            metrics=checked_metrics(metrics),
-            epochs=epochs,
-            interim=interim,
-        )
+        assert self.committer is not None
         slot = self._pipeline.take_slot()
-        images, filled = self._images(slot, captured)
-        self._early = step == 0
-        self._cache.memory.unseal(slot)
-        copy = None if filled else images.fill(captured.tensors, self._devices)
+        self._plan(captured)
+        images, copy = self._rank.fill(slot, captured)
+        self._early = saving.attempt.step == 0
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
-            slot=slot, saving=saving, images=images, stall_s=stall_s, keep=keep, observed=observed, copy=copy
+            slot=slot,
+            committer=self.committer,
+            saving=saving,
+            images=images,
+            stall_s=stall_s,
+            keep=keep,
+            observed=observed,
+            copy=copy,
         )
         try:
             self._pipeline.submit(snapshot)
@@ -143,16 +109,7 @@ class Saver:
             if copy is not None:  # nobody else waits for it, and the slot will be filled again
                 copy.wait()
             raise
-        self._warn_if_stuck(step)
-
-    def prepare(self, captured: Captured) -> None:
-        """Have the memory of the next snapshot made ready in the background.
-
-        Memory that is touched for the first time costs several times a copy.
-        """
-        self._early = False
-        self._replan(captured)
-        threading.Thread(target=self._take_ahead, args=(self._pipeline.next_slot(),), name="ckpt-take").start()
+        self._warn_if_stuck(saving.attempt.step)
 
     def wait(self) -> None:
         """Return when everything is committed; raise what went wrong, and StoreError where the store is stuck."""
@@ -166,34 +123,6 @@ class Saver:
     def wait_idle(self) -> None:
         """Wait like `wait`, and leave what went wrong to whoever asks next."""
         self._pipeline.wait()
-
-    def release(self) -> bool:
-        """Release the run directory; False where the store is stuck, and would not take that either."""
-        if self._pipeline.stuck:
-            return False
-        owner, self._owner, gone = self._owner, None, self._pruner.deleted
-        with suppress(StoreError, CommitUncertainError):  # the next owner sees that this process is gone, or silent
-            try:
-                if owner is not None:
-                    self._history.append({"kind": "release"}, lambda state, n: state.released(gone), owner=owner)
-            except FencedError:
-                self._cache.close(keep=False)  # what a fenced process has in memory is no part of the run
-        return True
-
-    def end(self) -> None:
-        """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
-        kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
-        try:
-            self._pruner.cancel(0)
-            done = self._pipeline.end()
-            failure = self._pipeline.take_failure()
-            if failure is not None or not done:
-                report_lost(failure or self._pipeline.stuck_error(), kept=kept)
-            self._pruner.cancel(_END_S)
-            self.release()
-        except KeyboardInterrupt:
-            if left := self._pipeline.under_way:
-                report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def take_failure(self) -> BaseException | None:
         """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
@@ -217,176 +146,102 @@ class Saver:
     def forget_plan(self) -> None:
         """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""
         self._pipeline.forget()
-        with self._taking:
-            self._plan = None
-            self._sets.clear()
+        self._rank.forget()
+
+    def release(self) -> bool:
+        """Release the run directory; False where the store is stuck, and would not take that either."""
+        if self._pipeline.stuck:
+            return False
+        committer, self.committer = self.committer, None
+        if committer is not None and not committer.release():
+            self._cache.close(keep=False)  # what a fenced process has in memory is no part of the run
+        return True
+
+    def end(self) -> None:
+        """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
+        kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
+        try:
+            self._pruner.cancel(0)
+            done = self._pipeline.end()
+            failure = self._pipeline.take_failure()
+            if failure is not None or not done:
+                report_lost(failure or self._pipeline.stuck_error(), kept=kept)
+            self._pruner.cancel(_END_S)
+            self.release()
+        except KeyboardInterrupt:
+            if left := self._pipeline.under_way:
+                report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _images(self, slot: str, captured: Captured) -> tuple[ImageSet, bool]:
-        """Return a slot's images, and whether they have been filled as they were made."""
-        plan = self._replan(captured)
-        first = FirstCopy(plan, captured.tensors)
-        with self._taking:
-            return self._take(slot, plan, first.write), first.done
-
-    def _replan(self, captured: Captured) -> SnapshotPlan:
-        """Return the plan for a structure: the one at hand, unless that is for another one."""
-        if self._plan is None or not self._plan.fits(captured.tensors, captured.frozen):
+    def _plan(self, captured: Captured) -> None:
+        if not self._rank.fits(captured):
             self._pipeline.wait()  # what is on its way still has the old structure
             self.forget_plan()
-            self._plan = plan_snapshot(captured.tensors, captured.frozen)
-            self._cache.make_room(sum(self._plan.sizes.values()))
-        return self._plan
-
-    def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
-        """Return a slot's images, made if need be; for whoever holds `_taking`."""
-        found = self._sets.get(slot)
-        if found is None:
-            found = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))
-            for image in found.images:
-                if image.name in plan.devices:
-                    self._devices.pin(image.buffer, image, plan.devices[image.name])
-        return found
-
-    def _take_ahead(self, slot: str) -> None:
-        lower_priority()
-        found: tuple[Image, ...] = ()
-        with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
-            if (plan := self._plan) is not None:  # it may have been forgotten, or another one be there by now
-                found = self._take(slot, plan).images
-        for image in found:
-            touch(image.buffer, lambda: self._plan is plan)
+            self._rank.plan(captured)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        with self._pruner.retiring:
-            parent = self.parent
-            snapshot.base = parent.manifest_digest if parent is not None else None
-        base = self._stored_of(parent)
-        found: list[steps.RankPart] = []
-        for image in snapshot.images.images:
-            part = steps.digest_image(snapshot.saving.attempt, image, lambda: snapshot.given_up)
-            found.append(steps.reuse(part, base))
-            snapshot.digested.put((part, found[-1]))  # the flush has been waiting for it
-        prepared = steps.prepare_checkpoint(snapshot.saving, [steps.joined(found)])
+        committer, attempt = snapshot.committer, snapshot.saving.attempt
+        with committer.choosing_base() as base:
+            snapshot.base = base.manifest_digest if base is not None else None
+        parts: list[RankPart] = []
+        stored = committer.stored(base)
+        for digested in self._rank.digest(attempt, snapshot.images, stored, lambda: snapshot.given_up):
+            parts.append(digested[1])
+            snapshot.digested.put(digested)  # the flush has been waiting for it
+        prepared = prepare_checkpoint(snapshot.saving, [joined(parts)])
         in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
-        seal = self._seal_of(snapshot, prepared, in_flight)
+        seal = _seal_of(snapshot, prepared, in_flight)
         snapshot.prepared = prepared
-        files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
-        try:
-            self._cache.memory.seal(snapshot.slot, files, seal.to_bytes())
-        except StoreError as error:
-            _log.warning("Step %d will not survive this process in memory: %s", snapshot.saving.attempt.step, error)
-
-    def _seal_of(self, snapshot: Snapshot, prepared: steps.PreparedCheckpoint, in_flight: str | None) -> Seal:
-        newest = self.parent.manifest_digest if self.parent else None
-        return Seal(
-            run_key=snapshot.saving.run_key,
-            checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
-            newest=newest,
-            in_flight=in_flight,
-        )
+        self._rank.seal(snapshot.slot, prepared, seal)
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only once a snapshot is sealed: until then the other slot may hold the last process's.
         if not snapshot.given_up and snapshot.saving.attempt.step:
-            self._take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
+            self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
     def _flush(self, snapshot: Snapshot) -> None:
+        step = snapshot.saving.attempt.step
         try:
-            entry = self._save(snapshot)
-        except steps.SupersededError:
+            entry = self._write_and_commit(snapshot)
+        except SupersededError:
             raise  # a newer snapshot takes its place: nothing has failed
         except Exception as error:
             if isinstance(error, CkptError) and error.step is None:
-                error.step = snapshot.saving.attempt.step
-            self.listeners.failed(snapshot.saving.attempt.step, error)
+                error.step = step
+            self.listeners.failed(step, error)
             raise
-        saved = entry.state.live[-1]
-        self.last_commit = self.parent = saved
-        self.known_n = saved.n
-        self.listeners.committed(saved, time.monotonic() - snapshot.taken_s)
-        if self.cadence is not None:
-            self.cadence.learn(entry)
+        self.listeners.committed(entry.state.live[-1], time.monotonic() - snapshot.taken_s)
+        self._schedule.learn(entry)
         if self._cache.copies is not None:
             self._cache.copies.retain(entry.state.live)
-        self._pruner.follow(snapshot.saving.owner, entry.state)
+        snapshot.committer.prune_behind(entry)
 
-    def _save(self, snapshot: Snapshot) -> Entry:
-        """Write a snapshot and commit it."""
-        head = self._history.head()
-        state = head.state.sparing(head.spared_epochs)
-        check_owner(state.owner, snapshot.saving.owner)  # who was fenced writes nothing more
+    def _write_and_commit(self, snapshot: Snapshot) -> Entry:
+        committer, attempt = snapshot.committer, snapshot.saving.attempt
+        admitted = committer.admit()  # who was fenced writes nothing more
+        _, state = admitted
         try:
-            self._copy(snapshot)
-            prepared = self._write(snapshot, state)
+            if self._cache.copies is not None:
+                prepared = snapshot.wait_prepared()
+                self._rank.copy(snapshot.images, prepared, _seal_of(snapshot, prepared, None))
+            digested = iter(snapshot.digested.get, None)
+            part, as_planned = self._rank.put(
+                self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps
+            )
+            prepared = snapshot.wait_prepared()  # or raise what went wrong
+            if not as_planned:  # an object that was to be reused has been given up since
+                prepared = prepare_checkpoint(snapshot.saving, [part])
+            committer.put_manifest(prepared)
         except CkptError:
-            with suppress(StoreError):  # a new owner sweeps what it finds of ours: then that is the reason
-                check_owner(self._history.head().state.owner, snapshot.saving.owner)
-            steps.discard(self._history.store, snapshot.saving.attempt)
+            committer.abandon(attempt)
             raise
         superseded = self._pipeline.superseded
-        parent = self.parent.manifest_digest if self.parent else None
-        new = prepared.checkpoint(parent=parent, n=head.next_n, cost_s=snapshot.stall_s)
-        retirement = self._pruner.with_commit(state, new)
         flush_s = round(time.monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
-        entry = steps.commit(
-            self._history, prepared, parent=parent, cost_s=snapshot.stall_s, retirement=retirement, observed=observed
-        )
-        self._pipeline.told(superseded)
-        self._pruner.deleted -= retirement.deleted
-        self._stored = (
-            entry.state.live[-1].manifest_digest,
-            steps.Stored.of(prepared.manifest.objects, prepared.rows),
-        )
+        entry = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
+        self._pipeline.forget_superseded(superseded)
         return entry
-
-    def _copy(self, snapshot: Snapshot) -> None:
-        """Write the snapshot to the local directory, where there is one; what fails there is said, and no more."""
-        copies = self._cache.copies
-        if copies is None:
-            return
-        prepared = snapshot.wait_prepared()
-        images = {image.name: image.bytes for image in snapshot.images.images}
-        objects = {one.name: images[one.name.rpartition("/")[2]] for one in prepared.manifest.objects}
-        index = prepared.manifest.index.name, prepared.index_bytes
-        try:
-            copies.write(objects, index, prepared.manifest_bytes, self._seal_of(snapshot, prepared, None))
-        except StoreError as error:
-            _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
-
-    def _write(self, snapshot: Snapshot, state: State) -> steps.PreparedCheckpoint:
-        store, prefix = self._history.store, attempt_prefix(snapshot.saving.attempt)
-        parts, as_planned = [], True
-        for image in snapshot.images.images:
-            digested = snapshot.digested.get()
-            if digested is None:
-                break  # the description says what went wrong
-            moved()
-            part, found = digested
-            if not state.keeps(found.objects[0].name):
-                as_planned = as_planned and found is part
-                found = part
-                store.put(prefix + image.name, [image.bytes])
-            parts.append(found)
-        prepared = snapshot.wait_prepared()
-        if not as_planned:  # an object that was to be reused has been given up since
-            prepared = steps.prepare_checkpoint(snapshot.saving, [steps.joined(parts)])
-        steps.write_index_and_manifest(store, prepared)
-        return prepared
-
-    def _stored_of(self, parent: Checkpoint | None) -> steps.Stored | None:
-        """Return what the checkpoint before is made of; None where there is none, or it cannot be read."""
-        if parent is None:
-            return None
-        if self._stored is None or self._stored[0] != parent.manifest_digest:
-            try:
-                opened = open_checkpoint(self._history.store, parent)
-            except CkptError:
-                return None  # everything is written then
-            self._stored = parent.manifest_digest, steps.Stored.of(opened.manifest.objects, opened.rows)
-        return self._stored[1]
 
     def _warn_if_stuck(self, step: int) -> None:
         stuck = self._pipeline.stuck
@@ -397,3 +252,13 @@ class Saver:
                 step,
             )
         self._warned_stuck = stuck
+
+
+def _seal_of(snapshot: Snapshot, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
+    newest = snapshot.committer.line.digest
+    return Seal(
+        run_key=snapshot.saving.run_key,
+        checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
+        newest=newest,
+        in_flight=in_flight,
+    )

@@ -64,7 +64,7 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
 
 def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     """Return what `recorded_params` says, as the run's owner."""
-    return ckpt._history.head().state.params
+    return ckpt.run.head().state.params
 
 
 def check_program(config: CheckpointConfig, program: str) -> None:
@@ -78,12 +78,14 @@ def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) 
 
     Raises RunMismatchError if the run is another program's, ConfigError if the parameters cannot be written as JSON.
     """
-    wanted, state = checked_params(params), ckpt._history.head().state
+    wanted, state = checked_params(params), ckpt.run.head().state
     _check_program(state, program)
     if program == state.program and wanted == (state.params or {}):
         return
     event = {"kind": "note", "note": "program", "program": program, "params": wanted}
-    ckpt._history.append(event, lambda state, n: replace(state, program=program, params=wanted), owner=ckpt._own())
+    ckpt._history.append(
+        event, lambda state, n: replace(state, program=program, params=wanted), owner=ckpt._own().owner
+    )
 
 
 def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
@@ -91,7 +93,7 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
 
     None where it is any other one: what was saved since has the changed values.
     """
-    state, restored = ckpt._history.head().state, ckpt.last_restore
+    state, restored = ckpt.run.head().state, ckpt.last_restore
     if state.origin is None or restored is None:
         return None
     forked = next((c for c in state.live if c.manifest_digest == state.origin.identity), None)

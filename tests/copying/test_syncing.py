@@ -292,8 +292,8 @@ def test_an_object_that_the_target_gave_up(run_dir: Path, tmp_path: Path, ended:
     pruner.prune()
     if ended:
         pruner.close()
-    elif pruner._heartbeat is not None:
-        pruner._heartbeat.stop()
+    elif pruner._tenure is not None:
+        pruner._tenure.quiet()
     with opened(run_dir) as ckpt:
         ckpt.restore(state_of(0), step=1)
         ckpt.save(3, state_of(3))  # with the object of step 1

@@ -112,7 +112,9 @@ def mapped(addresses: list[int]) -> list[int]:
 
 
 def addresses_of(ckpt: Checkpointer) -> list[int]:
-    views = [view for made in ckpt._saver._sets.values() for image in made.images for view in image.views.values()]
+    views = [
+        view for made in ckpt._saver._rank._sets.values() for image in made.images for view in image.views.values()
+    ]
     return [view.data_ptr() for view in views if view.nbytes > 1 << 16]
 
 

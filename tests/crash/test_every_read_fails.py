@@ -50,11 +50,12 @@ def train_on(root: Path, calls: Calls) -> None:
         assert step == STEPS[-1], "an older step was restored in silence"
         assert fingerprint(target) == EXPECTED[step]
         assert ckpt.save(4, state_of(4)).step == 4
-        assert ckpt._heartbeat is not None
-        ckpt._heartbeat.look()
+        assert ckpt._tenure is not None
+        assert ckpt._tenure.heartbeat is not None
+        ckpt._tenure.heartbeat.look()
     finally:
         ckpt.close()
-        assert ckpt._heartbeat is None
+        assert ckpt._tenure is None
 
 
 def run_at(root: Path, calls: Calls) -> Run:

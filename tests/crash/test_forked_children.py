@@ -49,8 +49,8 @@ LAST = 4
 
 SAVING: dict[str, Phase] = {
     "copy": ("ckpt_tasks.snapshot.snapshot", "copy_tensors"),
-    "digest": ("ckpt_tasks.saving.save", "digest_image"),
-    "prepare_checkpoint": ("ckpt_tasks.saving.save", "prepare_checkpoint"),
+    "digest": ("ckpt_tasks.saving.rank_saver", "digest_image"),
+    "prepare": ("ckpt_tasks.saving.saver", "prepare_checkpoint"),
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),

@@ -18,7 +18,8 @@ import torch
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.seal import Seal
-from ckpt_tasks.saving import save
+from ckpt_tasks.saving import rank_saver
+from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.pipelines import Gate, Refusing, committed, die, opened
@@ -92,13 +93,12 @@ def test_the_last_snapshot_is_sealed_before_memory_is_let_go(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P44: where the store refuses at once, the end of the block waits until what it refused is whole in memory."""
-    digest = save.digest_image
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.1)
-        return digest(*arguments)
+        return digest_image(*arguments)
 
-    monkeypatch.setattr(save, "digest_image", slowly)
+    monkeypatch.setattr(rank_saver, "digest_image", slowly)
     ckpt = _start(run_dir, memory)
     state = {f"part{n}": torch.zeros(1 << 18) for n in range(4)}
     for step in (1, 2, 3):

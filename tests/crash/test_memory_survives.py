@@ -175,8 +175,8 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
     calls.second.set()
     while _committed(run_dir) != [1, 2]:
         time.sleep(0.01)
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
+    assert ckpt._tenure is not None
+    ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)
     restored, source, _ = _train(run_dir, memory, 0)
     calls.over.set()
@@ -262,8 +262,8 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memor
     assert last is not None
     last.known.wait(30)
     assert gone == [1, 1, 1, 1]
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
+    assert ckpt._tenure is not None
+    ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)
 
 

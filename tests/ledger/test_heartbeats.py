@@ -133,7 +133,8 @@ def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path, ti
     """P33: reads that fail with EIO, once or again and again, leave a healthy owner what it holds."""
     ckpt = mine(run_dir)
     ckpt.save(1, {"x": 1})
-    heart = ckpt._heartbeat
+    assert ckpt._tenure is not None
+    heart = ckpt._tenure.heartbeat
     assert heart is not None
     ckpt._history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/ledger/"))
     for _ in range(times):

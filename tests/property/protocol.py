@@ -187,7 +187,7 @@ class Trainer:
     def _restore(self, ckpt: Checkpointer, process: Process) -> int:
         self._state = fresh()
         step = ckpt.restore(self._state)
-        parent = ckpt._saver.parent
+        parent = ckpt._line.parent
         self.restored = parent.manifest_digest if parent is not None else None
         if ckpt.last_restore is not None and self._state["tag"]:
             self._place.read(self._state, step, process.name)
@@ -228,8 +228,8 @@ class Trainer:
             model["trained"].fill_(self._state["tag"])
 
     def _holds(self, ckpt: Checkpointer, process: Process) -> bool:
-        owner = ckpt._owner
-        return owner is not None and self._place.witness.holds(process.name, owner.id)
+        held = ckpt._tenure
+        return held is not None and self._place.witness.holds(process.name, held.owner.id)
 
     def _check_fenced(self, ckpt: Checkpointer, process: Process) -> None:
         self._place.witness.check(not self._holds(ckpt, process), f"{process.name} was fenced and is the owner")
@@ -239,7 +239,7 @@ class Trainer:
         witness = self._place.witness
         if isinstance(error, NoGoodCheckpointError):
             # Either nothing that names a checkpoint could be read, and people must look; or it is another's by now.
-            fenced = ckpt._owner is not None and not self._holds(ckpt, process)
+            fenced = ckpt._tenure is not None and not self._holds(ckpt, process)
             witness.check(fenced or witness.unreadable, f"{process.name} gave up: {error}")
             return fenced
         cause: BaseException | None = error

@@ -24,7 +24,7 @@ from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger import history, ownership
 from ckpt_tasks.reading import opening, reading, restore
-from ckpt_tasks.saving import pipeline, save, saver
+from ckpt_tasks.saving import parts, pipeline, rank_saver, saver
 from ckpt_tasks.state import capture as capturing
 from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
@@ -41,9 +41,9 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     names = SimpleNamespace(token_hex=lambda size_bytes: schedule.rng.randbytes(size_bytes).hex())
     for module in (history, ownership, upkeep, reading, restore, checkpointer, saver, pipeline, tenacity, tenacity.nap):
         patch.setattr(module, "time", clock(schedule))
-    for module in (history, ownership, reading, save):
+    for module in (history, ownership, reading, parts):
         patch.setattr(module, "secrets", names)
-    for module in (ownership, pipeline, pruning, saver):
+    for module in (ownership, pipeline, pruning, rank_saver, saver):
         patch.setattr(module, "threading", threads)
     patch.setattr(history, "datetime", SimpleNamespace(now=partial(_now, schedule)))
     # Every process lives on a host of its own, or they would be told from each other by a number that is the test's.
@@ -52,14 +52,14 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(history, "_dice", schedule.rng)
     # What a dataclass makes by default was bound when the class was made.
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
-    for module in (pipeline, pruning, saver):
+    for module in (pipeline, pruning, rank_saver):
         patch.setattr(module, "lower_priority", lambda: None)  # it would be the test's own thread
-    patch.setattr(saver, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
+    patch.setattr(checkpointer, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
     patch.setattr(checkpointer, "find_place", lambda *_: SimpleNamespace(open=store, single_writer=False))
     # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))
     patch.setattr(restore, "plan_restore", lambda *args, **options: plan_restore(*args, **{**options, "rng": False}))
-    patch.setattr(save, "_REUSED_BYTES", 1)  # everything here is small
+    patch.setattr(parts, "_REUSED_BYTES", 1)  # everything here is small
     patch.setattr(upkeep, "READ_BYTES", 1 << 16)
     patch.setattr(ownership, "_POLL_S", 5.0)  # who waits asks less often
     for module in (capturing, restoring):

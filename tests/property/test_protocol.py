@@ -20,7 +20,8 @@ from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, Owner, State
 from ckpt_tasks.ledger import history
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.saving import save
+from ckpt_tasks.saving import committer
+from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.protocol import Ablation, Outcome, play
@@ -116,9 +117,9 @@ def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
 
 
 def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def commit(
+    def put(
         history: History,
-        prepared: save.PreparedCheckpoint,
+        prepared: PreparedCheckpoint,
         *,
         parent: str | None,
         cost_s: float,
@@ -132,7 +133,7 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
         event = {**observed, "kind": "commit", "step": prepared.manifest.step}
         return history.append(event, change, owner=prepared.saving.owner)
 
-    patch.setattr(save, "commit", commit)
+    patch.setattr(committer, "commit", put)
 
 
 def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
@@ -165,16 +166,14 @@ def attempts_of_the_present_owner_are_swept(patch: pytest.MonkeyPatch, schedule:
 
 
 def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    commit = save.commit
-
-    def tidy(history: History, prepared: save.PreparedCheckpoint, **options: Any) -> Entry:
+    def tidy(history: History, prepared: PreparedCheckpoint, **options: Any) -> Entry:
         try:
             return commit(history, prepared, **options)
         except (StoreError, CommitUncertainError):
-            save.discard(history.store, prepared.saving.attempt)
+            discard(history.store, prepared.saving.attempt)
             raise
 
-    patch.setattr(save, "commit", tidy)
+    patch.setattr(committer, "commit", tidy)
 
 
 ABLATIONS: list[Any] = [

@@ -153,8 +153,8 @@ class RunMachine(RuleBasedStateMachine):
 
     def abandon(self) -> None:
         """Let the process die: nothing is released."""
-        if self.ckpt is not None and self.ckpt._heartbeat is not None:
-            self.ckpt._heartbeat.stop()
+        if self.ckpt is not None and self.ckpt._tenure is not None:
+            self.ckpt._tenure.quiet()
         self.ckpt = None
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────
@@ -342,8 +342,8 @@ class RunMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.abandon()
-        if self.zombie is not None and self.zombie._heartbeat is not None:
-            self.zombie._heartbeat.stop()
+        if self.zombie is not None and self.zombie._tenure is not None:
+            self.zombie._tenure.quiet()
         self.place.remove()
 
 

@@ -9,16 +9,8 @@ import pytest
 import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
-from ckpt_tasks.saving import save
-from ckpt_tasks.saving.save import (
-    PreparedCheckpoint,
-    RankPart,
-    Saving,
-    digest_image,
-    encode_groups,
-    joined,
-    prepare_checkpoint,
-)
+from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
+from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
 from tests.support.ledgers import owner_of
@@ -29,7 +21,7 @@ def parts_of() -> tuple[Saving, RankPart]:
     plan = plan_snapshot(captured.tensors, captured.frozen)
     images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
     owner = owner_of(1)
-    attempt = save.new_attempt(1, owner)
+    attempt = new_attempt(1, owner)
     saving = Saving(attempt=attempt, run_key="run", owner=owner, groups=encode_groups(captured), metrics={})
     return saving, joined([digest_image(attempt, image, lambda: False) for image in images.images])
 

@@ -58,7 +58,7 @@ def test_of_many_snapshots_the_newest_wins_and_the_drop_is_recorded(run_dir: Pat
         gate.reached.wait(30)
         for step in range(2, 11):
             ckpt.step(step, state_at(step))
-        held = len(ckpt._saver._sets)
+        held = len(ckpt._saver._rank._sets)
         gate.opened.set()
     assert held == 2
     assert committed(run_dir) == [1, 10]
@@ -259,17 +259,17 @@ def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> 
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
         assert not ckpt.step(0, state_at(0))
-        assert ckpt._saver.cadence is not None
-        first_s = ckpt._saver.cadence.interval_s
+        assert ckpt._schedule.cadence is not None
+        first_s = ckpt._schedule.cadence.interval_s
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
-        learned_s = ckpt._saver.cadence.interval_s
+        learned_s = ckpt._schedule.cadence.interval_s
     assert learned_s != first_s
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
         assert not ckpt.step(4, state_at(4))
-        assert ckpt._saver.cadence is not None
-        assert ckpt._saver.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
+        assert ckpt._schedule.cadence is not None
+        assert ckpt._schedule.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
         ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - learned_s * 1.4)
         assert ckpt.step(5, state_at(5))
 

@@ -136,14 +136,14 @@ def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path) -
     """P65: an object that no live checkpoint keeps any more when the flush begins is not reused but written."""
     with _opened(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, _model(1))
-        stored = ckpt._saver._stored
+        stored = ckpt._line.stored
         ckpt.save(2, _model(2, frozen=2))
         ckpt.save(3, _model(3, frozen=3))
         ckpt._pruner.finish(60)
         assert stored is not None
         last = ckpt.last_commit
         assert last is not None
-        ckpt._saver._stored = (last.manifest_digest, stored[1])  # as if the snapshot had been sealed before step 2
+        ckpt._line.stored = (last.manifest_digest, stored[1])  # as if the snapshot had been sealed before step 2
         ckpt.save(4, _model(4))
     assert _restored(run_dir) == (0.5, 4.0)
     assert _whole(run_dir)

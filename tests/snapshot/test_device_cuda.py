@@ -116,7 +116,7 @@ def test_every_checkpoint_of_a_device_is_the_moment_of_its_step(
             ckpt.step(step, training.state)
         pinned = [
             torch.frombuffer(image.buffer, dtype=torch.uint8).is_pinned()
-            for made in ckpt._saver._sets.values()
+            for made in ckpt._saver._rank._sets.values()
             for image in made.images
             if image.group in ("model", "optimizer")
         ]

@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def opened(run_dir: Path, cuda: Cuda, **options: Any) -> Checkpointer:
     options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
     ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
-    ckpt._saver._devices = Devices(cuda)
+    ckpt._saver._rank._devices = Devices(cuda)
     return ckpt
 
 
@@ -150,7 +150,7 @@ def test_memory_is_pinned_once_for_many_saves(run_dir: Path, cuda: Cuda) -> None
         for step in range(1, 12):
             ckpt.step(step, state(float(step)))
             ckpt.wait()
-        names = [image.name.partition("-")[0] for made in ckpt._saver._sets.values() for image in made.images]
+        names = [image.name.partition("-")[0] for made in ckpt._saver._rank._sets.values() for image in made.images]
         assert sorted(names) == ["model", "model", "rng", "rng"]
         assert len(cuda.registered) == len(cuda.pinned) == 2
     gc.collect()

@@ -112,7 +112,7 @@ def test_closing_ends_what_makes_memory_ready(run_dir: Path, monkeypatch: pytest
         wanted_then.append(wanted())
         touch(memory, wanted)
 
-    monkeypatch.setattr("ckpt_tasks.saving.saver.touch", after_closing)
+    monkeypatch.setattr("ckpt_tasks.saving.rank_saver.touch", after_closing)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
         ckpt.save(1, {"weights": torch.ones(8)})
     closed.set()
@@ -126,17 +126,17 @@ def test_memory_is_not_made_ready_while_a_commit_is_under_way(run_dir: Path) -> 
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=5)) as ckpt:
         ckpt.restore(state)
         ckpt.save(0, state)
-        before = ckpt._saver._plan
+        before = ckpt._saver._rank._plan
         monitor = ckpt._saver._pipeline
         with monitor._changed:
             monitor._flushing = object()  # type: ignore[assignment]
         train(state)
         ckpt.step(1, state)
-        assert ckpt._saver._plan is before
+        assert ckpt._saver._rank._plan is before
         with monitor._changed:
             monitor._flushing = None
         ckpt.step(2, state)
-        assert ckpt._saver._plan is not before
+        assert ckpt._saver._rank._plan is not before
 
 
 def test_what_is_made_ready_for_a_plan_that_is_gone_is_not_kept(run_dir: Path) -> None:
@@ -146,7 +146,9 @@ def test_what_is_made_ready_for_a_plan_that_is_gone_is_not_kept(run_dir: Path) -
         ckpt.save(1, state)
         ready()
         ckpt._saver.forget_plan()
-        late = threading.Thread(target=ckpt._saver._take_ahead, args=("a",))  # it stands back for training from then on
+        late = threading.Thread(
+            target=ckpt._saver._rank.take_ahead, args=("a",)
+        )  # it stands back for training from then on
         late.start()
         late.join()
-        assert not ckpt._saver._sets
+        assert not ckpt._saver._rank._sets

@@ -69,8 +69,8 @@ def die(ckpt: Checkpointer) -> None:
     """Leave everything as a killed process does, once its last snapshot is sealed."""
     last = ckpt._saver._pipeline._last
     assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
+    assert ckpt._tenure is not None
+    ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)  # what the kernel does with the lock of a process that is gone
 
 

@@ -77,8 +77,8 @@ def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: An
 
 def died(ckpt: Checkpointer) -> None:
     """Leave a Checkpointer as the death of its process does: nothing is released, and its heart beats no more."""
-    if ckpt._heartbeat is not None:
-        ckpt._heartbeat.stop()
+    if ckpt._tenure is not None:
+        ckpt._tenure.quiet()
 
 
 def train(root: Root, *steps: int, **more: Any) -> None:

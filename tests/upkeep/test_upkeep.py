@@ -51,8 +51,8 @@ def history(run_dir: Path) -> History:
     ckpt = opened(run_dir, max_num_checkpoints=None)
     for step in (1, 2, 3):
         ckpt.save(step, state_of(step))
-    assert ckpt._heartbeat is not None
-    ckpt._heartbeat.stop()
+    assert ckpt._tenure is not None
+    ckpt._tenure.quiet()
     return ckpt._history
 
 

@@ -1,4 +1,4 @@
-"""The steps of a save: snapshot → digests → images → index and manifest → commit.
+"""The steps of a commit: what the ranks hand in → index and manifest → ledger entry.
 
 Invariants (MUST: breaking one loses data)
 
@@ -11,80 +11,31 @@ Invariants (MUST: breaking one loses data)
 
 from __future__ import annotations
 
-import operator
 import platform
-import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, SupportsIndex
 
 import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import IndexRow, write_index
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, MAX_STEP, Attempt, attempt_prefix
-from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
+from ckpt_tasks.format.ledger import Checkpoint, Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
-from ckpt_tasks.format.tree import encode
 from ckpt_tasks.ledger.history import History, now_iso
 from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.snapshot.snapshot import Image
-from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.saving.parts import RankPart, Saving
 from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 
-__all__ = [
-    "PreparedCheckpoint",
-    "RankPart",
-    "Saving",
-    "Stored",
-    "SupersededError",
-    "check_step",
-    "commit",
-    "digest_image",
-    "discard",
-    "encode_groups",
-    "joined",
-    "new_attempt",
-    "prepare_checkpoint",
-    "reuse",
-    "write_index_and_manifest",
-]
+__all__ = ["PreparedCheckpoint", "commit", "discard", "prepare_checkpoint", "write_index_and_manifest"]
 
 
 _AT_ONCE = 8  # requests to a store that is far away
-_REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
-
-
-class SupersededError(Exception):
-    """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one rank wrote of one attempt: its index rows and its objects."""
-
-    rank: int
-    rows: tuple[IndexRow, ...]
-    objects: tuple[ObjectRecord, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """Everything about one save that is known before it: what is saved, as what, by whom."""
-
-    attempt: Attempt
-    run_key: str
-    owner: Owner
-    groups: Mapping[str, Mapping[str, object]]
-    metrics: Mapping[str, float]
-    epochs: int | None = None
-    interim: bool = False
-    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -127,86 +78,6 @@ class PreparedCheckpoint:
             reuses=self.reuses,
             interim=self.saving.interim,
         )
-
-
-class Stored(NamedTuple):
-    """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
-
-    records: Mapping[str, ObjectRecord]
-    rows: Mapping[str, tuple[IndexRow, ...]]
-
-    @classmethod
-    def of(cls, records: Iterable[ObjectRecord], rows: Iterable[IndexRow]) -> Stored:
-        """Sort the rows of a checkpoint by the objects that hold them."""
-        by_object: dict[str, list[IndexRow]] = {}
-        for row in rows:
-            by_object.setdefault(row.object, []).append(row)
-        return cls(
-            {_last(record.name): record for record in records},
-            {_last(name): tuple(found) for name, found in by_object.items()},
-        )
-
-
-def new_attempt(step: int, owner: Owner) -> Attempt:
-    """Name a new try to save a step."""
-    return Attempt(step, owner.epoch, secrets.token_hex(8))
-
-
-def check_step(step: SupportsIndex, position: int) -> int:
-    """Return a step as an int; raise StateError for what is no step, or comes before the one reported last."""
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_STEP:
-        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
-    if number < position:
-        raise StateError(
-            f"step {number} comes after step {position}",
-            hint="Steps count on over all epochs; to go back, restore an older checkpoint.",
-        )
-    return number
-
-
-def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
-    """Turn the captured groups into JSON; raises UnsupportedStateError by path, before anything is written."""
-    return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
-
-
-def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
-    """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
-    name, header = attempt_prefix(attempt) + image.name, image.layout.header
-    digests: list[bytes] = []
-    for _, _, begin, end in image.layout.regions:
-        if given_up():
-            raise SupersededError
-        digests.append(digest_bytes(image.bytes[begin:end]))
-    with gc_paused():
-        rows = tuple(
-            IndexRow(image.group, *spec, box, name, begin, end, digest)
-            for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
-        )
-    return RankPart(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
-
-
-def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
-    """Make one rank's part of those of its images."""
-    rows = tuple(row for part in parts for row in part.rows)
-    return RankPart(rank, rows, tuple(record for part in parts for record in part.objects))
-
-
-def reuse(part: RankPart, stored: Stored | None) -> RankPart:
-    """Name the stored object instead of a new one that has the same header and the same regions and digests."""
-    (record,) = part.objects
-    name = _last(record.name)
-    old = stored.records.get(name) if stored else None
-    if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
-        return part
-    rows = stored.rows.get(name, ())
-    same = len(rows) == len(part.rows) and all(
-        row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
-    )
-    return RankPart(part.rank, rows, (old,)) if same else part
 
 
 @gc_paused()
@@ -298,10 +169,6 @@ def discard(store: Store, attempt: Attempt) -> None:
             store.delete(name)
 
 
-def _last(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
 class _PreparedStore:
     """The index and the manifest of a checkpoint that is not written yet, as a store of these two objects."""
 
@@ -320,7 +187,7 @@ class _PreparedStore:
         data = self._objects[name]
         if len(data) > max_bytes:
             raise UnsupportedStateError(
-                f"the checkpoint's {_last(name)} would have {len(data)} bytes, more than the {max_bytes} that are read",
+                f"{name.rpartition('/')[2]} would have {len(data)} bytes, more than the {max_bytes} that are read",
                 hint="Keep large values in tensors.",
             )
         return data

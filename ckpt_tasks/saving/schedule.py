@@ -1,14 +1,22 @@
-"""Where training stands: the steps completed, the last save, and how fast it steps without its saves."""
+"""When to save: where training stands, how fast it steps, and what the policy or the cadence says of that."""
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from statistics import median
+from typing import SupportsIndex
 
+from ckpt_tasks.errors import StateError
+from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
 
-__all__ = ["Position", "point"]
+__all__ = ["Position", "SaveSchedule", "check_step", "point"]
 
 _STEPS = 20
 
@@ -62,3 +70,43 @@ class Position:
 def point(step: int, epoch: int | None) -> SavePoint:
     """Return a point of training as of now."""
     return SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
+
+
+class SaveSchedule:
+    """Say when a snapshot is due, by the policy or by the automatic cadence.
+
+    `cadence` is None until the first step is reported: a loop that reports none need not read the history.
+    """
+
+    def __init__(self, history: History, config: CheckpointConfig):
+        self.cadence: LearningCadence | None = None
+        self._history = history
+        self._config = config
+
+    def due(self, last: SavePoint, now: SavePoint) -> bool:
+        """Say whether a snapshot is due."""
+        if self._config.automatic and self.cadence is None:
+            self.cadence = LearningCadence(self._history, self._config.overhead_cap)
+        timely = self.cadence is not None and self.cadence.due(last, now)
+        return timely or self._config.save_policy.due(last, now)
+
+    def learn(self, entry: Entry) -> None:
+        """Take what a commit cost into account."""
+        if self.cadence is not None:
+            self.cadence.learn(entry)
+
+
+def check_step(step: SupportsIndex, position: int) -> int:
+    """Return a step as an int; raise StateError for what is no step, or comes before the one reported last."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
+    if number < position:
+        raise StateError(
+            f"step {number} comes after step {position}",
+            hint="Steps count on over all epochs; to go back, restore an older checkpoint.",
+        )
+    return number

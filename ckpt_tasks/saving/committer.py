@@ -1,0 +1,161 @@
+"""The committer's half of a save, for one owner of the run: owner → checks → index and manifest → entry → prune.
+
+What it commits are RankParts; it sees no tensor. `commit.py` has the steps and their invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, FencedError, StoreError
+from ckpt_tasks.format.keys import Attempt
+from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.ledger.history import Head, History, check_owner
+from ckpt_tasks.ledger.metrics import checked_metrics
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_index_and_manifest
+from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
+from ckpt_tasks.upkeep.pruning import Pruner
+
+__all__ = ["Committer", "Line"]
+
+
+@dataclass
+class Line:
+    """The checkpoints that this process continues; it outlives an ownership.
+
+    `parent` is what the next checkpoint follows: restored from, or committed last. `known_n` is the newest ledger entry
+    known here to have committed a checkpoint.
+    """
+
+    parent: Checkpoint | None = None
+    last_commit: Checkpoint | None = None
+    known_n: int = -1
+    stored: tuple[str, Stored] | None = None  # of which checkpoint, what
+
+    @property
+    def digest(self) -> str | None:
+        """The identity of `parent`."""
+        return self.parent.manifest_digest if self.parent is not None else None
+
+    def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
+        """Continue from a checkpoint that this process has committed."""
+        self.stored = checkpoint.manifest_digest, stored
+        self.last_commit = self.parent = checkpoint
+        self.known_n = checkpoint.n
+
+
+class Committer:
+    """Commit what ranks have written, as one owner of the run directory."""
+
+    def __init__(self, history: History, owner: Owner, run_key: str, pruner: Pruner, line: Line):
+        self.owner = owner
+        self.line = line
+        self._history = history
+        self._run_key = run_key
+        self._pruner = pruner
+
+    def check_line(self) -> None:
+        """Raise ConfigError if others have committed what this process does not know.
+
+        It must not put a line of its own over theirs. Once is enough: a commit is the owner's alone.
+        """
+        state = self._history.head().state
+        check_owner(state.owner, self.owner)
+        if any(checkpoint.n > self.line.known_n for checkpoint in state.live):
+            raise ConfigError(
+                f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in state.live)}",
+                hint="Call restore() first, or use another directory.",
+            )
+
+    def new_saving(
+        self,
+        step: int,
+        groups: Mapping[str, Mapping[str, object]],
+        *,
+        metrics: Mapping[str, float],
+        epochs: int | None,
+        interim: bool,
+    ) -> Saving:
+        """Name a new attempt to save a step."""
+        return Saving(
+            attempt=new_attempt(step, self.owner),
+            run_key=self._run_key,
+            owner=self.owner,
+            groups=groups,
+            metrics=checked_metrics(metrics),
+            epochs=epochs,
+            interim=interim,
+        )
+
+    @contextmanager
+    def choosing_base(self) -> Iterator[Checkpoint | None]:
+        """Give the checkpoint whose objects a save may reuse; it is not retired before the block ends."""
+        with self._pruner.retiring:
+            yield self.line.parent
+
+    def stored(self, base: Checkpoint | None) -> Stored | None:
+        """Return what a checkpoint is made of; None where there is none, or where it cannot be read."""
+        if base is None:
+            return None
+        if self.line.stored is None or self.line.stored[0] != base.manifest_digest:
+            try:
+                opened = open_checkpoint(self._history.store, base)
+            except CkptError:
+                return None  # everything is written then
+            self.line.stored = base.manifest_digest, Stored.of(opened.manifest.objects, opened.rows)
+        return self.line.stored[1]
+
+    def admit(self) -> tuple[Head, State]:
+        """Return the newest state, to write and commit upon; raise FencedError if the directory is another's."""
+        head = self._history.head()
+        state = head.state.sparing(head.spared_epochs)
+        check_owner(state.owner, self.owner)
+        return head, state
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Delete what a failed attempt wrote; raise FencedError if the directory is another's, which explains it."""
+        with suppress(StoreError):  # a new owner sweeps what it finds of ours
+            check_owner(self._history.head().state.owner, self.owner)
+        discard(self._history.store, attempt)
+
+    def commit(
+        self,
+        admitted: tuple[Head, State],
+        prepared: PreparedCheckpoint,
+        *,
+        cost_s: float,
+        observed: Mapping[str, object],
+    ) -> Entry:
+        """Put the ledger entry, which also retires what the policy no longer keeps, and continue from the checkpoint.
+
+        `admitted` is what `admit` returned; `cost_s` and `observed` are as of `commit.commit`.
+        """
+        head, state = admitted
+        parent = self.line.digest
+        new = prepared.checkpoint(parent=parent, n=head.next_n, cost_s=cost_s)
+        retirement = self._pruner.with_commit(state, new)
+        entry = commit(self._history, prepared, parent=parent, cost_s=cost_s, retirement=retirement, observed=observed)
+        self._pruner.deleted -= retirement.deleted
+        self.line.committed(entry.state.live[-1], Stored.of(prepared.manifest.objects, prepared.rows))
+        return entry
+
+    def put_manifest(self, prepared: PreparedCheckpoint) -> None:
+        """Write index and manifest, once every object has its size."""
+        write_index_and_manifest(self._history.store, prepared)
+
+    def prune_behind(self, entry: Entry) -> None:
+        """Have what is left to prune after a commit done soon, behind training's back."""
+        self._pruner.follow(self.owner, entry.state)
+
+    def release(self) -> bool:
+        """Release the run directory; False if it is another's already."""
+        deleted = self._pruner.deleted
+        with suppress(StoreError, CommitUncertainError):  # the next owner sees that this process is gone, or silent
+            try:
+                self._history.append({"kind": "release"}, lambda state, n: state.released(deleted), owner=self.owner)
+            except FencedError:
+                return False
+        return True

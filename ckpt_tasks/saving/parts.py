@@ -1,0 +1,130 @@
+"""What one rank hands in for a checkpoint: its images, digested, as index rows and objects.
+
+Nothing here knows a ledger. The committer's half is `commit.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.gc_pause import gc_paused
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import Attempt, attempt_prefix
+from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.format.tree import encode
+from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.state.capture import Captured
+
+__all__ = [
+    "RankPart",
+    "Saving",
+    "Stored",
+    "SupersededError",
+    "digest_image",
+    "encode_groups",
+    "joined",
+    "new_attempt",
+    "reuse",
+]
+
+_REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
+
+
+class SupersededError(Exception):
+    """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote of one attempt: its index rows and its objects."""
+
+    rank: int
+    rows: tuple[IndexRow, ...]
+    objects: tuple[ObjectRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Everything about one save that is known before it: what is saved, as what, by whom."""
+
+    attempt: Attempt
+    run_key: str
+    owner: Owner
+    groups: Mapping[str, Mapping[str, object]]
+    metrics: Mapping[str, float]
+    epochs: int | None = None
+    interim: bool = False
+    world_size: int = 1
+
+
+class Stored(NamedTuple):
+    """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
+
+    records: Mapping[str, ObjectRecord]
+    rows: Mapping[str, tuple[IndexRow, ...]]
+
+    @classmethod
+    def of(cls, records: Iterable[ObjectRecord], rows: Iterable[IndexRow]) -> Stored:
+        """Sort the rows of a checkpoint by the objects that hold them."""
+        by_object: dict[str, list[IndexRow]] = {}
+        for row in rows:
+            by_object.setdefault(row.object, []).append(row)
+        return cls(
+            {_last(record.name): record for record in records},
+            {_last(name): tuple(found) for name, found in by_object.items()},
+        )
+
+
+def new_attempt(step: int, owner: Owner) -> Attempt:
+    """Name a new try to save a step."""
+    return Attempt(step, owner.epoch, secrets.token_hex(8))
+
+
+def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
+    """Turn the captured groups into JSON; raises UnsupportedStateError by path, before anything is written."""
+    return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
+
+
+def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
+    """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
+    name, header = attempt_prefix(attempt) + image.name, image.layout.header
+    digests: list[bytes] = []
+    for _, _, begin, end in image.layout.regions:
+        if given_up():
+            raise SupersededError
+        digests.append(digest_bytes(image.bytes[begin:end]))
+    with gc_paused():
+        rows = tuple(
+            IndexRow(image.group, *spec, box, name, begin, end, digest)
+            for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
+        )
+    return RankPart(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+
+
+def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
+    """Make one rank's part of those of its images."""
+    rows = tuple(row for part in parts for row in part.rows)
+    return RankPart(rank, rows, tuple(record for part in parts for record in part.objects))
+
+
+def reuse(part: RankPart, stored: Stored | None) -> RankPart:
+    """Name the stored object instead of a new one that has the same header and the same regions and digests."""
+    (record,) = part.objects
+    name = _last(record.name)
+    old = stored.records.get(name) if stored else None
+    if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
+        return part
+    rows = stored.rows.get(name, ())
+    same = len(rows) == len(part.rows) and all(
+        row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
+    )
+    return RankPart(part.rank, rows, (old,)) if same else part
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]

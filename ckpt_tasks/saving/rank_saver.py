@@ -1,0 +1,156 @@
+"""A rank's half of a save: live tensors → images in memory → digests → objects in the store.
+
+Nothing here reads or writes the ledger. What a rank hands to the committer is a RankPart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
+from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.saving.commit import PreparedCheckpoint
+from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reuse
+from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.snapshot.device import DeviceCopy, Devices
+from ckpt_tasks.snapshot.first import FirstCopy
+from ckpt_tasks.snapshot.memory import Fill, touch
+from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
+from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.threads import lower_priority
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.progress import moved
+
+__all__ = ["RankSaver"]
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class RankSaver:
+    """Fill the slots of a process's memory with images of its state, digest them, and put them into the store.
+
+    The plan of the images, and the memory that they lie in, are kept while names, dtypes and shapes stay the same.
+    """
+
+    def __init__(self, cache: SnapshotCache):
+        self._cache = cache
+        self._devices = Devices()
+        self._plan: SnapshotPlan | None = None
+        self._sets: dict[str, ImageSet] = {}  # by slot
+        self._taking = threading.Lock()
+
+    # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    def fits(self, captured: Captured) -> bool:
+        """Say whether the plan is for a state of this structure."""
+        return self._plan is not None and self._plan.fits(captured.tensors, captured.frozen)
+
+    def plan(self, captured: Captured) -> None:
+        """Plan images for a state of this structure."""
+        self._plan = plan_snapshot(captured.tensors, captured.frozen)
+        self._cache.make_room(sum(self._plan.sizes.values()))
+
+    def forget(self) -> None:
+        """Forget the plan and the images; no snapshot may be under way."""
+        with self._taking:
+            self._plan = None
+            self._sets.clear()
+
+    def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | None]:
+        """Copy a state, for which there is a plan, into the images of a slot.
+
+        What is on the host is copied when this returns. A device copies what it holds before anything that training
+        queues from then on: wait for the DeviceCopy before the images are read. Raises StoreError where there is no
+        memory.
+        """
+        assert self._plan is not None
+        first = FirstCopy(self._plan, captured.tensors)
+        with self._taking:
+            images = self._take(slot, self._plan, first.write)
+        self._cache.memory.unseal(slot)
+        return images, None if first.done else images.fill(captured.tensors, self._devices)
+
+    # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
+
+    def take_ahead(self, slot: str) -> None:
+        """Make the memory of a slot ready: memory that is touched for the first time costs several times a copy."""
+        lower_priority()
+        images: tuple[Image, ...] = ()
+        with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
+            if (plan := self._plan) is not None:  # it may have been forgotten, or another one be there by now
+                images = self._take(slot, plan).images
+        for image in images:
+            touch(image.buffer, lambda: self._plan is plan)
+
+    def digest(
+        self, attempt: Attempt, images: ImageSet, base: Stored | None, given_up: Callable[[], bool]
+    ) -> Iterator[tuple[RankPart, RankPart]]:
+        """Digest image by image; give each one's part as written, and with what can be reused of `base`."""
+        for image in images.images:
+            part = digest_image(attempt, image, given_up)
+            yield part, reuse(part, base)
+
+    def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:
+        """Let the snapshot in a slot outlive the process; where that cannot be, log a warning."""
+        files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
+        try:
+            self._cache.memory.seal(slot, files, seal.to_bytes())
+        except StoreError as error:
+            _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
+
+    def copy(self, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
+        """Write a snapshot to the local directory, if there is one; where that fails, log a warning."""
+        copies = self._cache.copies
+        if copies is None:
+            return
+        by_name = {image.name: image.bytes for image in images.images}
+        objects = {one.name: by_name[one.name.rpartition("/")[2]] for one in prepared.manifest.objects}
+        index = prepared.manifest.index.name, prepared.index_bytes
+        try:
+            copies.write(objects, index, prepared.manifest_bytes, seal)
+        except StoreError as error:
+            _log.warning("Step %d has no copy in the local directory: %s", seal.checkpoint.step, error)
+
+    def put(
+        self,
+        store: Store,
+        attempt: Attempt,
+        images: ImageSet,
+        *,
+        digested: Iterable[tuple[RankPart, RankPart]],
+        keeps: Callable[[str], bool],
+    ) -> tuple[RankPart, bool]:
+        """Put every image as soon as it is digested, but for those whose reused object the run still `keeps`.
+
+        Returns the rank's part, and whether it reuses all that was to be reused. The part is incomplete where
+        `digested` ends early.
+        """
+        parts, as_planned = [], True
+        for image, (written, reused) in zip(images.images, digested, strict=False):
+            moved()
+            part = reused
+            if not keeps(reused.objects[0].name):
+                as_planned = as_planned and reused is written
+                part = written
+                store.put(attempt_prefix(attempt) + image.name, [image.bytes])
+            parts.append(part)
+        return joined(parts), as_planned
+
+    def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
+        """Return a slot's images, made if need be; the caller holds `_taking`."""
+        images = self._sets.get(slot)
+        if images is None:
+            images = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))
+            for image in images.images:
+                if image.name in plan.devices:
+                    self._devices.pin(image.buffer, image, plan.devices[image.name])
+        return images
