@@ -367,7 +367,7 @@ class Checkpointer:
             committer.check_line()
             self._knows_line = True
         saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
-        self._saver.snapshot(saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
+        self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
     def _raise_failure(self) -> None:

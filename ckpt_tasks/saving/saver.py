@@ -36,7 +36,8 @@ _log = logging.getLogger("ckpt_tasks")
 class Saver:
     """Take snapshots and see to it that they are committed.
 
-    `committer` is that of the present owner; a snapshot goes to the one that it was taken with.
+    `committer` is that of the present owner, to be released at the interpreter's end. A snapshot goes to the one that
+    it was taken with.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Saver:
 
     def snapshot(
         self,
+        committer: Committer,
         saving: Saving,
         captured: Captured,
         *,
@@ -86,7 +88,6 @@ class Saver:
         this returns; a device copies what it holds before anything that training queues from then on. Raises
         StoreError where there is no memory for it.
         """
-        assert self.committer is not None
         slot = self._pipeline.take_slot()
         self._plan(captured)
         images, copy = self._rank.fill(slot, captured)
@@ -95,7 +96,7 @@ class Saver:
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
             slot=slot,
-            committer=self.committer,
+            committer=committer,
             saving=saving,
             images=images,
             stall_s=stall_s,
