@@ -84,6 +84,7 @@ def test_of_very_many_failed_saves_the_newest_are_noted(run_dir: Path) -> None:
     """A store that was away for long is not kept busy with notes: the newest sixteen stand in the history."""
     with opened(run_dir, on_flush_failure="warn") as ckpt:
         ckpt.save(1, state_at(1))
+        ckpt._pruner.finish(60)  # it would note what fails meanwhile
         store = ckpt._history.store
         assert isinstance(store, LocalStore)
         good, store._calls = store._calls, Refusing()
