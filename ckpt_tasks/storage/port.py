@@ -1,7 +1,8 @@
 """What a store must do, and nothing more.
 
-A store holds named, immutable objects. Names are relative ("checkpoint_…/e000001-…/manifest.json") and were built
-by `format.keys`; a store checks them once more before it touches a path. The contract:
+A store holds named objects; only `replace` changes one that is there. Names are relative
+("checkpoint_…/e000001-…/manifest.json") and were built by `format.keys`; a store checks them once more before it
+touches a path. The contract:
 
 * `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be
   absent, whole, or (for `put`, under its attempt-unique name) partial.
@@ -68,7 +69,7 @@ class Store(ReadableStore, Protocol):
         """
 
     def replace(self, name: str, body: bytes) -> None:
-        """Write or overwrite a small object whose loss would not matter (a heartbeat)."""
+        """Write or overwrite a small object: a heartbeat, or format.json for another endpoint."""
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""
