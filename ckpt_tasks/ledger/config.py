@@ -28,61 +28,74 @@ class AttemptHooks:
 class CheckpointConfig:
     """Say where a run's checkpoints live, when to save and what to keep.
 
-    `checkpoint_dir` is a directory, or a place in an object store (s3://bucket/run); a Path is kept as a str. `run_key`
-    names the run (default: the directory's name); a directory of another run is refused. Save when
-    `step_interval` steps, `epoch_interval` epochs or `save_interval_secs` seconds have passed, whichever comes first.
-    `cadence="auto"`, the default where no interval is given, chooses the seconds between saves from what the run
-    measures: what a save costs and how often the run fails (Young and Daly); saves take at most the share
-    `overhead_cap` of its time. Keep the newest `max_num_checkpoints` (None: all),
-    every `keep_every_n_steps`-th step, and the `keep_best` best by `best_metric` (`best_mode` "min" or "max"; the two
-    also say what the name "best" means). An owner that has shown no life for `owner_timeout_s` seconds may be taken
-    over from another host.
+    The text below each option is its row in docs/OPTIONS.md: `python -m tests.house.options` writes the table there.
 
-    `memory_dir` is where snapshots lie: "auto" is /dev/shm where it, the machine and its container have room, a
-    directory of your own is used whatever it has, None keeps them in the process's own memory, which ends with it.
-    `on_flush_failure` says what a save that the store fails in the background does: "raise" in the next `step()`, or
-    "warn" and go on. Raised all the same: the loss of the run, an uncertain commit, a damaged object, whatever is no
-    StoreError, and what those meet who wait for a save. A flush of which the store has taken nothing for
-    `flush_timeout_s` seconds is stuck: saves then stay in memory until it ends. `save()`, `wait()`, the end of the
-    block (after an error too), SIGTERM and the end of the interpreter wait for a flush until it is stuck.
-    `on_non_finite` says what a NaN or infinite metric does: "warn" once and save, or "stop" with NonFiniteError;
-    after "rollback", which raises it too, the next restore goes back to the newest checkpoint with finite metrics.
-
-    `local_dir` is a directory of this host, one for each run, for a run in an object store: checkpoints land there
-    before they are sent, and are read from there where they are good; what the store has not got when the process ends
-    is restored and sent by the next one on this host.
-
-    `storage_options` go to the store's file system (s3fs, adlfs, gcsfs); without them credentials come from the usual
-    places. `single_writer` does without the store's put-if-absent where it has none: you see to it that one process at
-    a time writes.
-
-    Raises ConfigError, a ValueError. The first five names are those of Paddle Fluid's CheckpointConfig and
-    TensorFlow's CheckpointManager.
+    Raises ConfigError, a ValueError. `checkpoint_dir`, `max_num_checkpoints`, `epoch_interval`, `step_interval` and
+    `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.
     """
 
     # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str]
+    """Where the run lives: a directory (a str, or a Path, which is kept as a str), a place in an object store
+    (docs/STORES.md), or a block (docs/OPERATING.md). As a parameter of a flow it may hold `{run_key}`.
+    """
     run_key: str | None = None
+    """Name of the run; `None` takes the directory's name. The directory of another run is refused."""
     step_interval: int | None = None
+    """Save when the number of steps crosses a multiple of this. Of the three intervals the first that is due counts."""
     epoch_interval: int | None = None
+    """Save when the number of epochs crosses a multiple of this; `step()` must be given the epochs."""
     save_interval_secs: float | None = None
+    """Save when this many seconds have passed."""
     cadence: str | None = None
+    """`"auto"` chooses the seconds between saves from what a save costs and how often the run fails (docs/CADENCE.md).
+    `None` does the same if no interval is given.
+    """
     overhead_cap: float = OVERHEAD_CAP
+    """Share of the run's time that `cadence="auto"` may spend on saves."""
     max_num_checkpoints: int | None = 3
+    """Keep this many of the newest checkpoints; `None` keeps all. See below for the ends of batches."""
     keep_every_n_steps: int | None = None
+    """Also keep the checkpoints whose step is a multiple of this."""
     keep_best: int = 0
+    """Also keep this many of the best checkpoints by `best_metric`."""
     best_metric: str | None = None
+    """A metric of saves or evaluations. It says what `best` means everywhere."""
     best_mode: str = "min"
+    """Which value of `best_metric` is better: `"min"` the lower, `"max"` the higher."""
     owner_timeout_s: float = 120.0
+    """Another host may take the run over when its owner has shown no life for this many seconds."""
     memory_dir: str | os.PathLike[str] | None = "auto"
+    """Where snapshots lie, which outlive the process. `"auto"` is `/dev/shm` if it, the machine and the container's
+    limit have room for two of them; a directory of your own is used whatever room it has. `None` keeps snapshots in
+    the process's own memory, which ends with it. So does `"auto"` without room, with a warning; there, too, they
+    count towards the container's memory.
+    """
     on_flush_failure: str = "raise"
+    """What the next `step()` does after the store failed a save in the background: `"raise"`, or `"warn"` and go on.
+    Some failures are raised in both cases; see below.
+    """
     on_non_finite: str = "warn"
+    """What `step()` and `save()` do if a metric is NaN or infinite. `"warn"` warns once for each stretch of such steps,
+    and saves. `"stop"` raises NonFiniteError before the step is saved, which ends a flow for good. `"rollback"` raises
+    it too, and the next `restore()` (a flow's retry) goes back to the newest checkpoint with finite metrics: further
+    back each time, three times at most. A checkpoint with such a metric is never the best one.
+    """
     flush_timeout_s: float = 600.0
+    """A flush is stuck when the store has taken nothing of it for this many seconds. Saves then stay in memory until
+    the store answers. The end of a run waits until its flush is stuck; see below.
+    """
     local_dir: str | os.PathLike[str] | None = None
+    """For a run in an object store: a directory of this host, one for each run. Checkpoints land there before they are
+    sent, and are read from there if they are good. The next process on this host restores and sends what the store does
+    not have yet.
+    """
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    """Options of the store's file system (s3fs, adlfs, gcsfs). Without them credentials come from the usual places."""
     single_writer: bool = False
+    """Do without the store's put-if-absent. You must make sure that only one process at a time writes."""
 
     def __post_init__(self) -> None:
         self._keep_paths_as_text()

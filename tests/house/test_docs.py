@@ -8,12 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from ckpt_tasks import CheckpointConfig
 from tests.house.sources import ROOT, files, parse, where
 
 README = ROOT / "README.md"
@@ -149,14 +147,3 @@ def test_symbols_are_named_in_our_words() -> None:
         if not name.startswith("_") and is_never(name)
     ]
     assert wrong == []
-
-
-def test_every_option_is_explained() -> None:
-    """docs/OPTIONS.md has a row for each option of a run, with its default, and no other."""
-    rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "OPTIONS.md").read_text().splitlines() if "| `" in line]
-    told = {name.strip(" `"): default.strip(" `") for name, default in rows}
-    options = {field.name: field.default for field in fields(CheckpointConfig)}
-    assert told.keys() == options.keys()
-    for name, default in options.items():
-        if name not in ("checkpoint_dir", "run_key"):
-            assert ast.literal_eval(told[name]) == default
