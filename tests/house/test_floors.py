@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,23 +13,12 @@ import pytest
 import ckpt_tasks
 from tests.house.sources import ROOT, files, imports, module_name, parse, where
 
-# From the ground up. Floors in one row are neighbours and do not import each other.
-FLOORS = [
-    ("errors",),
-    ("policy", "format"),
-    ("storage",),
-    ("state",),
-    ("ledger",),
-    ("reading",),
-    ("snapshot", "upkeep", "copying"),
-    ("saving", "report"),
-    ("checkpoint",),
-    ("session",),
-    ("orchestration",),
-    ("cli",),
-]
-LEVELS = {name: level for level, row in enumerate(FLOORS) for name in row}
-TOP = len(FLOORS)  # flows/
+# The table of floors is written once, on the page that people read.
+PAGE = ROOT / "docs" / "ARCHITECTURE.md"
+_ROW = re.compile(r"^\| (\d+) \| `(?:ckpt_tasks/)?(\w+)(?:/|\.py)` \|", flags=re.MULTILINE)
+ROWS = [(int(level), floor) for level, floor in _ROW.findall(PAGE.read_text(encoding="utf-8"))]
+LEVELS = {floor: level for level, floor in ROWS if floor != "flows"}
+TOP = next(level for level, floor in ROWS if floor == "flows")
 
 # Who may import what; a name that is not listed may be imported anywhere.
 ALLOWED = {
@@ -98,11 +88,16 @@ def test_imports_point_down() -> None:
     assert [line for path in SHIPPED for line in upward(path)] == []
 
 
+def test_the_page_has_every_floor_once_from_the_top_down() -> None:
+    """The table of docs/ARCHITECTURE.md names no floor twice, and no floor stands below a lower one."""
+    assert len(ROWS) == len({floor for _, floor in ROWS})
+    assert [level for level, _ in ROWS] == sorted((level for level, _ in ROWS), reverse=True)
+
+
 def test_every_folder_is_a_floor() -> None:
-    """What lies in the package is a floor with a level, so that a new folder cannot escape the rule."""
-    assert {module_name(path).split(".")[1] for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"} <= {
-        *LEVELS
-    }
+    """The floors of the page are the folders of the package, so that a new folder cannot escape the rule."""
+    paths = [path for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"]
+    assert {module_name(path).split(".")[1] for path in paths} | {"errors"} == {*LEVELS}
     assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "errors"}
 
 
