@@ -30,12 +30,14 @@ def filled(h: Hostile) -> Path:
     memory = h.outside.parent / "memory"
     shutil.rmtree(memory, ignore_errors=True)
     memory.mkdir()
+    ckpt = Checkpointer(config(h.root, memory_dir=str(memory)), take_over=True)
     try:
-        with Checkpointer(config(h.root, memory_dir=str(memory)), take_over=True) as ckpt:
+        with ckpt:
             ckpt.restore(state_of(0))
             ckpt.save(NEXT, state_of(NEXT), metrics={"loss": 0.1})
             raise LeftError
     except LeftError:
+        ckpt._pruner.finish(60)  # a process that died would not go on either
         return next(memory.glob("ckpt-tasks-*/*"))
 
 
