@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
@@ -99,60 +100,24 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         self._keep_paths_as_text()
-        if not isinstance(self.checkpoint_dir, str) or not self.checkpoint_dir or "\0" in self.checkpoint_dir:
-            raise ConfigError(f"checkpoint_dir must be a directory's name, a str, not {self.checkpoint_dir!r}")
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if not rule.fits(value):
+                shown = "" if name == "storage_options" else f", not {value!r}"  # its values may be secret
+                raise ConfigError(f"{name} must be {rule.words}{shown}")
         if self.run_key is not None and not _is_name(self.run_key):
             raise ConfigError(
                 f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."
             )
-        for name in ("step_interval", "epoch_interval", "max_num_checkpoints", "keep_every_n_steps"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} must be a whole number from 1 on or None, not {value!r}")
-        for name, optional in (("save_interval_secs", True), ("owner_timeout_s", False), ("flush_timeout_s", False)):
-            value = getattr(self, name)
-            if not (optional and value is None) and not (type(value) in (int, float) and 0 < value < float("inf")):
-                raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
-        if self.cadence not in (None, "auto"):
-            raise ConfigError(f"cadence must be 'auto' or None, not {self.cadence!r}")
         if self.cadence and self.save_interval_secs is not None:
             raise ConfigError("cadence='auto' chooses save_interval_secs itself: give one of them")
-        if type(self.overhead_cap) not in (int, float) or not 0 < self.overhead_cap < 1:
-            raise ConfigError(f"overhead_cap must be a share between 0 and 1, not {self.overhead_cap!r}")
-        options = self.storage_options
-        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
-            raise ConfigError("storage_options must be a dict of the file system's options")  # its values may be secret
-        if type(self.single_writer) is not bool:
-            raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
-        self._check_memory()
+        if self.keep_best and self.best_metric is None:
+            raise ConfigError("keep_best needs best_metric: the best by which metric?")
 
     def _keep_paths_as_text(self) -> None:
         for name in ("checkpoint_dir", "memory_dir", "local_dir"):
             if isinstance(given := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(given))
-
-    def _check_memory(self) -> None:
-        if self.memory_dir is not None and (not isinstance(self.memory_dir, str) or not self.memory_dir):
-            raise ConfigError(f"memory_dir must be a directory, 'auto' or None, not {self.memory_dir!r}")
-        if self.local_dir is not None and (not isinstance(self.local_dir, str) or not self.local_dir):
-            raise ConfigError(f"local_dir must be a directory or None, not {self.local_dir!r}")
-        choices = {
-            "on_flush_failure": ("raise", "warn"),
-            "on_non_finite": ("warn", "stop", "rollback"),
-            "best_mode": ("min", "max"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}")
-        self._check_best()
-
-    def _check_best(self) -> None:
-        if type(self.keep_best) is not int or self.keep_best < 0:
-            raise ConfigError(f"keep_best must be a whole number from 0 on, not {self.keep_best!r}")
-        if self.best_metric is not None and (not isinstance(self.best_metric, str) or not self.best_metric):
-            raise ConfigError(f"best_metric must be a metric's name, not {self.best_metric!r}")
-        if self.keep_best and self.best_metric is None:
-            raise ConfigError("keep_best needs best_metric: the best by which metric?")
 
     @property
     def has_interval(self) -> bool:
@@ -187,3 +152,51 @@ class CheckpointConfig:
 
 def _is_name(key: Any) -> bool:
     return isinstance(key, str) and "/" not in key and is_run_key(key)
+
+
+class _Rule(NamedTuple):
+    """What an option must be, as a test and in words."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def _one_of(*choices: str) -> _Rule:
+    return _Rule(lambda value: value in choices, " or ".join(map(repr, choices)))
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_COUNT = _Rule(lambda value: value is None or (type(value) is int and value >= 1), "a whole number from 1 on or None")
+_SECONDS = _Rule(_is_seconds, "a number of seconds above 0")
+
+_RULES = {
+    "checkpoint_dir": _Rule(lambda value: _is_text(value) and "\0" not in value, "a directory's name, a str"),
+    "step_interval": _COUNT,
+    "epoch_interval": _COUNT,
+    "save_interval_secs": _Rule(lambda value: value is None or _is_seconds(value), _SECONDS.words),
+    "cadence": _Rule(lambda value: value in (None, "auto"), "'auto' or None"),
+    "overhead_cap": _Rule(lambda value: _is_seconds(value) and value < 1, "a share between 0 and 1"),
+    "max_num_checkpoints": _COUNT,
+    "keep_every_n_steps": _COUNT,
+    "keep_best": _Rule(lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
+    "best_metric": _Rule(lambda value: value is None or _is_text(value), "a metric's name"),
+    "best_mode": _one_of("min", "max"),
+    "owner_timeout_s": _SECONDS,
+    "memory_dir": _Rule(lambda value: value is None or _is_text(value), "a directory, 'auto' or None"),
+    "on_flush_failure": _one_of("raise", "warn"),
+    "on_non_finite": _one_of("warn", "stop", "rollback"),
+    "flush_timeout_s": _SECONDS,
+    "local_dir": _Rule(lambda value: value is None or _is_text(value), "a directory or None"),
+    "storage_options": _Rule(
+        lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
+        "a dict of the file system's options",
+    ),
+    "single_writer": _Rule(lambda value: type(value) is bool, "True or False"),
+}

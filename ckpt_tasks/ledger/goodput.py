@@ -99,8 +99,7 @@ def follow(moments: Iterable[Moment]) -> Course:
     """Lay a run's moments, oldest first, out in time, and say what became of it."""
     known = list(moments)
     line = _final_line([one for one in known if one.what == "commit"])
-    paces = [one.step_s for one in known if one.step_s is not None]
-    usual_s = median(paces) if paces else None
+    usual_s = _usual_step_s(known)
     steps = {one.identity: one.step or 0 for one in known if one.identity is not None}
     placed: list[Placed] = []
     spans: list[Span] = []
@@ -110,7 +109,7 @@ def follow(moments: Iterable[Moment]) -> Course:
             late_s = max(0.0, one.at_s - now_s) if before else 0.0
             placed.append(Placed(elapsed_s + late_s, one))
             continue
-        at_s = one.at_s - (one.flush_s if one.what == "commit" else 0.0)
+        at_s = _begun_s(one)
         if before is not None and before.epoch == one.epoch:
             at_s = max(at_s, now_s)
         gap_s = max(0.0, at_s - now_s) if before else 0.0
@@ -123,6 +122,16 @@ def follow(moments: Iterable[Moment]) -> Course:
             last_step = one.step
         placed.append(Placed(elapsed_s, one))
     return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
+
+
+def _usual_step_s(moments: list[Moment]) -> float | None:
+    paces = [one.step_s for one in moments if one.step_s is not None]
+    return median(paces) if paces else None
+
+
+def _begun_s(moment: Moment) -> float:
+    """Return when a moment's work was handed over: a commit's snapshot, or the moment itself."""
+    return moment.at_s - (moment.flush_s if moment.what == "commit" else 0.0)
 
 
 def _cut(

@@ -49,6 +49,7 @@ _REPEATED = ("evaluate", "upkeep", "watch")  # flows of ours whose next run does
 _BEATS = 3  # a healthy process may be late twice
 _HEARTBEAT_S = 30  # the smallest that Prefect takes
 _DEFAULT_HEARTBEAT_S = 180  # Prefect's own
+_SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
 _SKEW_S, _MOST_SKEW_S = 2.0, 30.0  # of 120 s after which a silent owner may be taken over from
 _NAMED = 5
 
@@ -229,21 +230,23 @@ def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | N
         jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
         if not jobs:
             return Check("heartbeat", "not checked", "the automations hold for no deployment of the pool")
-    found = {job.name: _seconds(job.env.get(HEARTBEAT)) for job in jobs} or {"this process": own_s}
-    unset = [name for name, beat_s in found.items() if beat_s is None]
-    slow = {name: beat_s for name, beat_s in found.items() if beat_s is not None and beat_s > _allowed(within_s)}
-    do = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
+    beats = {job.name: _seconds(job.env.get(HEARTBEAT)) for job in jobs} or {"this process": own_s}
+    return _judge_beats(beats, within_s)
+
+
+def _judge_beats(beats: Mapping[str, int | None], within_s: float | None) -> Check:
+    slow = {name: beat_s for name, beat_s in beats.items() if beat_s is not None and beat_s > _allowed(within_s)}
     if slow:
         name, beat_s = max(slow.items(), key=lambda item: item[1])
         seen = f"{name}: every {beat_s} s"
         if within_s is None:
-            return Check("heartbeat", "warning", seen, do)
+            return Check("heartbeat", "warning", seen, _SET_HEARTBEAT)
         seen += f", and after {within_s:.0f} s a silent run is taken for dead"
-        return Check("heartbeat", "wrong" if beat_s >= within_s else "warning", seen, do)
-    if unset:
+        return Check("heartbeat", "wrong" if beat_s >= within_s else "warning", seen, _SET_HEARTBEAT)
+    if unset := [name for name, beat_s in beats.items() if beat_s is None]:
         seen = f"not set for {_some(unset)}: the worker's own counts, {_DEFAULT_HEARTBEAT_S} s by default"
-        return Check("heartbeat", "warning" if within_s is None else "wrong", seen, do)
-    return Check("heartbeat", "ok", f"every {max(beat_s or 0 for beat_s in found.values())} s")
+        return Check("heartbeat", "warning" if within_s is None else "wrong", seen, _SET_HEARTBEAT)
+    return Check("heartbeat", "ok", f"every {max(beat_s or 0 for beat_s in beats.values())} s")
 
 
 def _allowed(within_s: float | None) -> float:

@@ -140,24 +140,9 @@ class PlainPart:
         kind = type(tree)
         if kind is TensorRef:
             return self._tensor(tree, live, place, make)
-        content: Any
-        if kind in DICTS:
-            inside = live if type(live) in DICTS else {}
-            keys = [unpack_key(key) for key in tree]
-            content = {
-                key: self._made(item, inside.get(key), (*place, key), make)
-                for key, item in zip(keys, tree.values(), strict=True)
-            }
-        elif kind in _SEQUENCES:
-            inside = live if type(live) is kind else ()
-            count = len(inside)
-            content = [
-                self._made(item, inside[n] if n < count else None, (*place, n), make) for n, item in enumerate(tree)
-            ]
-        elif kind in (set, frozenset):
-            content = unpack_key(tree)
-        else:
+        if kind not in DICTS and kind not in _SEQUENCES and kind not in (set, frozenset):
             return unpack_key(tree)
+        content = self._content(tree, live, place, make)
         if kind is tuple and type(live) is tuple and len(live) == len(content):
             if all(old is new for old, new in zip(live, content, strict=True)):
                 return live
@@ -167,6 +152,24 @@ class PlainPart:
         if kind is deque:
             return deque(content, tree.maxlen)
         return content if type(content) is kind else kind(content)
+
+    def _content(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
+        """Make what a container holds: a dict, a list or a set."""
+        kind = type(tree)
+        if kind in DICTS:
+            inside = live if type(live) in DICTS else {}
+            keys = [unpack_key(key) for key in tree]
+            return {
+                key: self._made(item, inside.get(key), (*place, key), make)
+                for key, item in zip(keys, tree.values(), strict=True)
+            }
+        if kind in _SEQUENCES:
+            inside = live if type(live) is kind else ()
+            count = len(inside)
+            return [
+                self._made(item, inside[n] if n < count else None, (*place, n), make) for n, item in enumerate(tree)
+            ]
+        return unpack_key(tree)
 
     def _takes(self, live: Any, tree: Any) -> bool:
         return (type(live) is not deque or live.maxlen == tree.maxlen) and self._copies.refill(live, tree, self._stored)

@@ -111,16 +111,7 @@ def plan_restore(
     """
     state = flat(state)
     differences = Differences(tensors)
-    wanted = {name: groups[name] for name in state if name in groups}
-    differences.missing += [name for name in state if name not in groups]
-    if not partial:
-        differences.unexpected += [name for name in groups if name not in state and name != RNG]
-    if rng and not partial:
-        differences.missing += [RNG] if RNG not in groups else []
-        wanted |= {RNG: groups[RNG]} if RNG in groups else {}
-    for name, group in wanted.items():
-        if group.kind not in _KINDS:
-            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+    wanted = _wanted(state, groups, differences, partial=partial, rng=rng)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
     copies = Copies()
     with preserved_rng(), gc_paused():
@@ -136,6 +127,23 @@ def plan_restore(
                 part.compare_rest(differences)
     differences.raise_any()
     return RestorePlan(parts, keys, copies)
+
+
+def _wanted(
+    state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, *, partial: bool, rng: bool
+) -> dict[str, Saved]:
+    """Choose the groups of the checkpoint to restore; note those that only one side has."""
+    wanted = {name: groups[name] for name in state if name in groups}
+    differences.missing += [name for name in state if name not in groups]
+    if not partial:
+        differences.unexpected += [name for name in groups if name not in state and name != RNG]
+    if rng and not partial:
+        differences.missing += [RNG] if RNG not in groups else []
+        wanted |= {RNG: groups[RNG]} if RNG in groups else {}
+    for name, group in wanted.items():
+        if group.kind not in _KINDS:
+            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+    return wanted
 
 
 def _parts(

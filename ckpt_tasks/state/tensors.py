@@ -99,24 +99,28 @@ def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
         and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
     ):
         return  # nearly all of them: there may be 10⁵
-    why = hint = ""
+    what, hint = _unsupported(tensor, exact=exact)
+    if what:
+        raise UnsupportedStateError(f"{what} cannot be stored", key=key, hint=hint)
+
+
+def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
+    """Name the kind of tensor that cannot be stored, and what to do instead; "" for one that can."""
+    kind = type(tensor)
     if is_lazy(tensor):
-        why, hint = "a parameter that is not initialised", "Run one forward pass first."
-    elif not (kind in (torch.Tensor, torch.nn.Parameter) or (not exact and _holds_its_data(kind))):
-        why, hint = (
-            f"a tensor of type {kind.__module__}.{kind.__qualname__}",
-            "Store the plain tensors that it is made of.",
-        )
-    elif tensor.layout is not torch.strided or tensor.is_nested:
-        why, hint = f"a tensor of layout {tensor.layout}", "Make it dense, or store its parts."
-    elif tensor.is_meta:
-        why, hint = "a tensor on the meta device, which has no values,", "Materialise it first."
-    elif tensor.dtype not in DTYPES:
-        why, hint = f"a tensor of {tensor.dtype}", "Store its integer form and its parameters."
-    elif exact and tensor.requires_grad and not tensor.is_leaf:
-        why, hint = "a tensor with an autograd history", "Store tensor.detach()."
-    if why:
-        raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=hint)
+        return "a parameter that is not initialised", "Run one forward pass first."
+    if not (kind in (torch.Tensor, torch.nn.Parameter) or (not exact and _holds_its_data(kind))):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return f"a tensor of type {name}", "Store the plain tensors that it is made of."
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout}", "Make it dense, or store its parts."
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values,", "Materialise it first."
+    if tensor.dtype not in DTYPES:
+        return f"a tensor of {tensor.dtype}", "Store its integer form and its parameters."
+    if exact and tensor.requires_grad and not tensor.is_leaf:
+        return "a tensor with an autograd history", "Store tensor.detach()."
+    return "", ""
 
 
 @cache

@@ -72,8 +72,10 @@ def as_ours(error: BaseException, name: str) -> CkptError:
         return ObjectExistsError("the object exists already", key=name)
     if status == 416:
         return IntegrityError("the object ends before the bytes that are wanted", key=name)
-    if status is None:
-        return _without_answer(error, name)
+    return _without_answer(error, name) if status is None else _refusal(error, name, status, code)
+
+
+def _refusal(error: BaseException, name: str, status: int, code: str) -> StoreError:
     expired = is_expired(error)
     hint = _EXPIRED_HINT if expired else _HINTS.get(code or ("AccessDenied" if status == 403 else ""))
     failure = StoreError(f"the store answered {status} {code}".rstrip(), key=name, hint=hint)
