@@ -248,10 +248,11 @@ class Checkpointer:
             keep = True  # storage may lack what is in memory
             raise
         finally:
-            self._interrupt.uninstall()
-            self._release(prune_s=0 if keep else _PRUNE_S)
-            self._saver.forget_plan()
-            self._cache.close(keep=keep)
+            with self._saver.turn():
+                self._interrupt.uninstall()
+                self._release(prune_s=0 if keep else _PRUNE_S)
+                self._saver.forget_plan()
+                self._cache.close(keep=keep)
 
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
@@ -362,12 +363,13 @@ class Checkpointer:
             groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
             if self.last_commit is None:
                 warn_of_unsaved(state)
-        committer = self._own().committer
-        if not self._knows_line:
-            committer.check_line()
-            self._knows_line = True
-        saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
-        self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
+        with self._saver.turn():
+            committer = self._own().committer
+            if not self._knows_line:
+                committer.check_line()
+                self._knows_line = True
+            saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
+            self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
     def _raise_failure(self) -> None:

@@ -120,6 +120,11 @@ class Pipeline:
         return stuck
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the interpreter ends: threads beside the main one hand in nothing more."""
+        return self._ended
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is on its way."""
         with self._changed:

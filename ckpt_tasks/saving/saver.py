@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.ledger import Entry
@@ -60,6 +62,7 @@ class Saver:
         pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
         self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
         self._warned_stuck = False
+        self._turn = threading.Lock()
 
     @property
     def unprepared(self) -> bool:
@@ -148,6 +151,13 @@ class Saver:
         """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""
         self._pipeline.forget()
         self._rank.forget()
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Return a lock that lets one thread train while another one closes; none at the interpreter's end.
+
+        A thread that trains then is held within its turn until the process is gone.
+        """
+        return nullcontext() if self._pipeline.has_ended else self._turn
 
     def release(self) -> bool:
         """Release the run directory; False where the store is stuck, and would not take that either."""
