@@ -121,9 +121,10 @@ def addresses_of(ckpt: Checkpointer) -> list[int]:
 def child_of(ckpt: Checkpointer, memory: Path | None, before: Any) -> dict[str, Any]:
     """Do in a child what a child may do wrong; return what it saw."""
     return {
-        "tried": tried(ckpt),
-        "inherited": inherited(memory),
+        # First, before what is tried makes memory of the child's own where the parent has its images.
         "mapped": mapped(addresses_of(ckpt)),
+        "inherited": inherited(memory),
+        "tried": tried(ckpt),
         "handler": signal.getsignal(signal.SIGTERM) == before,
     }
 
