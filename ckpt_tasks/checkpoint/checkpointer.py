@@ -12,7 +12,7 @@ from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.tenure import Tenure
 from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import AttemptHooks, CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
@@ -128,13 +128,13 @@ class Checkpointer:
         which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
         RunMismatchError; the state is untouched then.
         """
-        tenure = self._own()
+        self._own()
         self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
         known = candidates = self.checkpoints()
         in_memory = self._cache.found(known)
         if step is not None or self._finite.failed_step is not None:
-            candidates = self._finite.older(known) if step is None else [Run(self._history, tenure.run_key).find(step)]
+            candidates = self._finite.older(known) if step is None else [self.run.find(step)]
             digests = {one.manifest_digest for one in candidates}
             in_memory = [one for one in in_memory if one.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
@@ -264,7 +264,7 @@ class Checkpointer:
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
-        return lineage(self._history.head().state.live)
+        return self.run.checkpoints()
 
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step whatever the policy says."""

@@ -46,7 +46,7 @@ class Tenure:
             pruner.new_owner()
             cache.open(self.run_key)
         except BaseException:
-            self.committer.release()  # nobody has to wait until this process shows no life
+            self.committer.release()  # others need not wait for the timeout
             raise
         self._history = history
         self._timeout_s = config.owner_timeout_s

@@ -18,12 +18,13 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import (
     ConfigError,
     FormatVersionError,
@@ -63,8 +64,6 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _METADATA = "__metadata__"  # in a safetensors header, not a tensor's name
 _MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # codes that hold views of other dtypes as well
-
-Progress = Callable[[int], None]
 
 
 class ExportedFile(NamedTuple):
@@ -166,14 +165,14 @@ def export_checkpoint(
     groups: Iterable[str] | None = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> ExportReport:
     """Write the tensors of `groups` (without any: of all modules) as files that every safetensors reader opens.
 
     `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
-    their index. `on_progress` is told of every read, in bytes. Raises ConfigError where that cannot be done as asked,
-    UnsupportedStateError where one file cannot hold so many names, IntegrityError where bytes are damaged and
-    StoreError where a read or a write fails.
+    their index. `on_progress` gets the size in bytes of every read. Raises ConfigError if that cannot be done as asked,
+    UnsupportedStateError if one file cannot hold so many names, IntegrityError if bytes are damaged and StoreError if a
+    read or a write fails.
     """
     plan = plan_export(store, checkpoint, out, groups=groups, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     return write_export(store, plan, on_progress)
@@ -214,7 +213,7 @@ def plan_export(
     return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=tuple(shards), index=index)
 
 
-def write_export(store: Store, plan: ExportPlan, on_progress: Progress | None = None) -> ExportReport:
+def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None = None) -> ExportReport:
     """Write what was planned and return the plan's report; `on_progress` and errors as of `export_checkpoint`."""
     objects = {row.object for shard in plan.shards for row in shard.places}
     for record in plan.opened.manifest.objects:
@@ -234,7 +233,7 @@ def write_export(store: Store, plan: ExportPlan, on_progress: Progress | None = 
     return plan.report
 
 
-def _copy(store: Store, on_progress: Progress, shard: _Shard, fd: int) -> None:
+def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None:
     """Write one file; every region is verified between its read and its write."""
     write_at(fd, shard.header, 0)
     runs = merge_runs(shard.places)

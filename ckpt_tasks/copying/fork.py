@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import add
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from ckpt_tasks.copying.syncing import check_apart, renewed_lease
-from ckpt_tasks.copying.transfer import Transfer, by_object
+from ckpt_tasks.copying.transfer import OnProgress, Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -43,8 +43,6 @@ from ckpt_tasks.storage.port import Store
 __all__ = ["ForkPlan", "Moved", "checked_params", "find_source", "plan_fork", "run_fork"]
 
 _HOLDER = "ckpt fork"
-
-OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

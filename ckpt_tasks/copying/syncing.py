@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from ckpt_tasks.copying.sync_diff import SyncDiff, find_sync_diff
-from ckpt_tasks.copying.transfer import Transfer, by_object
+from ckpt_tasks.copying.transfer import OnProgress, Transfer, by_object
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -52,8 +52,6 @@ _LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves h
 _OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
 _MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
-
-OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

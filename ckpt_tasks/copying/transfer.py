@@ -25,7 +25,9 @@ from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.reading.opening import READ_BYTES, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Transfer", "by_object", "changes"]
+__all__ = ["OnProgress", "Transfer", "by_object", "changes"]
+
+OnProgress = Callable[[int], None]  # it gets the size in bytes of every read
 
 _IN_FLIGHT = 8
 
@@ -42,7 +44,7 @@ class Transfer:
         source: Store,
         target: Store,
         state: State,
-        on_progress: Callable[[int], None],
+        on_progress: OnProgress,
         given_up: frozenset[str] = frozenset(),
     ):
         self._source, self._target, self._state, self._on_progress = source, target, state, on_progress

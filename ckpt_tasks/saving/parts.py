@@ -36,7 +36,7 @@ _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an olde
 
 
 class SupersededError(Exception):
-    """A newer snapshot took the place of one that waited; nobody outside of the pipeline sees this."""
+    """A newer snapshot took the place of one that waited; the pipeline catches this."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
 
 
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
-    """Digest one image of a snapshot; raises SupersededError as soon as nobody wants it any more."""
+    """Digest one image of a snapshot; raises SupersededError as soon as it is given up."""
     name, header = attempt_prefix(attempt) + image.name, image.layout.header
     digests: list[bytes] = []
     for _, _, begin, end in image.layout.regions:

@@ -18,6 +18,7 @@ from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reus
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
+from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.capture import Captured
@@ -107,11 +108,8 @@ class RankSaver:
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
 
-    def copy(self, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
-        """Write a snapshot to the local directory, if there is one; where that fails, log a warning."""
-        copies = self._cache.copies
-        if copies is None:
-            return
+    def copy(self, copies: LocalCopies, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
+        """Write a snapshot to the local directory; where that fails, log a warning."""
         by_name = {image.name: image.bytes for image in images.images}
         objects = {one.name: by_name[one.name.rpartition("/")[2]] for one in prepared.manifest.objects}
         index = prepared.manifest.index.name, prepared.index_bytes

@@ -233,9 +233,9 @@ class Saver:
         admitted = committer.admit()  # who was fenced writes nothing more
         _, state = admitted
         try:
-            if self._cache.copies is not None:
+            if (copies := self._cache.copies) is not None:
                 prepared = snapshot.wait_prepared()
-                self._rank.copy(snapshot.images, prepared, _seal_of(snapshot, prepared, None))
+                self._rank.copy(copies, snapshot.images, prepared, _seal_of(snapshot, prepared, None))
             digested = iter(snapshot.digested.get, None)
             part, as_planned = self._rank.put(
                 self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps

@@ -132,11 +132,15 @@ def test_copies_go_with_their_checkpoints(url: str, tmp_path: Path) -> None:
 
 
 def test_the_directory_of_another_run_is_refused(url: str, tmp_path: Path) -> None:
-    """Two runs with one local directory would delete each other's copies: the second one is told so."""
+    """Two runs with one local directory would delete each other's copies: the second is refused, and is released."""
     with Checkpointer(config(url, tmp_path)) as ckpt:
         ckpt.save(1, state(1.0))
-    with pytest.raises(ConfigError, match="another run"), Checkpointer(config(f"{url}-2", tmp_path)) as ckpt:
-        ckpt.save(1, state(1.0))
+    second = Checkpointer(config(f"{url}-2", tmp_path))
+    with pytest.raises(ConfigError, match="another run"):
+        second.save(1, state(1.0))
+    owner = second.run.head().state.owner
+    assert owner is not None
+    assert owner.released  # at once, not when the block ends
 
 
 def test_a_full_disk_costs_the_copy_and_not_the_checkpoint(
