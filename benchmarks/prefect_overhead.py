@@ -41,7 +41,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
         cuts = {"long": (_Cut(2, 5, 0.05), 1), "short": (_Cut(5, 1, 0.01), 1)}
     quiet = {PREFECT_LOGGING_LEVEL: "WARNING", PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
-        attempted_task(_nothing, retries=0, retry_delay_s=0)()  # the first run in a process imports and connects
+        attempted_task(_nothing, retries=0, retry_delay_seconds=0)()  # the first run in a process imports and connects
         return {name: _compare(directory / name, cut, repeated) for name, (cut, repeated) in cuts.items()}
 
 

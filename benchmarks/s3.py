@@ -28,6 +28,7 @@ from botocore.client import Config
 
 from benchmarks.apart import summary
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from tests.servers import s3 as servers
 from tests.servers.ceph import ceph
@@ -182,9 +183,8 @@ def stalls(places: dict[str, str], server: S3Server, data: bytes, rounds: int) -
         runs = {}
         for name, place in places.items():
             options = server.storage_options if place.startswith("s3:") else None
-            config = CheckpointConfig(
-                checkpoint_dir=f"{place}/stall", step_interval=1, max_num_checkpoints=2, storage_options=options
-            )
+            location = Location(f"{place}/stall", storage_options=options)
+            config = CheckpointConfig(checkpoint_dir=location, step_interval=1, max_num_checkpoints=2)
             runs[name] = stack.enter_context(Checkpointer(config))
         for step in range(1, rounds + 3):
             for name in random.sample([*runs], len(runs)):

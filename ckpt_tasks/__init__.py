@@ -13,34 +13,56 @@ from ckpt_tasks import errors
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+    from ckpt_tasks.copying.export import export_checkpoint
+    from ckpt_tasks.copying.syncing import plan_sync, run_sync
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.ledger.config import CheckpointConfig
-    from ckpt_tasks.orchestration.attempts import resumable_task
+    from ckpt_tasks.orchestration.attempts import AttemptHooks, resumable_task
+    from ckpt_tasks.orchestration.blocks import CheckpointStore
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
+    from ckpt_tasks.saving.listening import Listener
+    from ckpt_tasks.state.gradients import Gradients
     from ckpt_tasks.state.sampler import ResumableSampler
+    from ckpt_tasks.storage.locations import Location
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AttemptHooks",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointStore",
     "Checkpointer",
+    "Gradients",
+    "Listener",
+    "Location",
     "RestoreReport",
     "ResumableSampler",
     "errors",
+    "export_checkpoint",
     "open_run",
+    "plan_sync",
     "resumable_task",
+    "run_sync",
 ]
 
 _MODULES = {
+    "AttemptHooks": "ckpt_tasks.orchestration.attempts",
     "Checkpoint": "ckpt_tasks.format.records",
     "CheckpointConfig": "ckpt_tasks.ledger.config",
+    "CheckpointStore": "ckpt_tasks.orchestration.blocks",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
+    "Gradients": "ckpt_tasks.state.gradients",
+    "Listener": "ckpt_tasks.saving.listening",
+    "Location": "ckpt_tasks.storage.locations",
     "RestoreReport": "ckpt_tasks.reading.restore",
     "ResumableSampler": "ckpt_tasks.state.sampler",
+    "export_checkpoint": "ckpt_tasks.copying.export",
     "open_run": "ckpt_tasks.reading.reading",
+    "plan_sync": "ckpt_tasks.copying.syncing",
     "resumable_task": "ckpt_tasks.orchestration.attempts",
+    "run_sync": "ckpt_tasks.copying.syncing",
 }
 
 

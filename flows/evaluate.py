@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Round
 from ckpt_tasks.orchestration.promote import Promotion
 from ckpt_tasks.orchestration.starts import name_declined_starts
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.locations import Location
 
 _RETRY_DELAY_S = 2.0
 
@@ -33,7 +33,7 @@ _RETRY_DELAY_S = 2.0
 def evaluate(
     *,
     run_key: str,
-    checkpoint_dir: str,
+    checkpoint_dir: str | Location,
     program: str = "flows.programs.byte_lm:ByteLM",
     params: dict[str, Any] | None = None,
     which: int | str = "latest",
@@ -42,7 +42,6 @@ def evaluate(
     follow_s: float = 0.0,
     promote: str | None = None,
     promote_params: dict[str, Any] | None = None,
-    storage_options: dict[str, Any] | None = None,
     retries: int = 2,
 ) -> list[EvaluationResult]:
     """Evaluate checkpoints by `suite`, each once, and record the results beside them.
@@ -54,21 +53,20 @@ def evaluate(
     `promote` ("module:function") is called with the run's best checkpoint, and `promote_params`, if it was looked at.
     Several are evaluated side by side by the flow's task runner; what fails does so at the end of the flow.
     """
-    config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir, storage_options=storage_options), run_key)
+    config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     evaluator = Evaluator(
         run_key=run_key,
-        checkpoint_dir=os.fspath(config.checkpoint_dir),
+        location=config.location,
         program=program,
         params=params or {},
         suite=suite,
-        storage_options=storage_options,
         holder=f"evaluation {suite}, flow run {flow_run.id}",
     )
     looks = Rounds(limit, follow_s)
     if (run := evaluator.open_for(which, follow_s)) is None:
         return []
     promotion = _promotion(evaluator, run, promote, promote_params)
-    attempted = partial(attempted_task, retries=retries, retry_delay_s=_RETRY_DELAY_S)
+    attempted = partial(attempted_task, retries=retries, retry_delay_seconds=_RETRY_DELAY_S)
     task = attempted(_evaluation, task_run_name="{suite} on step {step}")
     errors: dict[str, Exception] = {}
     if which == "pending":

@@ -50,14 +50,14 @@ def train(
     batch_steps: int | None = None,
     batch_seconds: float = 30.0,
     retries: int = 3,
-    retry_delay_s: float = 2.0,
+    retry_delay_seconds: float = 2.0,
     early_stop: EarlyStop | None = None,
     fork_from: str | None = None,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
-    has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_s`
+    has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_seconds`
     seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
     goes on from the newest good checkpoint; a store or an API that is away crashes a deployment's, so that it is
     resumed. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of another one, if that is given.
@@ -87,7 +87,7 @@ def train(
         announce(ckpt, run_key, program=program, params=params)
         stopping = EarlyStopping(ckpt, early_stop)
         session = LocalSession(ckpt, program, params)
-        batch_task = step_batch(session, retries=retries, retry_delay_s=retry_delay_s)
+        batch_task = step_batch(session, retries=retries, retry_delay_seconds=retry_delay_seconds)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
             pages.show(batch.end, batch.metrics)

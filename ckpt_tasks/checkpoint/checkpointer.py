@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from ckpt_tasks.checkpoint.tenure import Tenure
 from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.ledger.config import AttemptHooks, CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.policy.retention import Verdict
@@ -29,10 +29,9 @@ from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.state.unsaved import warn_of_unsaved
-from ckpt_tasks.storage.locations import find_place
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "hold_signals"]
 
 _PRUNE_S = 10.0  # for the prune behind the last commit, at a close in order; what is left is the next owner's
 _log = logging.getLogger("ckpt_tasks")
@@ -58,12 +57,11 @@ class Checkpointer:
 
     def __init__(self, config: CheckpointConfig, *, take_over: bool = False, flow_run_id: str | None = None):
         self.config = config
-        self.attempt_hooks = AttemptHooks()
         self.last_restore: RestoreReport | None = None
         self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
         self._process = Process()
-        self._place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
-        self._history = History(self._place.open())
+        self._location = config.location.resolve(config.run_key)
+        self._history = History(self._location.open())
         self._take_over = take_over
         self._flow_run_id = flow_run_id
         self._tenure: Tenure | None = None
@@ -301,32 +299,6 @@ class Checkpointer:
             self.freed_bytes = self._cache.clean(self.checkpoints())
         return verdicts
 
-    def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, the one that waits included.
-
-        For a wait within the `with` block (the delay before a retry); outside of it this does nothing.
-        """
-        if not self._entered or not self._process.is_here:
-            return
-        if hold:
-            self._deliver_signal()  # nothing has been trained since the last commit
-            self._interrupt.install()
-        else:
-            self._interrupt.uninstall()
-            self._interrupt.deliver()
-
-    def hooks(
-        self,
-        *,
-        before_attempt: Callable[..., None] | None = None,
-        after_attempt: Callable[..., None] | None = None,
-        after_failure: Callable[..., None] | None = None,
-    ) -> None:
-        """Add functions of your own around every attempt of a resumable task: beside restore, save and discard."""
-        self.attempt_hooks = AttemptHooks(
-            before_attempt=before_attempt, after_attempt=after_attempt, after_failure=after_failure
-        )
-
     def listen(self, listener: Listener) -> None:
         """Tell a listener of commits, failed saves and restores from now on."""
         self._saver.listeners.add(listener)
@@ -341,7 +313,7 @@ class Checkpointer:
                 self._cache,
                 self._pruner,
                 self._line,
-                single_writer=self._place.single_writer,
+                single_writer=self._location.single_writer,
                 take_over=self._take_over,
                 flow_run_id=self._flow_run_id,
             )
@@ -392,3 +364,18 @@ class Checkpointer:
         if self._interrupt.pending is not None:
             self._release(prune_s=0)  # the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
+
+
+def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
+    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, with the one that waits.
+
+    For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
+    """
+    if not ckpt._entered or not ckpt._process.is_here:
+        return
+    if hold:
+        ckpt._deliver_signal()  # nothing has been trained since the last commit
+        ckpt._interrupt.install()
+    else:
+        ckpt._interrupt.uninstall()
+        ckpt._interrupt.deliver()

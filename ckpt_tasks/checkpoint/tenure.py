@@ -35,7 +35,7 @@ class Tenure:
     ):
         cache.check()
         key = config.run_key or history.store.url.rstrip("/").rpartition("/")[2]
-        history.create(key, single_writer=config.single_writer or single_writer)
+        history.create(key, single_writer=single_writer)
         self.run_key = history.check(config.run_key) or key
         self.damaged = damage(history)
         me, best = identify(flow_run_id), (config.best_metric, config.best_mode)

@@ -68,13 +68,13 @@ def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
 
 def _of_place(directory: str | None) -> list[Check]:
     from ckpt_tasks.policy.health import Check, judge_memory
-    from ckpt_tasks.storage.locations import find_place
+    from ckpt_tasks.storage.locations import Location
     from ckpt_tasks.storage.retrying import RetryingStore
 
     if directory is None:
         return [Check("store", "not checked", "no DIR was named"), judge_memory(_memory(None, None))]
     try:
-        store = find_place(directory).open()
+        store = Location(directory).open()
         inner = store.inner if isinstance(store, RetryingStore) else store
         patient = RetryingStore(inner, deadline_s=_DEADLINE_S)
         seen, size_bytes = _store(inner, patient)

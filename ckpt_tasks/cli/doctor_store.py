@@ -52,12 +52,12 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
 
 
 def _measure(out: Output, url: str) -> tuple[Findings, Verdict]:
-    from ckpt_tasks.reading.reading import open_store
     from ckpt_tasks.storage.findings import judge
+    from ckpt_tasks.storage.locations import Location
     from ckpt_tasks.storage.measuring import measure
     from ckpt_tasks.storage.retrying import RetryingStore
 
-    store = open_store(url)
+    store = Location(url).open()
     with _saying(out) as on_progress:
         # Each request once: what a repetition would hide is what is asked for.
         findings = measure(store.inner if isinstance(store, RetryingStore) else store, on_progress=on_progress)

@@ -57,9 +57,9 @@ def fork(
         run = wanted.open()
         _check_changes(run, changed)
         from ckpt_tasks.copying.fork import find_source, plan_fork, run_fork
-        from ckpt_tasks.storage.locations import find_place
+        from ckpt_tasks.storage.locations import Location
 
-        place = find_place(to, run_key=run_key)
+        place = Location(to).resolve(run_key)
         target, began = place.open(), time.monotonic()
         found = find_source(run, wanted.which, target)
         planned = plan_fork(run, found, target, changed, run_key)

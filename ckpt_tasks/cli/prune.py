@@ -66,7 +66,7 @@ def prune(
             keep_every_n_steps=keep_every_n_steps,
             keep_best=keep_best,
             best_metric=best_metric or (state.best_metric if keep_best else None),
-            best_mode=best_mode or state.best_mode,
+            best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
             memory_dir=memory_dir,
         )
         missing = missing_metric(state, config.retention_policy)

@@ -51,9 +51,9 @@ def sync(
 
 
 def _sync(out: Output, run: Run, only: Checkpoint | None, to: str, *, single_writer: bool) -> None:
-    from ckpt_tasks.storage.locations import find_place
+    from ckpt_tasks.storage.locations import Location
 
-    place = find_place(to)
+    place = Location(to).resolve()
     target, single_writer = place.open(), single_writer or place.single_writer
     began = time.monotonic()
     report = _copy(out, run, only, target, single_writer=single_writer)

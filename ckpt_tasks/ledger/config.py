@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
-from ckpt_tasks.policy.cadence import OVERHEAD_CAP, SavePolicy
+from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.storage.locations import Location, location_of
 
-__all__ = ["AttemptHooks", "CheckpointConfig"]
+__all__ = ["CheckpointConfig"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptHooks:
-    """A user's own functions around every attempt of a resumable task, called beside restore, save and discard."""
-
-    before_attempt: Callable[..., None] | None = None
-    after_attempt: Callable[..., None] | None = None
-    after_failure: Callable[..., None] | None = None
+OnFlushFailure = Literal["raise", "warn"]
+OnNonFinite = Literal["warn", "stop", "rollback"]
+BestMode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +34,10 @@ class CheckpointConfig:
     # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    checkpoint_dir: str | os.PathLike[str]
-    """Where the run lives: a directory (a str, or a Path, which is kept as a str), a place in an object store
-    (docs/STORES.md), or a block (docs/OPERATING.md). As a parameter of a flow it may hold `{run_key}`.
+    checkpoint_dir: str | os.PathLike[str] | Location
+    """Where the run lives: a directory (a str, or a Path, which is kept as a str), a URL in an object store
+    (docs/STORES.md), a block (docs/OPERATING.md), or a `Location` with options of the store. As a parameter of a flow
+    it may hold `{run_key}`.
     """
     run_key: str | None = None
     """Name of the run; `None` takes the directory's name. The directory of another run is refused."""
@@ -50,12 +47,10 @@ class CheckpointConfig:
     """Save when the number of epochs crosses a multiple of this; `step()` must be given the epochs."""
     save_interval_secs: float | None = None
     """Save when this many seconds have passed."""
-    cadence: str | None = None
+    cadence: Literal["auto"] | None = None
     """`"auto"` chooses the seconds between saves from what a save costs and how often the run fails (docs/CADENCE.md).
     `None` does the same if no interval is given.
     """
-    overhead_cap: float = OVERHEAD_CAP
-    """Share of the run's time that `cadence="auto"` may spend on saves."""
     max_num_checkpoints: int | None = 3
     """Keep this many of the newest checkpoints; `None` keeps all. See below for the ends of batches."""
     keep_every_n_steps: int | None = None
@@ -64,7 +59,7 @@ class CheckpointConfig:
     """Also keep this many of the best checkpoints by `best_metric`."""
     best_metric: str | None = None
     """A metric of saves or evaluations. It says what `best` means everywhere."""
-    best_mode: str = "min"
+    best_mode: BestMode = "min"
     """Which value of `best_metric` is better: `"min"` the lower, `"max"` the higher."""
     owner_timeout_s: float = 120.0
     """Another host may take the run over when its owner has shown no life for this many seconds."""
@@ -74,11 +69,11 @@ class CheckpointConfig:
     the process's own memory, which ends with it. So does `"auto"` without room, with a warning; there, too, they
     count towards the container's memory.
     """
-    on_flush_failure: str = "raise"
+    on_flush_failure: OnFlushFailure = "raise"
     """What the next `step()` does after the store failed a save in the background: `"raise"`, or `"warn"` and go on.
     Some failures are raised in both cases; see below.
     """
-    on_non_finite: str = "warn"
+    on_non_finite: OnNonFinite = "warn"
     """What `step()` and `save()` do if a metric is NaN or infinite. `"warn"` warns once for each stretch of such steps,
     and saves. `"stop"` raises NonFiniteError before the step is saved, which ends a flow for good. `"rollback"` raises
     it too, and the next `restore()` (a flow's retry) goes back to the newest checkpoint with finite metrics: further
@@ -93,18 +88,13 @@ class CheckpointConfig:
     sent, and are read from there if they are good. The next process on this host restores and sends what the store does
     not have yet.
     """
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
-    """Options of the store's file system (s3fs, adlfs, gcsfs). Without them credentials come from the usual places."""
-    single_writer: bool = False
-    """Do without the store's put-if-absent. You must make sure that only one process at a time writes."""
 
     def __post_init__(self) -> None:
         self._keep_paths_as_text()
         for name, rule in _RULES.items():
             value = getattr(self, name)
             if not rule.fits(value):
-                shown = "" if name == "storage_options" else f", not {value!r}"  # its values may be secret
-                raise ConfigError(f"{name} must be {rule.words}{shown}")
+                raise ConfigError(f"{name} must be {rule.words}, not {value!r}")
         if self.run_key is not None and not _is_name(self.run_key):
             raise ConfigError(
                 f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."
@@ -118,6 +108,11 @@ class CheckpointConfig:
         for name in ("checkpoint_dir", "memory_dir", "local_dir"):
             if isinstance(given := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(given))
+
+    @property
+    def location(self) -> Location:
+        """Where the run lives, with the options of its store."""
+        return location_of(self.checkpoint_dir)
 
     @property
     def has_interval(self) -> bool:
@@ -161,8 +156,9 @@ class _Rule(NamedTuple):
     words: str
 
 
-def _one_of(*choices: str) -> _Rule:
-    return _Rule(lambda value: value in choices, " or ".join(map(repr, choices)))
+def _one_of(choices: Any) -> _Rule:
+    allowed = get_args(choices)
+    return _Rule(lambda value: value in allowed, " or ".join(map(repr, allowed)))
 
 
 def _is_seconds(value: Any) -> bool:
@@ -177,26 +173,23 @@ _COUNT = _Rule(lambda value: value is None or (type(value) is int and value >= 1
 _SECONDS = _Rule(_is_seconds, "a number of seconds above 0")
 
 _RULES = {
-    "checkpoint_dir": _Rule(lambda value: _is_text(value) and "\0" not in value, "a directory's name, a str"),
+    "checkpoint_dir": _Rule(
+        lambda value: isinstance(value, Location) or (_is_text(value) and "\0" not in value),
+        "a directory's name, a str, or a Location",
+    ),
     "step_interval": _COUNT,
     "epoch_interval": _COUNT,
     "save_interval_secs": _Rule(lambda value: value is None or _is_seconds(value), _SECONDS.words),
     "cadence": _Rule(lambda value: value in (None, "auto"), "'auto' or None"),
-    "overhead_cap": _Rule(lambda value: _is_seconds(value) and value < 1, "a share between 0 and 1"),
     "max_num_checkpoints": _COUNT,
     "keep_every_n_steps": _COUNT,
     "keep_best": _Rule(lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
     "best_metric": _Rule(lambda value: value is None or _is_text(value), "a metric's name"),
-    "best_mode": _one_of("min", "max"),
+    "best_mode": _one_of(BestMode),
     "owner_timeout_s": _SECONDS,
     "memory_dir": _Rule(lambda value: value is None or _is_text(value), "a directory, 'auto' or None"),
-    "on_flush_failure": _one_of("raise", "warn"),
-    "on_non_finite": _one_of("warn", "stop", "rollback"),
+    "on_flush_failure": _one_of(OnFlushFailure),
+    "on_non_finite": _one_of(OnNonFinite),
     "flush_timeout_s": _SECONDS,
     "local_dir": _Rule(lambda value: value is None or _is_text(value), "a directory or None"),
-    "storage_options": _Rule(
-        lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
-        "a dict of the file system's options",
-    ),
-    "single_writer": _Rule(lambda value: type(value) is bool, "True or False"),
 }

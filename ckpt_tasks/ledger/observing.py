@@ -53,9 +53,9 @@ class LedgerEvent:
 class LearningCadence:
     """The automatic cadence of one run: begun with what its history says, changed by each commit."""
 
-    def __init__(self, history: History, overhead_cap: float):
+    def __init__(self, history: History):
         self._happened = recent(history)
-        self._cadence = AutoCadence(overhead_cap=overhead_cap)
+        self._cadence = AutoCadence()
         self._update()
 
     @property

@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_logger, get_run_logger
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer, hold_signals
 from ckpt_tasks.errors import (
     CkptError,
     ConfigError,
@@ -43,7 +43,7 @@ from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
 from ckpt_tasks.state.rng import OwnStreams
 
-__all__ = ["PERMANENT", "Attempt", "Attempts", "attempted_task", "resumable_task"]
+__all__ = ["PERMANENT", "Attempt", "AttemptHooks", "Attempts", "attempted_task", "resumable_task"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,14 +76,27 @@ class Attempt:
     failure: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttemptHooks:
+    """Your own functions around every attempt of a resumable task; what one raises fails the attempt.
+
+    They are called after the restore, after the commit, and after a failed attempt was discarded and recorded.
+    """
+
+    before_attempt: Callable[[Attempt], object] | None = None
+    after_attempt: Callable[[Attempt], object] | None = None
+    after_failure: Callable[[Attempt], object] | None = None
+
+
 class Attempts:
     """Run a task's body between the hooks, attempt by attempt.
 
     `counted`: an attempt whose body reported no step through `ckpt.step()` is a step of its own.
     """
 
-    def __init__(self, session: Session, *, counted: bool, max_stalled: int):
+    def __init__(self, session: Session, *, counted: bool, max_stalled: int, hooks: AttemptHooks | None = None):
         self.session = session
+        self._hooks = hooks or AttemptHooks()
         self._counted = counted
         self._max_stalled = max_stalled
         self._failure: str | None = None
@@ -115,12 +128,12 @@ class Attempts:
 
     def _before(self, attempt: Attempt) -> Attempt:
         ckpt = self.session.ckpt
-        ckpt.hold_signals(True)
+        hold_signals(ckpt, True)
         if not self.session.clean:  # a clean session has just committed: it made progress
             self.session.restore()
             self._check_progress()
         attempt = replace(attempt, position=ckpt.position)
-        _call(ckpt, "before_attempt", attempt)
+        _call(self._hooks.before_attempt, attempt)
         return attempt
 
     def _check_progress(self) -> None:
@@ -138,7 +151,7 @@ class Attempts:
         if moved or self._counted:
             self.session.save(ckpt.position if moved else ckpt.position + 1)
         self._failure = None
-        _call(ckpt, "after_attempt", replace(attempt, position=ckpt.position))
+        _call(self._hooks.after_attempt, replace(attempt, position=ckpt.position))
 
     def _failed(self, attempt: Attempt, why: str, error: Exception | None = None) -> None:
         ckpt = self.session.ckpt
@@ -151,8 +164,8 @@ class Attempts:
             log.warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
         if not isinstance(error, OwnerError):  # a fenced process writes nothing, not even evidence
             self._note(attempt, why, error)
-        _call(ckpt, "after_failure", replace(attempt, position=ckpt.position, failure=why))
-        ckpt.hold_signals(False)  # nothing trains until the next attempt, and that may be a minute away
+        _call(self._hooks.after_failure, replace(attempt, position=ckpt.position, failure=why))
+        hold_signals(ckpt, False)  # nothing trains until the next attempt, and that may be a minute away
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
@@ -167,23 +180,24 @@ def resumable_task(
     state: dict[str, Any],
     *,
     retries: int = 3,
-    retry_delay_s: float = 2.0,
+    retry_delay_seconds: float = 2.0,
     retry_condition_fn: RetryCondition | None = None,
     max_stalled_attempts: int = 10,
+    hooks: AttemptHooks | None = None,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a function a Prefect task that goes on where its last committed attempt ended.
 
     Before an attempt `state` is restored where it has to be: on the first use in this process, and after a failed
     attempt. After an attempt it is committed, at the step that the body reported through `ckpt.step()`, else at the
-    position + 1. After a failed one the failure is noted in the ledger. `ckpt.hooks(…)` adds hooks of your own at the
-    same points. Retries come after `retry_delay_s` seconds, then twice that, and so on, with jitter; what another
+    position + 1. After a failed one the failure is recorded in the ledger. `hooks` are called at the same
+    points. Retries come after `retry_delay_seconds` seconds, then twice that, and so on, with jitter; what another
     attempt cannot mend (`PERMANENT`) is never retried. `options` are those of `prefect.task`.
 
     Raises ConfigError for a function or an option with which the task could not be resumed.
     """
-    attempts = Attempts(_session_of(ckpt, state), counted=True, max_stalled=max_stalled_attempts)
-    how = {"retries": retries, "retry_delay_s": retry_delay_s, "retry_condition_fn": retry_condition_fn, **options}
+    attempts = Attempts(_session_of(ckpt, state), counted=True, max_stalled=max_stalled_attempts, hooks=hooks)
+    retrying: dict[str, Any] = {"retry_delay_seconds": retry_delay_seconds, "retry_condition_fn": retry_condition_fn}
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
         if not _is_plain(function):
@@ -193,7 +207,7 @@ def resumable_task(
         def attempted(*args: P.args, **kwargs: P.kwargs) -> R:
             return attempts.run(function, *args, **kwargs)
 
-        return attempted_task(attempted, **how)
+        return attempted_task(attempted, retries=retries, **retrying, **options)
 
     return decorate
 
@@ -202,7 +216,7 @@ def attempted_task(
     function: Callable[P, R],
     *,
     retries: int,
-    retry_delay_s: float,
+    retry_delay_seconds: float,
     retry_condition_fn: RetryCondition | None = None,
     **options: Any,
 ) -> Task[P, R]:
@@ -210,11 +224,11 @@ def attempted_task(
     unfit = sorted(name for name in options if name.startswith(("cache_", "retry_", "refresh_")))
     if unfit:
         raise ConfigError(f"{', '.join(unfit)}: not for a resumable task", hint="A cached result would skip its body.")
-    if not 0 <= retries <= _MOST_RETRIES or retry_delay_s < 0:
-        raise ConfigError(f"{retries} retries after {retry_delay_s} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
+    if not 0 <= retries <= _MOST_RETRIES or retry_delay_seconds < 0:
+        raise ConfigError(f"{retries} retries after {retry_delay_seconds} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
     keep_prefect_out_of_forks()
     # Prefect's exponential_backoff has no ceiling: the tenth delay would be half an hour.
-    delays = [min(retry_delay_s * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
+    delays = [min(retry_delay_seconds * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
     decorate = task(
         retries=retries,
         retry_delay_seconds=delays or None,
@@ -267,8 +281,7 @@ def _session_of(ckpt: Checkpointer, state: dict[str, Any]) -> StateSession:
     return known
 
 
-def _call(ckpt: Checkpointer, name: str, attempt: Attempt) -> None:
-    hook: Callable[[Attempt], object] | None = getattr(ckpt.attempt_hooks, name)
+def _call(hook: Callable[[Attempt], object] | None, attempt: Attempt) -> None:
     if hook is not None:
         hook(attempt)
 

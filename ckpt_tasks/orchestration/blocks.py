@@ -20,7 +20,7 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, Field, HttpUrl, ValidationError, model_validator
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.storage.locations import Place
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
 __all__ = ["CheckpointStore", "resolve"]
@@ -88,10 +88,10 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
         if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
             shown = without_secrets(self.url)
             raise ConfigError(f"{shown!r:.200} is no place for every host", hint="Name an absolute directory or a URL.")
-        self.place("run" if _RUN_KEY in self.url else "").open()
+        self.location("run" if _RUN_KEY in self.url else "").open()
 
-    def place(self, below: str = "", run_key: str | None = None) -> Place:
-        """Return the place itself, or that of the run `below` it; `run_key` stands in where the URL needs one.
+    def location(self, below: str = "", run_key: str | None = None) -> Location:
+        """Return the block's location, or that of the run `below` it; `run_key` fills in where the URL needs one.
 
         Raises ConfigError where the URL needs a run and none is named, or the name leads elsewhere.
         """
@@ -105,18 +105,19 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
             url = self.url.replace(_RUN_KEY, run or str(run_key))
         else:
             url = f"{self.url.rstrip('/')}/{run}" if run else self.url
-        return Place(url, _merged(self.storage_options, self.secrets.get_secret_value()), self.single_writer)
+        options = _merged(self.storage_options, self.secrets.get_secret_value())
+        return Location(url, storage_options=options, single_writer=self.single_writer)
 
 
-def resolve(path: str, run_key: str | None) -> Place:
-    """Return the place behind block://`path`: a block's name, then perhaps a path below it.
+def resolve(path: str, run_key: str | None) -> Location:
+    """Return the location behind block://`path`: a block's name, then perhaps a path below it.
 
     Raises ConfigError where there is no such block, StoreError where Prefect's server does not answer.
     """
     name, _, below = path.partition("/")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r:.80} is no block's name", hint="It has small letters, digits and dashes.")
-    return _block(name).place(below, run_key)
+    return _block(name).location(below, run_key)
 
 
 def _block(name: str) -> CheckpointStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
@@ -28,12 +27,13 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
         raise ConfigError(
             f"run_key is {run_key!r} and checkpoint.run_key {config.run_key!r}", hint="Set only one of them."
         )
-    for where in secret_options(config.storage_options):
+    for where in secret_options(config.location.storage_options):
         _log.warning(
             "%s is a secret, and a flow's parameters are kept by Prefect as they are: use block://NAME.", where
         )
     keyed = replace(config, run_key=run_key)  # checks the key, before it becomes part of a path
-    return replace(keyed, checkpoint_dir=os.fspath(config.checkpoint_dir).replace("{run_key}", run_key))
+    location = config.location
+    return replace(keyed, checkpoint_dir=replace(location, url=location.url.replace("{run_key}", run_key)))
 
 
 def position_of_run(config: CheckpointConfig, total_steps: int) -> int:

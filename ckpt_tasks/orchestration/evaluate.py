@@ -27,6 +27,7 @@ from ckpt_tasks.session.local import build_from_seed, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.rng import OwnStreams
+from ckpt_tasks.storage.locations import Location
 
 __all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]
 
@@ -65,16 +66,15 @@ class Evaluator:
     """Say of which run checkpoints are evaluated, by what and how: plain values, so that a task runs anywhere."""
 
     run_key: str
-    checkpoint_dir: str
+    location: Location
     program: str
     suite: str
     holder: str
     params: Mapping[str, Any] = field(default_factory=dict)
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def open(self) -> Run:
         """Open the run; raises CheckpointNotFoundError and RunMismatchError."""
-        return open_run(self.checkpoint_dir, self.run_key, storage_options=self.storage_options)
+        return open_run(self.location, self.run_key)
 
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
         """Open the run; None where there is none yet and only what is pending was asked for: that is nothing.
@@ -103,7 +103,7 @@ class Evaluator:
             traceback.clear_frames(error.__traceback__)  # their locals are models, and the error lives on in the flow
             raise
         if result.new:
-            announce_evaluation(run, self.checkpoint_dir, checkpoint, self.suite, result.metrics)
+            announce_evaluation(run, self.location.url, checkpoint, self.suite, result.metrics)
         return result
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from contextvars import copy_context
@@ -40,7 +39,7 @@ def announce(
 
     The events belong to the flow run of the caller. `program` and `params` are for whoever evaluates the checkpoints.
     """
-    about = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.checkpoint_dir)}
+    about = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
     made_by = {"program": program, "params": dict(params or {})}
     context = copy_context()  # commits are made by a thread, which knows of no flow run
 
@@ -82,10 +81,9 @@ def announce_evaluation(
     _send("ckpt.evaluated", _resource(run_key), {**about, **told})
 
 
-def absolute(checkpoint_dir: str | os.PathLike[str]) -> str:
+def absolute(checkpoint_dir: str) -> str:
     """Return a directory as other processes of this host find it; URLs stay what they are."""
-    name = os.fspath(checkpoint_dir)
-    return name if "://" in name else str(Path(name).absolute())
+    return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
 
 
 def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:

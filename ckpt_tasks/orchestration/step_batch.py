@@ -29,7 +29,7 @@ class BatchResult:
     commit_s: float
 
 
-def step_batch(session: LocalSession, *, retries: int, retry_delay_s: float) -> Task[[int, int], BatchResult]:
+def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
     """Make the task that trains from one step to another; it is called directly, so that signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
@@ -49,7 +49,9 @@ def step_batch(session: LocalSession, *, retries: int, retry_delay_s: float) -> 
         return done
 
     name = "steps {start} to {end}"  # a dash of any length but ASCII's is left out on the page of a run
-    return attempted_task(steps, name="steps", task_run_name=name, retries=retries, retry_delay_s=retry_delay_s)
+    return attempted_task(
+        steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
+    )
 
 
 def run_in_batches(

@@ -23,42 +23,28 @@ from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, linea
 from ckpt_tasks.ledger.history import Head, History, now_iso
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 from ckpt_tasks.state.processes import Process
-from ckpt_tasks.storage.locations import find_place
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.locations import Location, location_of
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.reading.restore import RestoreReport
 
-__all__ = ["Run", "open_run", "open_store", "run_of"]
+__all__ = ["Run", "open_run", "run_of"]
 
 _LONGEST_LEASE_S = 3.2e9
 
 _log = logging.getLogger("ckpt_tasks")
 
 
-def open_store(
-    checkpoint_dir: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
-) -> Store:
-    """Return the store of a run directory: a local one, a place in an object store (s3://bucket/run), or a block's."""
-    return find_place(checkpoint_dir, storage_options, run_key).open()
-
-
-def open_run(
-    checkpoint_dir: str | os.PathLike[str],
-    run_key: str | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Run:
-    """Open a run directory for reading; raises CheckpointNotFoundError where there is no run."""
-    history = History(open_store(checkpoint_dir, storage_options, run_key))
-    key = history.check(run_key)
-    return Run(history, key)
+def open_run(checkpoint_dir: str | os.PathLike[str] | Location, run_key: str | None = None) -> Run:
+    """Open a run for reading. Raises CheckpointNotFoundError if there is none, RunMismatchError if it is another's."""
+    history = History(location_of(checkpoint_dir).open(run_key))
+    return Run(history, history.check(run_key))
 
 
 def run_of(config: CheckpointConfig) -> Run:
-    """Open the run that a configuration names; raises what `open_run` raises."""
-    return open_run(config.checkpoint_dir, config.run_key, storage_options=config.storage_options)
+    """Open the run of a configuration; raises what `open_run` raises."""
+    return open_run(config.location, config.run_key)
 
 
 class Run:

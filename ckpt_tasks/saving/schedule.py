@@ -86,7 +86,7 @@ class SaveSchedule:
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due."""
         if self._config.automatic and self.cadence is None:
-            self.cadence = LearningCadence(self._history, self._config.overhead_cap)
+            self.cadence = LearningCadence(self._history)
         timely = self.cadence is not None and self.cadence.due(last, now)
         return timely or self._config.save_policy.due(last, now)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.reading.reading import open_run, run_of
-from ckpt_tasks.storage.locations import find_place
+from ckpt_tasks.storage.locations import Location
 
 __all__ = [
     "check_program",
@@ -36,19 +35,19 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError where the
     run began by itself, and what a fork raises.
     """
-    place = find_place(config.checkpoint_dir, config.storage_options, config.run_key)
-    history = History(place.open())
+    target = config.location.resolve(config.run_key)
+    history = History(target.open())
     if _is_forked(history):
         return
     directory, which = split_target(source)
-    alike = directory.partition("://")[0] == os.fspath(config.checkpoint_dir).partition("://")[0]
-    run = open_run(directory, storage_options=config.storage_options if alike else None)
+    alike = directory.partition("://")[0] == config.location.url.partition("://")[0]
+    run = open_run(Location(directory, storage_options=config.location.storage_options if alike else None))
     recorded = run.head().state.params or {}
     changed = {name: value for name, value in (params or {}).items() if recorded.get(name, _ABSENT) != value}
     checkpoint = find_source(run, which, history.store)
     try:
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
-        run_fork(run, history.store, plan, single_writer=config.single_writer or place.single_writer)
+        run_fork(run, history.store, plan, single_writer=target.single_writer)
     except StateError:
         if not _is_forked(history):  # else another process of the same flow run was faster
             raise

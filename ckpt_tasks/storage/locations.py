@@ -1,8 +1,8 @@
-"""What a place's name stands for: a directory, a URL, or what another package knows under a scheme of its own.
+"""Where a run lives: a directory, a URL, or a name that another package resolves.
 
-A scheme that is not ours is looked up among the entry points of the group `ckpt_tasks.places`: their names are schemes,
-and each is a function that takes what follows :// and the run's key (or None) and returns a `Place`. So Prefect's
-blocks are places (block://NAME) although nothing here knows of Prefect (docs/decisions/0022).
+Other schemes are looked up among the entry points of the group `ckpt_tasks.places`. The name of an entry point is its
+scheme; it is a function that takes what follows :// and the run's key (or None), and returns a `Location`. So a Prefect
+block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["GROUP", "Place", "find_place", "first_answer_s"]
+__all__ = ["GROUP", "Location", "first_answer_s", "location_of"]
 
 GROUP = "ckpt_tasks.places"
 # None: nothing is asked of a store when it is opened. The command line sets it for the length of one command.
@@ -28,21 +28,60 @@ _SCHEMES = frozenset({"s3", "s3a", "az", "abfs", "gs", "gcs", "memory"})  # of s
 
 
 @dataclass(frozen=True)
-class Place:
-    """A directory or an object store's URL, and how to reach it; the options may be secret, the rest is not."""
+class Location:
+    """A run's directory or object store URL, and how to reach it.
+
+    `storage_options` are those of the store's file system (s3fs, adlfs, gcsfs); they may hold secrets and are in no
+    repr. Without them credentials come from the usual places: a profile, the environment, an instance role.
+    `single_writer` does without the store's put-if-absent: you must make sure that only one process at a time writes.
+    Raises ConfigError for a URL or options of another type.
+    """
+
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     url: str
+    _: KW_ONLY
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     single_writer: bool = False
 
-    def open(self) -> Store:
-        """Return the store. Raises ConfigError where the URL is no place.
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url or "\0" in self.url:
+            raise ConfigError(f"a location is a directory or a URL, a str, not {self.url!r:.200}")
+        options = self.storage_options  # never shown: the values may be secret
+        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+            raise ConfigError("storage_options must be a dict of the file system's options")
+        if type(self.single_writer) is not bool:
+            raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
 
-        Nothing is asked of it yet, except on the command line: there StoreError if it does not answer in time.
+    def resolve(self, run_key: str | None = None) -> Location:
+        """Return the location that a name stands for (`block://NAME`); most stand for themselves.
+
+        `run_key` is for names that need it. Raises ConfigError if a name that brings its own options is given others,
+        or if a scheme lacks one of its slashes, and what the name's entry point raises.
         """
-        scheme, separator, path = self.url.partition("://")
+        _check_slashes(self.url)
+        scheme, separator, rest = self.url.partition("://")
+        if not separator or scheme == "file" or scheme in _SCHEMES:
+            return self
+        for known in entry_points(group=GROUP, name=scheme):
+            if self.storage_options:
+                raise ConfigError(
+                    f"{scheme}://… brings its own storage_options", hint="Leave storage_options out, or name the URL."
+                )
+            resolved: Location = known.load()(rest, run_key)
+            return replace(resolved, single_writer=resolved.single_writer or self.single_writer)
+        return self  # opening it says what is wrong with the scheme
+
+    def open(self, run_key: str | None = None) -> Store:
+        """Return the store of what the location resolves to. Raises ConfigError if the URL names no store.
+
+        Only the command line asks the store for an answer here, and raises StoreError if none comes in time.
+        """
+        location = self.resolve(run_key)
+        scheme, separator, path = location.url.partition("://")
         if not separator or scheme == "file":
-            directory = path if separator else self.url
+            directory = path if separator else location.url
             if os.path.exists(directory) and not os.path.isdir(directory):
                 raise ConfigError(f"{directory} is a file, and no directory for checkpoints")
             return LocalStore(directory)
@@ -50,34 +89,16 @@ class Place:
         from ckpt_tasks.storage.reaching import await_first_answer
         from ckpt_tasks.storage.retrying import RetryingStore
 
-        store = ObjectStore(self.url, self.storage_options)
+        store = ObjectStore(location.url, location.storage_options)
         limit_s = first_answer_s.get()
         if limit_s is not None:
             await_first_answer(store, limit_s)
         return RetryingStore(store)
 
 
-def find_place(
-    checkpoint_dir: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, run_key: str | None = None
-) -> Place:
-    """Return the place that a name stands for: most stand for themselves.
-
-    Raises ConfigError where a name that brings its own options is given others, or a scheme lacks one of its slashes,
-    and what its entry point raises.
-    """
-    name = os.fspath(checkpoint_dir)
-    _check_slashes(name)
-    scheme, separator, rest = name.partition("://")
-    if not separator or scheme == "file" or scheme in _SCHEMES:
-        return Place(name, storage_options)
-    for known in entry_points(group=GROUP, name=scheme):
-        if storage_options:
-            raise ConfigError(
-                f"{scheme}://… brings its own storage_options", hint="Leave storage_options out, or name the URL."
-            )
-        place: Place = known.load()(rest, run_key)
-        return place
-    return Place(name, storage_options)  # opening it says what is wrong with the scheme
+def location_of(place: str | os.PathLike[str] | Location) -> Location:
+    """Return a location as it is, and anything else as the URL of one."""
+    return place if isinstance(place, Location) else Location(os.fspath(place))
 
 
 def _check_slashes(name: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.checkpointer import hold_signals
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -372,11 +373,11 @@ def test_signals_can_be_let_through_between_attempts(run_dir: Path) -> None:
         with _open(run_dir) as ckpt:
             os.kill(os.getpid(), signal.SIGTERM)
             assert called == []
-            ckpt.hold_signals(False)
+            hold_signals(ckpt, False)
             assert len(called) == 1
             os.kill(os.getpid(), signal.SIGTERM)
             assert len(called) == 2
-            ckpt.hold_signals(True)
+            hold_signals(ckpt, True)
             os.kill(os.getpid(), signal.SIGTERM)
             assert len(called) == 2
             ckpt.step(1, _state(1.0))

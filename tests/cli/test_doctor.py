@@ -23,6 +23,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import app
 from ckpt_tasks.cli.doctor import _holds
 from ckpt_tasks.orchestration.doctor import ask_server, check_prefect, clock_of
+from ckpt_tasks.storage.locations import Location
 from tests.servers.s3 import S3Server
 
 
@@ -204,7 +205,7 @@ def test_a_bucket_by_its_run(ministack: S3Server, bucket: str, monkeypatch: pyte
         ckpt.save(1, {"w": torch.zeros(10)})
     assert "was proved" in doctor(place)[1]["store"]["seen"]
     single = f"s3://{bucket}/single"
-    with Checkpointer(CheckpointConfig(checkpoint_dir=single, single_writer=True)) as ckpt:
+    with Checkpointer(CheckpointConfig(checkpoint_dir=Location(single, single_writer=True))) as ckpt:
         ckpt.save(1, {"w": torch.zeros(10)})
     store = doctor(single)[1]["store"]
     assert (store["verdict"], "single_writer" in store["seen"]) == ("warning", True)

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage import measuring
 from ckpt_tasks.storage.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.measuring import measure
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store
@@ -374,4 +374,4 @@ def test_a_store_in_memory() -> None:
     """Whatever opens as a store can be tried: fsspec's memory file system, within one process."""
     url = f"memory://doctor/{secrets.token_hex(8)}"
     assert ckpt("doctor-store", url).status == 0
-    assert open_store(url).names("") == []
+    assert Location(url).open().names("") == []

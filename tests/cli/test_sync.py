@@ -20,7 +20,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.reading.reading import open_store
+from ckpt_tasks.storage.locations import Location
 from tests.servers.s3 import REGION, S3Server
 from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos
@@ -309,5 +309,5 @@ def test_memory_is_a_store_too(run_dir: Path) -> None:
     target = f"memory://sync/{secrets.token_hex(8)}"
     assert ckpt("sync", run_dir, target).status == 0
     assert ckpt("diff", run_dir, target).status == 0
-    names: list[Any] = open_store(target).names("")
+    names: list[Any] = Location(target).open().names("")
     assert "format.json" in names

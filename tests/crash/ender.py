@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.storage.locations import Location
 
 STEPS = 3
 SIZE = 1 << 14
@@ -21,12 +22,17 @@ SIZE = 1 << 14
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and end: `way` says how, `style` whether the Checkpointer is in a with block, closed, or left alone."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("location", type=json.loads)
     parser.add_argument("config", type=json.loads)
     parser.add_argument("way")
     parser.add_argument("style")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    ckpt = Checkpointer(CheckpointConfig(step_interval=1, max_num_checkpoints=None, **options.config))
+    ckpt = Checkpointer(
+        CheckpointConfig(
+            checkpoint_dir=Location(**options.location), step_interval=1, max_num_checkpoints=None, **options.config
+        )
+    )
     if options.way == "daemon thread":
         thread = threading.Thread(target=train, args=(ckpt, 10**6), daemon=True)
         thread.start()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.checkpointer import hold_signals
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.tensors import same_bits
 
@@ -86,7 +87,7 @@ def tried(ckpt: Checkpointer) -> dict[str, str]:
             answers[name] = f"returned {verb()!r}"
         except ConfigError as error:
             answers[name] = str(error)
-    ckpt.hold_signals(True)
+    hold_signals(ckpt, True)
     ckpt.close()
     ckpt.__exit__(SystemExit, SystemExit(3), None)
     return answers

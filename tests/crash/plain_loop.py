@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.storage.locations import Location
 from flows.programs.byte_lm import Transformer
 from tests.support.recording import Recording
 
@@ -42,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state["ballast"] = nn.ParameterList(torch.randn(1 << 20) for _ in range(options.ballast_mib // 4))
     with Checkpointer(  # 1
         CheckpointConfig(
-            checkpoint_dir=options.directory,
+            checkpoint_dir=Location(options.directory, storage_options=options.storage_options),
             step_interval=options.interval,
             memory_dir=None if options.private else "auto",
-            storage_options=options.storage_options,
         )
     ) as ckpt:
         step = ckpt.restore(state)  # 2

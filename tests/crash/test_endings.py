@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.storage.locations import Location
 from tests.crash.ender import SIZE, STEPS
 from tests.servers.s3 import S3Server
 
@@ -39,6 +40,7 @@ SLOW_STORES = ("ceph", "azurite", "gcs")
 class Case:
     """Where a run lies: the options of its configuration, and what its memory's and its copies' names begin with."""
 
+    location: Location
     config: dict[str, Any]
     hosts: tuple[str, ...] = field(default=())
 
@@ -51,35 +53,36 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, memory: Path) -> Iterat
 
 @contextmanager
 def _case(request: pytest.FixtureRequest, store: str, tmp_path: Path, memory: Path) -> Iterator[Case]:
-    config: dict[str, Any]
-    kept = {"memory_dir": None if "no memory" in store else str(memory)}
+    kept: dict[str, Any] = {"memory_dir": None if "no memory" in store else str(memory)}
     hosts = () if "no memory" in store else (str(memory),)
     if store.startswith("local"):
-        yield Case({"checkpoint_dir": str(tmp_path / "run"), **kept}, hosts)
+        yield Case(Location(str(tmp_path / "run")), kept, hosts)
     elif store.startswith("s3") or store == "ceph":
         server: S3Server = request.getfixturevalue("ceph" if store == "ceph" else "ministack")
         with server.fresh_bucket() as bucket:
-            config = {"checkpoint_dir": f"s3://{bucket}/run", "storage_options": server.storage_options, **kept}
-            if "single_writer" in store:
-                config["single_writer"] = True
+            location = Location(
+                f"s3://{bucket}/run",
+                storage_options=server.storage_options,
+                single_writer="single_writer" in store,
+            )
             if "local_dir" in store:
-                config |= {"local_dir": str(tmp_path / "copies"), "memory_dir": None}
+                kept = {"local_dir": str(tmp_path / "copies"), "memory_dir": None}
                 hosts = (str(tmp_path / "copies"),)
-            yield Case(config, hosts)
+            yield Case(location, kept, hosts)
     elif store == "azurite":
         azure = request.getfixturevalue("azurite")
         with azure.fresh_container() as container:
-            config = {"checkpoint_dir": f"az://{container}/run", "storage_options": azure.storage_options}
-            yield Case({**config, **kept}, hosts)
+            yield Case(Location(f"az://{container}/run", storage_options=azure.storage_options), kept, hosts)
     else:  # its emulator ignores the condition of a write
         google = request.getfixturevalue("gcs")
-        config = {"checkpoint_dir": f"gs://{google.fresh_bucket()}/run", "storage_options": google.storage_options}
-        yield Case({**config, "single_writer": True, **kept}, hosts)
+        url = f"gs://{google.fresh_bucket()}/run"
+        yield Case(Location(url, storage_options=google.storage_options, single_writer=True), kept, hosts)
 
 
 def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
     """Run a process to its end; return its status, the last step that it has reported, and what it said on stderr."""
-    command = [sys.executable, "-m", "tests.crash.ender", json.dumps(case.config), way, style]
+    case_json = json.dumps(vars(case.location)), json.dumps(case.config)
+    command = [sys.executable, "-m", "tests.crash.ender", *case_json, way, style]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -112,7 +115,7 @@ def check(case: Case, way: str, style: str) -> None:
     in_block = style == "with" and way in ("SIGTERM", "SIGINT")  # the signal waits for the next step, which is saved
     last = reported + 1 if in_block else reported
 
-    run = open_run(case.config["checkpoint_dir"], storage_options=case.config.get("storage_options"))
+    run = open_run(case.location)
     live = [checkpoint.step for checkpoint in run.checkpoints()]
     owner = run.head().state.owner
     # Python ends no process without atexit but by these.
@@ -135,7 +138,7 @@ def check(case: Case, way: str, style: str) -> None:
         assert owner.released is orderly
         assert ("is not committed" in err) is cut_short
 
-    with Checkpointer(CheckpointConfig(**case.config)) as ckpt:
+    with Checkpointer(CheckpointConfig(checkpoint_dir=case.location, **case.config)) as ckpt:
         state: dict[str, Any] = {"weights": torch.zeros(SIZE), "step": 0}
         restored = ckpt.restore(state)
         source = ckpt.last_restore.source if ckpt.last_restore else ""
@@ -151,7 +154,7 @@ def check(case: Case, way: str, style: str) -> None:
     clean = "local_dir" not in case.config and (style == "close" or (style == "with" and way == "return"))
     if restored:
         beside = bool(case.hosts) and not clean
-        assert source.startswith(case.hosts if beside else case.config["checkpoint_dir"]), source
+        assert source.startswith(case.hosts if beside else case.location.url), source
 
 
 QUICK = [

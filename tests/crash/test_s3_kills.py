@@ -67,7 +67,7 @@ def test_killed_at_any_request_training_ends_as_if_nothing_had_happened(
 
 def train_and_kill(place: S3Place, chaos: Chaos, ids: Path, dice: random.Random, kills: int) -> int:
     """Train until the run is complete, with so many kills at most; return how many there were."""
-    options = json.dumps(place.through(chaos.endpoint).storage_options)
+    options = json.dumps(place.through(chaos.endpoint).location.storage_options)
     arguments = [place.url, str(ids), *_LOOP, "--storage-options", options]
     acknowledged: dict[int, int] = {}  # step by ledger entry
     for killed in range(kills + 1):

@@ -16,6 +16,7 @@ from typing import cast
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.storage.locations import Location
 from tests.support.calls import FailingCalls, Mode
 from tests.support.runs import UNTOUCHED, opened, state_of
 
@@ -32,9 +33,8 @@ def save_and_die(root: Path, n: int, mode: Mode) -> bool:
 def save_fourth(arguments: Sequence[str]) -> None:
     """Do the same in an object store, of which the URL and the options in JSON are given; whoever kills is outside."""
     url, storage_options = arguments
-    config = CheckpointConfig(
-        checkpoint_dir=url, storage_options=json.loads(storage_options), memory_dir=None, max_num_checkpoints=2
-    )
+    location = Location(url, storage_options=json.loads(storage_options))
+    config = CheckpointConfig(checkpoint_dir=location, memory_dir=None, max_num_checkpoints=2)
     ckpt = Checkpointer(config)
     assert ckpt.restore(state_of(UNTOUCHED)) == 3
     ckpt.save(4, state_of(4))

@@ -17,6 +17,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import Location
 from tests.support.calls import WatchedCalls
 from tests.support.runs import UNTOUCHED, fingerprint, state_of
 
@@ -70,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     ckpt = Checkpointer(
         CheckpointConfig(
-            checkpoint_dir=options.directory,
-            storage_options=options.storage_options,
+            checkpoint_dir=Location(options.directory, storage_options=options.storage_options),
             memory_dir=None,
             max_num_checkpoints=2,
             owner_timeout_s=options.owner_timeout_s,

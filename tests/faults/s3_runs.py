@@ -13,6 +13,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.servers.s3 import S3Server
@@ -124,10 +125,18 @@ class Place:
         take(self.truth, ME)
         return History(self.store(**more))
 
-    def run(self, *, deadline_s: float = 20, take_over: bool = False, **more: Any) -> Checkpointer:
+    def run(
+        self,
+        *,
+        deadline_s: float = 20,
+        take_over: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Checkpointer:
         """Return the run behind the proxy; nothing is kept in shared memory: what is restored comes from the store."""
-        given = {"storage_options": self.options(), "memory_dir": None, "max_num_checkpoints": None, **more}
-        ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=self.url, **given), take_over=take_over)
+        location = Location(self.url, storage_options=storage_options or self.options())
+        given = {"memory_dir": None, "max_num_checkpoints": None, **more}
+        ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=location, **given), take_over=take_over)
         store = ckpt._history.store
         assert isinstance(store, RetryingStore)
         store._deadline_s = deadline_s  # a run's own is minutes

@@ -13,6 +13,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults.s3_runs import Past, Place, is_state, state_of
@@ -123,10 +124,9 @@ def lying(ministack: S3Server) -> Iterator[Place]:
         yield Place(ministack, chaos, bucket, token())
 
 
-def run_on(lying: Place, **more: Any) -> Checkpointer:
-    options = lying.options()
-    config = CheckpointConfig(checkpoint_dir=lying.url, storage_options=options, memory_dir=None, **more)
-    return Checkpointer(config)
+def run_on(lying: Place, *, single_writer: bool = False) -> Checkpointer:
+    location = Location(lying.url, storage_options=lying.options(), single_writer=single_writer)
+    return Checkpointer(CheckpointConfig(checkpoint_dir=location, memory_dir=None))
 
 
 def test_a_liar_is_refused_with_a_hint(lying: Place) -> None:
@@ -148,7 +148,7 @@ def test_a_liar_serves_a_single_writer(lying: Place) -> None:
         assert ckpt.restore(state) == 1
         ckpt.save(2, state_of(2))
     assert is_state(state, 1)
-    assert [one.step for one in open_run(lying.url, storage_options=lying.options()).checkpoints()] == [2, 1]
+    assert [one.step for one in open_run(Location(lying.url, storage_options=lying.options())).checkpoints()] == [2, 1]
 
 
 def test_a_single_writer_looks_before_it_writes(lying: Place) -> None:

@@ -11,6 +11,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import FencedError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.locations import Location
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
@@ -40,10 +41,8 @@ CUTS = [
 def trained(ministack: S3Server, common_bucket: str) -> str:
     """Return the prefix of a run of three checkpoints; restoring from it adds nothing but owners and notes."""
     prefix = token()
-    given: dict[str, Any] = {"storage_options": ministack.storage_options, "memory_dir": None}
-    with Checkpointer(
-        CheckpointConfig(checkpoint_dir=f"s3://{common_bucket}/{prefix}", max_num_checkpoints=None, **given)
-    ) as ckpt:
+    location = Location(f"s3://{common_bucket}/{prefix}", storage_options=ministack.storage_options)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=location, max_num_checkpoints=None, memory_dir=None)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
     return prefix
@@ -228,7 +227,7 @@ def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
     past: dict[str, Any] = {"storage_options": place.server.storage_options}
     with place.run(**past) as ckpt:
         ckpt.save(3, state_of(3))
-        run = open_run(place.url, storage_options=place.options())
+        run = open_run(Location(place.url, storage_options=place.options()))
         place.chaos.on(Fault(replay=True), operation="ListObjects")
         assert [one.step for one in run.checkpoints()] == [3]
         ckpt.save(4, state_of(4))

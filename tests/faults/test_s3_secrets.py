@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.faults.s3_runs import Place, state_of
@@ -171,8 +172,8 @@ def test_nothing_that_a_run_writes_tells(
 
 def test_a_config_does_not_show_its_options(secretive: dict[str, Any]) -> None:
     """Neither does the error of a config that is wrong."""
-    assert leaks(repr(CheckpointConfig(checkpoint_dir="s3://b/r", storage_options=secretive))) == []
+    assert leaks(repr(CheckpointConfig(checkpoint_dir=Location("s3://b/r", storage_options=secretive)))) == []
     for wrong in ({SECRETS[0]: 1, 2: SECRETS[1]}, [SECRETS[1]], SECRETS[1]):
         with pytest.raises(CkptError) as caught:
-            CheckpointConfig(checkpoint_dir="s3://b/r", storage_options=wrong)  # type: ignore[arg-type]
+            CheckpointConfig(checkpoint_dir=Location("s3://b/r", storage_options=wrong))  # type: ignore[arg-type]
         check(caught.value)

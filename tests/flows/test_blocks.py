@@ -25,7 +25,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.orchestration.blocks import CheckpointStore, resolve
-from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Place, find_place
+from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Location
 from ckpt_tasks.storage.objects import SCHEMES
 from flows.evaluate import evaluate
 from flows.train import train
@@ -80,7 +80,7 @@ def test_the_package_says_what_it_brings() -> None:
 )
 def test_a_path_is_added_or_stands_in_for_the_run(url: str, below: str, run_key: str | None, expected: str) -> None:
     """What follows the block's name is added to its URL, or takes the place of {run_key} in it."""
-    assert CheckpointStore(url=url).place(below, run_key).url == expected
+    assert CheckpointStore(url=url).location(below, run_key).url == expected
 
 
 def test_secrets_are_merged_over_the_options_at_the_end() -> None:
@@ -88,15 +88,15 @@ def test_secrets_are_merged_over_the_options_at_the_end() -> None:
     options = {"client_kwargs": {"endpoint_url": "http://h:9", "region_name": "x"}}
     secrets = {"secret": SECRET, "client_kwargs": {"aws_session_token": SECRET, "region_name": "y"}}
     block = CheckpointStore(url="s3://b", storage_options=options, secrets=secrets, single_writer=True)  # type: ignore[arg-type]
-    place = block.place()
-    assert place.storage_options == {
+    location = block.location()
+    assert location.storage_options == {
         "client_kwargs": {"endpoint_url": "http://h:9", "region_name": "y", "aws_session_token": SECRET},
         "secret": SECRET,
     }
-    assert place.single_writer
-    shown = f"{block} {block!r} {block.model_dump()} {block.model_dump_json()} {place} {place!r}"
+    assert location.single_writer
+    shown = f"{block} {block!r} {block.model_dump()} {block.model_dump_json()} {location} {location!r}"
     assert SECRET not in shown
-    assert CheckpointStore.model_validate(block.model_dump()).place() == place
+    assert CheckpointStore.model_validate(block.model_dump()).location() == location
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_is_no_field_is_refused_without_its_value(fields: dict[str, Any]) -
 def test_no_name_leads_out_of_the_place(below: str) -> None:
     """A path below a block's place stays below it."""
     with pytest.raises(ConfigError, match="no path below"):
-        CheckpointStore(url="/data/runs").place(below)
+        CheckpointStore(url="/data/runs").location(below)
 
 
 # ── by its name ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,10 +201,11 @@ def test_a_block_that_is_not_there_is_named_with_the_way_to_make_it() -> None:
 def test_options_beside_a_block_are_refused() -> None:
     """A block brings its own options: which of two would be meant is not guessed."""
     with pytest.raises(ConfigError, match="brings its own"):
-        Checkpointer(CheckpointConfig(checkpoint_dir="block://x", storage_options={"key": SECRET}))
-    assert find_place("s3://b/c", {"key": "k"}) == Place("s3://b/c", {"key": "k"})
+        Checkpointer(CheckpointConfig(checkpoint_dir=Location("block://x", storage_options={"key": SECRET})))
+    known = Location("s3://b/c", storage_options={"key": "k"})
+    assert known.resolve() is known
     with pytest.raises(ConfigError, match="no place for checkpoints"):
-        find_place("blocks://b/c").open()
+        Location("blocks://b/c").open()
 
 
 def test_no_server_is_an_error_of_ours() -> None:
@@ -271,7 +272,7 @@ def test_no_secret_of_a_block_is_seen_anywhere(
     checkpoint: dict[str, Any] = {"checkpoint_dir": f"block://{there}/{{run_key}}", "max_num_checkpoints": None}
     checkpoint |= {"local_dir": str(tmp_path / "local")}
     params: dict[str, Any] = {"fail_at": 7, "failures": str(tmp_path / "failures")}
-    options: dict[str, Any] = {"run_key": "tiny", "program": TINY, "batch_steps": 5, "retry_delay_s": 0.1}
+    options: dict[str, Any] = {"run_key": "tiny", "program": TINY, "batch_steps": 5, "retry_delay_seconds": 0.1}
     training: Any = train  # its parameters come from the API as plain dicts, too
     result = training(total_steps=10, checkpoint=checkpoint, params=params, **options)
     assert result.step == 10

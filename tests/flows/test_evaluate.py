@@ -20,6 +20,7 @@ from ckpt_tasks import Checkpoint, CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, ProgramError, RunMismatchError
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.locations import Location
 from flows.console import main_evaluate
 from flows.evaluate import evaluate
 from tests.flows.tiny import Tiny
@@ -240,7 +241,7 @@ def test_a_checkpoint_that_was_pruned_meanwhile_is_skipped(trained: Path) -> Non
     gone = run.find(2)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=1)) as ckpt:
         ckpt.prune()
-    evaluator = Evaluator(run_key="tiny", checkpoint_dir=str(trained), program=TINY, suite="quick", holder="test")
+    evaluator = Evaluator(run_key="tiny", location=Location(str(trained)), program=TINY, suite="quick", holder="test")
     assert evaluator.evaluate(gone).outcome == "pruned"
     named = evaluate(run_key="tiny", checkpoint_dir=str(trained), program=TINY, which=gone.manifest_digest)
     assert named == []  # an event may name it so
@@ -254,7 +255,7 @@ def test_two_evaluators_at_once_record_one(trained: Path) -> None:
 
     def one(name: str) -> EvaluationResult:
         both.wait()
-        evaluator = Evaluator(run_key="tiny", checkpoint_dir=str(trained), program=TINY, suite="quick", holder=name)
+        evaluator = Evaluator(run_key="tiny", location=Location(str(trained)), program=TINY, suite="quick", holder=name)
         return evaluator.evaluate(run.find(6))
 
     with ThreadPoolExecutor(2) as threads:

@@ -25,7 +25,7 @@ def read():
         loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
         print([int(value) for (batch,) in loader for value in batch])
 
-attempted_task(read, retries=0, retry_delay_s=0)()
+attempted_task(read, retries=0, retry_delay_seconds=0)()
 """
 
 

@@ -18,7 +18,7 @@ from prefect.states import Failed
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run, resumable_task
 from ckpt_tasks.errors import ConfigError, FencedError, NoProgressError, OwnedError, StateMismatchError
-from ckpt_tasks.orchestration.attempts import PERMANENT, Attempt
+from ckpt_tasks.orchestration.attempts import PERMANENT, Attempt, AttemptHooks
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -63,7 +63,7 @@ def test_a_retry_goes_on_from_the_last_committed_attempt(run_dir: Path) -> None:
     tally, failing = Tally(), Failing(2, 3)
     with checkpointer(run_dir) as ckpt:
 
-        @resumable_task(ckpt, {"tally": tally}, retries=2, retry_delay_s=0)
+        @resumable_task(ckpt, {"tally": tally}, retries=2, retry_delay_seconds=0)
         def count(text: str) -> int:
             tally.count(text)
             failing()
@@ -112,7 +112,7 @@ def test_only_a_retry_and_a_new_process_restore(run_dir: Path) -> None:
     tally = Counting()
     with checkpointer(run_dir) as ckpt:
 
-        @resumable_task(ckpt, {"tally": tally}, retries=1, retry_delay_s=0)
+        @resumable_task(ckpt, {"tally": tally}, retries=1, retry_delay_seconds=0)
         def count() -> None:
             tally.count("a")
             failing()
@@ -149,13 +149,13 @@ def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
     seen: list[tuple[str, Attempt]] = []
     failing = Failing(1)
     with checkpointer(run_dir) as ckpt:
-        ckpt.hooks(
+        hooks = AttemptHooks(
             before_attempt=lambda attempt: seen.append(("before", attempt)),
             after_attempt=lambda attempt: seen.append(("after", attempt)),
             after_failure=lambda attempt: seen.append(("failed", attempt)),
         )
 
-        @resumable_task(ckpt, {"n": 1}, retries=1, retry_delay_s=0)
+        @resumable_task(ckpt, {"n": 1}, retries=1, retry_delay_seconds=0, hooks=hooks)
         def work() -> None:
             failing()
 
@@ -174,10 +174,10 @@ def test_a_hooks_failure_is_the_attempts_failure(run_dir: Path, point: str) -> N
     """A hook that raises fails the attempt, and Prefect retries it; a hook that Prefect swallows would not."""
     failing = Failing(1)
     with checkpointer(run_dir) as ckpt:
-        ckpt.hooks(**{point: lambda attempt: failing()})
+        hooks = AttemptHooks(**{point: lambda attempt: failing()})
         state = {"n": 0}
 
-        @resumable_task(ckpt, state, retries=1, retry_delay_s=0)
+        @resumable_task(ckpt, state, retries=1, retry_delay_seconds=0, hooks=hooks)
         def work() -> int:
             state["n"] += 1
             return state["n"]
@@ -195,7 +195,7 @@ def test_what_cannot_be_mended_is_not_retried(run_dir: Path, error: type[Excepti
         calls = 0
         with checkpointer(run_dir) as ckpt:
 
-            @resumable_task(ckpt, {"n": 1}, retries=3, retry_delay_s=0)
+            @resumable_task(ckpt, {"n": 1}, retries=3, retry_delay_seconds=0)
             def work(wrapped: bool = wrapped) -> None:
                 nonlocal calls
                 calls += 1
@@ -218,7 +218,7 @@ def test_a_users_condition_narrows_ours(run_dir: Path) -> None:
     failing = Failing(1, 2, 3, 4)
     with checkpointer(run_dir) as ckpt:
 
-        @resumable_task(ckpt, {"n": 1}, retries=3, retry_delay_s=0, retry_condition_fn=refuse)
+        @resumable_task(ckpt, {"n": 1}, retries=3, retry_delay_seconds=0, retry_condition_fn=refuse)
         def work() -> None:
             failing()
 
@@ -262,7 +262,12 @@ def test_what_cannot_be_resumed_is_refused(run_dir: Path) -> None:
         for function in (asynchronous, generator):
             with pytest.raises(ConfigError):
                 decorate(function)
-        for options in ({"cache_key_fn": refuse}, {"retry_jitter_factor": 3}, {"retries": 51}, {"retry_delay_s": -1}):
+        for options in (
+            {"cache_key_fn": refuse},
+            {"retry_jitter_factor": 3},
+            {"retries": 51},
+            {"retry_delay_seconds": -1},
+        ):
             with pytest.raises(ConfigError):
                 resumable_task(ckpt, state, **options)(lambda: None)
         with pytest.raises(ConfigError, match="another state"):
@@ -300,7 +305,7 @@ def test_memory_of_a_failed_attempt_is_free_before_the_retry(run_dir: Path) -> N
                 kept = ValueError("from within")  # a frame that holds its own error holds itself
                 raise kept from error
 
-        @resumable_task(ckpt, {"n": 1}, retries=2, retry_delay_s=0)
+        @resumable_task(ckpt, {"n": 1}, retries=2, retry_delay_seconds=0)
         def work() -> None:
             found.append([ref() is None for ref in alive])
             inner()
@@ -318,7 +323,7 @@ def test_a_failed_state_is_a_failed_attempt(run_dir: Path) -> None:
     state, calls = {"n": 0}, 0
     with checkpointer(run_dir) as ckpt:
 
-        @resumable_task(ckpt, state, retries=1, retry_delay_s=0)
+        @resumable_task(ckpt, state, retries=1, retry_delay_seconds=0)
         def work() -> object:
             nonlocal calls
             calls += 1
@@ -336,7 +341,7 @@ def test_no_progress_ends_the_resuming(run_dir: Path) -> None:
     def attempt(flow_run_id: str) -> None:
         with checkpointer(run_dir, flow_run_id=flow_run_id) as ckpt:
 
-            @resumable_task(ckpt, state, retries=1, retry_delay_s=0, max_stalled_attempts=5)
+            @resumable_task(ckpt, state, retries=1, retry_delay_seconds=0, max_stalled_attempts=5)
             def work() -> None:
                 raise RuntimeError("always")
 

@@ -21,6 +21,7 @@ from prefect.states import AwaitingRetry, Cancelling, Suspended
 from prefect.utilities import engine
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.checkpointer import hold_signals
 from flows.train import train
 from tests.flows.gated import timed
 
@@ -48,7 +49,7 @@ class Attempt:
         *,
         flow: Any = train,
         pool: str | None = None,
-        retry_delay_s: float = 600.0,
+        retry_delay_seconds: float = 600.0,
     ):
         self.client, self.folder, self.place = client, folder, place
         preempted = {"PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule", "OMP_NUM_THREADS": "1"}
@@ -75,7 +76,7 @@ class Attempt:
             "program": "tests.flows.gated:Gated",
             "params": {"folder": str(folder), "place": place, "at": AT},
             "batch_steps": STEPS,
-            "retry_delay_s": retry_delay_s,
+            "retry_delay_seconds": retry_delay_seconds,
             "checkpoint": {"checkpoint_dir": str(folder / "run"), "step_interval": AT if place == "save" else 100},
         }
         self.run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
@@ -211,7 +212,7 @@ def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
             with engine.capture_sigterm():
                 signal.raise_signal(signal.SIGTERM)
             said.append("held back")
-            ckpt.hold_signals(False)
+            hold_signals(ckpt, False)
             said.append("lost")
 
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -271,7 +272,7 @@ def test_a_second_sigterm(start: Start, place: str, step: int) -> None:
 @pytest.mark.parametrize("place", ["step", "save", "retry", "build"])
 def test_suspend(start: Start, place: str) -> None:
     """The batch ends and is committed, the directory is released, and a person resumes the run."""
-    run = start(place, retry_delay_s=3.0)
+    run = start(place, retry_delay_seconds=3.0)
     run.client.set_flow_run_state(run.run, Suspended(timeout_seconds=6000))
     time.sleep(HEARD_S)
     run.go()

@@ -12,6 +12,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult
 from ckpt_tasks.session.session import Progress
+from ckpt_tasks.storage.locations import Location
 from flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
@@ -52,6 +53,6 @@ def test_secrets_in_the_parameters_of_a_flow_are_warned_of(caplog: pytest.LogCap
     """Prefect keeps a flow's parameters as they are: the log names each option that is a secret, and not its value."""
     options = {"key": "AKIA", "secret": "hush", "client_kwargs": {"region_name": "eu"}}
     with caplog.at_level(logging.WARNING, logger="ckpt_tasks"):
-        config_of_run(CheckpointConfig(checkpoint_dir="s3://b/r", storage_options=options), "run")
+        config_of_run(CheckpointConfig(checkpoint_dir=Location("s3://b/r", storage_options=options)), "run")
     assert [record.getMessage().split(" is a secret")[0] for record in caplog.records] == ["storage_options.secret"]
     assert "hush" not in caplog.text

@@ -117,7 +117,7 @@ def test_an_exception_in_a_step_changes_nothing(run_dir: Path, tmp_path: Path, f
     """
     run(tmp_path / "whole", 12)
     failures = str(tmp_path / "failures")
-    result = run(run_dir, 12, params={"fail_at": fail_at, "times": 2, "failures": failures}, retry_delay_s=0)
+    result = run(run_dir, 12, params={"fail_at": fail_at, "times": 2, "failures": failures}, retry_delay_seconds=0)
     assert Path(failures).read_text().count("\n") == 2
     assert result.trained == 12
     assert_equal(run_dir, tmp_path / "whole")
@@ -127,7 +127,7 @@ def test_retries_end(run_dir: Path, tmp_path: Path) -> None:
     """A step that always raises fails the flow with its own error after the retries; what was committed stays."""
     params = {"fail_at": 7, "times": 99, "failures": str(tmp_path / "failures")}
     with pytest.raises(RuntimeError, match="injected in step 7"):
-        run(run_dir, 12, params=params, retries=1, retry_delay_s=0)
+        run(run_dir, 12, params=params, retries=1, retry_delay_seconds=0)
     assert steps(run_dir) == [5, 0]
     runs = task_runs()
     assert [(one.name, one.run_count, one.state_name) for one in runs] == [
@@ -143,7 +143,7 @@ def test_saves_within_a_batch_shorten_the_retry(run_dir: Path, tmp_path: Path) -
     every = {"step_interval": 2, "keep_every_n_steps": 2, "max_num_checkpoints": None}
     config = {"checkpoint_dir": str(run_dir), **every}
     params = {"fail_at": 9, "times": 1, "failures": str(seen)}
-    result = run(run_dir, 10, checkpoint=config, batch_steps=10, params=params, retry_delay_s=0)
+    result = run(run_dir, 10, checkpoint=config, batch_steps=10, params=params, retry_delay_seconds=0)
     assert steps(run_dir) == [10, 8, 6, 4, 2, 0]
     assert result.step == 10
 
@@ -170,7 +170,7 @@ def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path) -> None:
     """P75: a batch whose restore lands at its end already, as another process trained it, adds no step of its own."""
     run(run_dir, 10)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
-        done = step_batch(LocalSession(ckpt, TINY), retries=0, retry_delay_s=0)(5, 10)
+        done = step_batch(LocalSession(ckpt, TINY), retries=0, retry_delay_seconds=0)(5, 10)
     assert done.end == 10
     assert steps(run_dir)[0] == 10
 
@@ -185,7 +185,7 @@ def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
 def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Path) -> None:
     """P20: nothing of the bad step is committed, and no retry repeats it; the failure is in the ledger, once."""
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "stop"}
-    how = {"program": DIVERGING, "params": {"bad_from": 8}, "checkpoint": checkpoint, "retry_delay_s": 0.0}
+    how = {"program": DIVERGING, "params": {"bad_from": 8}, "checkpoint": checkpoint, "retry_delay_seconds": 0.0}
     with pytest.raises(NonFiniteError, match="loss is nan"):
         run(run_dir, 20, **how)
     assert [one.run_count for one in task_runs()] == [1, 1]
@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, tmp_pa
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "rollback"}
     failures = str(tmp_path / "bad")
     params = {"bad_from": 8, "bad_times": 2, "failures": failures}
-    how: dict[str, Any] = {"program": DIVERGING, "checkpoint": checkpoint, "retry_delay_s": 0.0}
+    how: dict[str, Any] = {"program": DIVERGING, "checkpoint": checkpoint, "retry_delay_seconds": 0.0}
     assert run(run_dir, 12, params=params, **how).step == 12
     assert [one.run_count for one in task_runs()] == [1, 3, 1]
     at = open_run(str(run_dir))
@@ -227,7 +227,7 @@ def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:
     failures = tmp_path / "failures"
     params = {"fail_at": 1, "times": 99, "failures": str(failures)}
     with pytest.raises(NoProgressError):
-        run(run_dir, 5, params=params, retries=30, retry_delay_s=0)
+        run(run_dir, 5, params=params, retries=30, retry_delay_seconds=0)
     assert failures.read_text().count("\n") == 10
 
 

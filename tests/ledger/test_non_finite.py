@@ -71,7 +71,7 @@ def test_a_checkpoint_with_a_bad_metric_is_never_the_best(run_dir: Path) -> None
 def test_the_choices_are_these() -> None:
     """Another word for `on_non_finite` is refused."""
     with pytest.raises(ConfigError, match="on_non_finite must be 'warn' or 'stop' or 'rollback'"):
-        CheckpointConfig(checkpoint_dir="x", on_non_finite="ignore")
+        CheckpointConfig(checkpoint_dir="x", on_non_finite="ignore")  # type: ignore[arg-type]
 
 
 def test_a_metric_with_a_gradient_is_a_number(run_dir: Path) -> None:

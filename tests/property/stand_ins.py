@@ -28,6 +28,7 @@ from ckpt_tasks.saving import parts, pipeline, rank_saver, saver
 from ckpt_tasks.state import capture as capturing
 from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.schedules import Schedule
@@ -55,7 +56,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     for module in (pipeline, pruning, rank_saver):
         patch.setattr(module, "lower_priority", lambda: None)  # it would be the test's own thread
     patch.setattr(checkpointer, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
-    patch.setattr(checkpointer, "find_place", lambda *_: SimpleNamespace(open=store, single_writer=False))
+    patch.setattr(Location, "open", lambda *_: store())
     # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))
     patch.setattr(restore, "plan_restore", lambda *args, **options: plan_restore(*args, **{**options, "rng": False}))

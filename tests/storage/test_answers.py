@@ -23,8 +23,8 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.ledger.targets import split_target
-from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.secrets import Redactor, secret_options, without_secrets
 
@@ -342,7 +342,7 @@ def test_no_client_tells_its_secrets(client: str) -> None:
 def test_a_url_with_a_password_is_refused_without_it(url: str) -> None:
     """A place whose URL has a user is refused, also where its password looks like a directory."""
     with pytest.raises(ConfigError) as caught:
-        open_store(split_target(url)[0])
+        Location(split_target(url)[0]).open()
     assert not re.search("KEY|hu", "".join(traceback.format_exception(caught.value))[-200:])
     with pytest.raises(ConfigError) as caught:
         split_target(f"{url}@newest")

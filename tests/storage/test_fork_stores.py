@@ -10,9 +10,10 @@ import pytest
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork
 from ckpt_tasks.errors import CheckpointNotFoundError, IntegrityError, StoreError
-from ckpt_tasks.reading.reading import Run, open_store
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.session.forked import fork_run
 from ckpt_tasks.storage import s3
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.servers.s3 import S3Server
@@ -27,12 +28,12 @@ def source(ministack: S3Server, bucket: str) -> Run:
     """Return a run in a bucket, with steps 2 and 4 and a part that is stored once."""
     url = f"s3://{bucket}/runs/a"
     for step in (2, 4):
-        train(url, step, {"frozen": 1 << 19}, storage_options=ministack.storage_options)
-    return open_run(url, storage_options=ministack.storage_options)
+        train(Location(url, storage_options=ministack.storage_options), step, {"frozen": 1 << 19})
+    return open_run(Location(url, storage_options=ministack.storage_options))
 
 
 def target_of(server: S3Server, bucket: str, name: str = "b") -> Store:
-    return open_store(f"s3://{bucket}/forks/{name}", server.storage_options)
+    return Location(f"s3://{bucket}/forks/{name}", storage_options=server.storage_options).open()
 
 
 def fork(source: Run, target: Store, step: int = 4) -> Moved:
@@ -40,7 +41,7 @@ def fork(source: Run, target: Store, step: int = 4) -> Moved:
 
 
 def good(target: Store, options: Any) -> Run:
-    run = open_run(target.url, storage_options=options)
+    run = open_run(Location(target.url, storage_options=options))
     assert verify_run_directory(run.history).good
     return run
 
@@ -48,8 +49,8 @@ def good(target: Store, options: Any) -> Run:
 def test_the_server_copies(ministack: S3Server, bucket: str, source: Run, chaos: Chaos) -> None:
     """Within a store every shard is copied by the server: no request of ours has a shard's bytes, there or back."""
     proxied = ministack.through(chaos.endpoint).storage_options
-    through = open_run(source.history.store.url, storage_options=proxied)
-    target = open_store(f"s3://{bucket}/forks/b", proxied)
+    through = open_run(Location(source.history.store.url, storage_options=proxied))
+    target = Location(f"s3://{bucket}/forks/b", storage_options=proxied).open()
     moved = fork(through, target)
     assert moved.copied_bytes > 2 << 20
     assert moved.linked_bytes == moved.sent_bytes == 0
@@ -67,10 +68,10 @@ def test_the_server_copies(ministack: S3Server, bucket: str, source: Run, chaos:
 def test_other_credentials_are_another_store() -> None:
     """What one user may read, another one's copy may not: the bytes are sent then. Nothing is asked of a server."""
     name = "checkpoint_000000000001/e000001-0123456789abcdef/index.arrow"
-    one, other = (open_store(f"s3://bucket/{key}", {"key": key, "secret": "s"}) for key in "ab")
+    one, other = (Location(f"s3://bucket/{key}", storage_options={"key": key, "secret": "s"}).open() for key in "ab")
     assert not one.adopt(other, name, 1)
-    assert not one.adopt(open_store("memory://bucket/a"), name, 1)
-    assert not one.adopt(open_store("/tmp/a"), name, 1)
+    assert not one.adopt(Location("memory://bucket/a").open(), name, 1)
+    assert not one.adopt(Location("/tmp/a").open(), name, 1)
 
 
 def test_large_objects_are_copied_in_parts(
@@ -80,8 +81,8 @@ def test_large_objects_are_copied_in_parts(
     monkeypatch.setattr(s3, "_COPIED_BYTES", 5 << 17)
     proxied = ministack.through(chaos.endpoint).storage_options
     rule = chaos.on(Fault(answer=SLOW_DOWN), method="PUT", query={"partNumber": "2"}, times=1)
-    target = open_store(f"s3://{bucket}/forks/b", proxied)
-    fork(open_run(source.history.store.url, storage_options=proxied), target)
+    target = Location(f"s3://{bucket}/forks/b", storage_options=proxied).open()
+    fork(open_run(Location(source.history.store.url, storage_options=proxied)), target)
     assert rule.hits == 1
     run = good(target, ministack.storage_options)
     name = run.find(4).reuses[0]
@@ -93,8 +94,8 @@ def test_a_server_without_copies_is_sent_the_bytes(ministack: S3Server, bucket: 
     """A store that does not know the request gets the bytes, verified as `ckpt sync` does it."""
     chaos.on(Fault(answer=NOT_IMPLEMENTED), operation="CopyObject")
     proxied = ministack.through(chaos.endpoint).storage_options
-    target = open_store(f"s3://{bucket}/forks/b", proxied)
-    moved = fork(open_run(source.history.store.url, storage_options=proxied), target)
+    target = Location(f"s3://{bucket}/forks/b", storage_options=proxied).open()
+    moved = fork(open_run(Location(source.history.store.url, storage_options=proxied)), target)
     assert moved.sent_bytes > 2 << 20
     assert moved.copied_bytes == 0
     good(target, ministack.storage_options)
@@ -107,8 +108,8 @@ def test_lost_and_refused_copies_are_asked_for_again(
     refused = chaos.on(Fault(answer=SLOW_DOWN), operation="CopyObject", times=1)
     lost = chaos.on(Fault(drop_answer=True), operation="CopyObject", skip=1, times=1)
     proxied = ministack.through(chaos.endpoint).storage_options
-    target = open_store(f"s3://{bucket}/forks/b", proxied)
-    fork(open_run(source.history.store.url, storage_options=proxied), target)
+    target = Location(f"s3://{bucket}/forks/b", storage_options=proxied).open()
+    fork(open_run(Location(source.history.store.url, storage_options=proxied)), target)
     assert (refused.hits, lost.hits) == (1, 1)
     good(target, ministack.storage_options)
 
@@ -121,9 +122,9 @@ def test_a_fork_stands_alone(ministack: S3Server, bucket: str, source: Run) -> N
     for name in source.history.store.names(""):
         source.history.store.delete(name)
     with pytest.raises(CheckpointNotFoundError):
-        open_run(source.history.store.url, storage_options=options)
+        open_run(Location(source.history.store.url, storage_options=options))
     good(target, options)
-    train(target.url, 6, {"frozen": 1 << 19, "lr": 0.5}, storage_options=options, max_num_checkpoints=1)
+    train(Location(target.url, storage_options=options), 6, {"frozen": 1 << 19, "lr": 0.5}, max_num_checkpoints=1)
     assert [c.step for c in good(target, options).checkpoints()] == [6]
 
 
@@ -131,14 +132,14 @@ def test_a_fork_that_broke_off_goes_on(ministack: S3Server, bucket: str, source:
     """P30: what was copied before is found by its name and size, and not copied again."""
     chaos.on(Fault(answer=NOT_IMPLEMENTED), operation="PutObject", key=r"forks/b/ledger")
     proxied = ministack.through(chaos.endpoint).storage_options
-    target = open_store(f"s3://{bucket}/forks/b", proxied)
-    through = open_run(source.history.store.url, storage_options=proxied)
+    target = Location(f"s3://{bucket}/forks/b", storage_options=proxied).open()
+    through = open_run(Location(source.history.store.url, storage_options=proxied))
     with pytest.raises(StoreError):
         fork(through, target)
     assert not target.names("ledger/")
     with (
         pytest.raises(IntegrityError, match="no ledger"),
-        Checkpointer(config(target.url, storage_options=proxied)) as c,
+        Checkpointer(config(Location(target.url, storage_options=proxied))) as c,
     ):
         c.restore({})
     chaos.off()
@@ -150,7 +151,7 @@ def test_a_fork_that_broke_off_goes_on(ministack: S3Server, bucket: str, source:
 
 def test_between_stores_every_byte_is_verified(ministack: S3Server, bucket: str, source: Run, tmp_path: Path) -> None:
     """From a server to a disk, and back: bytes are sent, and each fork is whole."""
-    down = open_store(str(tmp_path / "down"))
+    down = Location(str(tmp_path / "down")).open()
     assert fork(source, down).sent_bytes > 2 << 20
     good(down, None)
     up = target_of(ministack, bucket, "up")
@@ -161,8 +162,9 @@ def test_between_stores_every_byte_is_verified(ministack: S3Server, bucket: str,
 def test_a_flow_forks_within_a_store(ministack: S3Server, bucket: str, source: Run) -> None:
     """`fork_run` reaches the source with the options of the run itself; no option is written down."""
     options = ministack.storage_options
-    fork_run(f"{source.history.store.url}@2", config(f"s3://{bucket}/forks/c", storage_options=options), {"lr": 0.5})
-    run = open_run(f"s3://{bucket}/forks/c", storage_options=options)
+    location = Location(f"s3://{bucket}/forks/c", storage_options=options)
+    fork_run(f"{source.history.store.url}@2", config(location), {"lr": 0.5})
+    run = open_run(location)
     assert [c.step for c in run.checkpoints()] == [2]
     entries = b"".join(run.history.store.get(name, 1 << 20) for name in run.history.store.names("ledger/"))
     assert ministack.secret.encode() not in entries

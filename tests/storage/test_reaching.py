@@ -12,7 +12,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import output
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.storage.locations import Place, find_place, first_answer_s
+from ckpt_tasks.storage.locations import Location, first_answer_s
 from tests.servers.process import free_port
 from tests.support.cli_runs import ckpt, save_steps
 
@@ -79,7 +79,7 @@ def test_logs_of_other_packages_stay_off_the_screen(run_dir: Path, capsys: pytes
 def test_only_the_command_line_asks_a_store_that_it_opens() -> None:
     """In a program nothing is asked when a place is opened: a run waits out an outage."""
     assert first_answer_s.get() is None
-    assert Place("s3://bucket/run").open().url == "s3://bucket/run"
+    assert Location("s3://bucket/run").open().url == "s3://bucket/run"
 
 
 @pytest.mark.parametrize("name", ["s3:/bucket/run", "gs:bucket/run", "az:/c/run", "block:/lab/run", "file:/tmp/run"])
@@ -91,4 +91,4 @@ def test_a_scheme_without_its_slashes_is_refused(name: str, tmp_path: Path, monk
     assert "Write " in ckpt("ls", name).err
     assert list(tmp_path.iterdir()) == []
     for directory in (f"./{name}", "a:b", "runs/s3:/x"):
-        assert find_place(directory).url == directory
+        assert Location(directory).resolve().url == directory

@@ -18,6 +18,7 @@ from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 
 PROGRAM = "tests.support.forks:Scheduled"
@@ -71,8 +72,8 @@ class Scheduled:
         raise NotImplementedError(suite)
 
 
-def config(run_dir: Path | str, **options: Any) -> CheckpointConfig:
-    return CheckpointConfig(checkpoint_dir=str(run_dir), **{"max_num_checkpoints": None, "memory_dir": None, **options})
+def config(run_dir: Path | str | Location, **options: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=run_dir, **{"max_num_checkpoints": None, "memory_dir": None, **options})
 
 
 def two_steps(run_dir: Path) -> Path:
@@ -82,7 +83,7 @@ def two_steps(run_dir: Path) -> Path:
     return run_dir
 
 
-def train(run_dir: Path | str, until: int, params: Mapping[str, Any] | None = None, **options: Any) -> str:
+def train(run_dir: Path | str | Location, until: int, params: Mapping[str, Any] | None = None, **options: Any) -> str:
     """Go on with a run, or begin one, with these parameters; return a digest of every bit of its state then."""
     with Checkpointer(config(run_dir, **options)) as ckpt:
         session = LocalSession(ckpt, PROGRAM, params)

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import fsspec
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.reading.reading import open_store
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.wrapping import WrappedStore
 from tests.servers.s3 import S3Server
@@ -26,7 +26,7 @@ _numbers = count()
 
 
 class Place(Protocol):
-    """A run directory: `url` and `storage_options` are for CheckpointConfig, `store` is a store on it.
+    """A run directory: `location` is for CheckpointConfig, `store` is a store on it.
 
     The rest is another client's look at it. Names are relative to the run directory.
     """
@@ -34,7 +34,7 @@ class Place(Protocol):
     @property
     def url(self) -> str: ...
     @property
-    def storage_options(self) -> dict[str, Any] | None: ...
+    def location(self) -> Location: ...
     @property
     def store(self) -> Store: ...
 
@@ -55,11 +55,14 @@ class LocalPlace:
     """A directory; hidden files count."""
 
     path: Path
-    storage_options: None = None
 
     @property
     def url(self) -> str:
         return str(self.path)
+
+    @property
+    def location(self) -> Location:
+        return Location(self.url)
 
     @property
     def store(self) -> LocalStore:
@@ -107,12 +110,13 @@ class S3Place:
         return f"s3://{self.bucket}/{self.prefix}"
 
     @property
-    def storage_options(self) -> dict[str, Any]:
-        return self.server.through(self.endpoint or self.server.endpoint).storage_options
+    def location(self) -> Location:
+        options = self.server.through(self.endpoint or self.server.endpoint).storage_options
+        return Location(self.url, storage_options=options)
 
     @cached_property
     def store(self) -> Store:
-        return open_store(self.url, self.storage_options)  # one for all: connections cost more than what is asked here
+        return self.location.open()  # one for all: connections cost more than what is asked here
 
     @cached_property
     def _client(self) -> Any:
@@ -185,15 +189,18 @@ class MemoryPlace:
     """A directory of fsspec's memory file system: an object store without a server, in this process alone."""
 
     name: str = field(default_factory=lambda: f"run-{next(_numbers)}")
-    storage_options: None = None
 
     @property
     def url(self) -> str:
         return f"memory://tests/{self.name}"
 
+    @property
+    def location(self) -> Location:
+        return Location(self.url)
+
     @cached_property
     def store(self) -> Store:
-        return open_store(self.url)
+        return self.location.open()
 
     @property
     def _files(self) -> Any:

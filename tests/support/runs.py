@@ -64,8 +64,8 @@ def place_of(root: Root) -> Place:
 
 def options(root: Root, **more: Any) -> CheckpointConfig:
     place = place_of(root)
-    chosen = {"max_num_checkpoints": 2, "memory_dir": None, "storage_options": place.storage_options, **more}
-    return CheckpointConfig(checkpoint_dir=place.url, **chosen)
+    chosen = {"max_num_checkpoints": 2, "memory_dir": None, **more}
+    return CheckpointConfig(checkpoint_dir=place.location, **chosen)
 
 
 def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:

@@ -1,0 +1,82 @@
+"""`python -m tests.house.reference` writes docs/REFERENCE.md from the docstrings of every exported name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import ckpt_tasks
+from tests.house.sources import ROOT
+
+PAGE = ROOT / "docs" / "REFERENCE.md"
+_HEAD = """# Reference
+
+Every name that `ckpt_tasks` exports, with its docstring. `python -m tests.house.reference` writes this page. The errors
+are drawn at the head of [errors.py](../ckpt_tasks/errors.py), the options of `CheckpointConfig` are in
+[OPTIONS.md](OPTIONS.md), and `ckpt --help` lists the verbs of the command.
+"""
+_MODULES = re.compile(r"ckpt_tasks\.[\w.]*\.|collections\.abc\.|typing\.|os\.(?=PathLike)")
+_FUNCTION = re.compile(r"<function \S+ at 0x\w+>")  # as a default
+_MOST_COLUMNS = 120
+
+
+def written() -> str:
+    """Return the page."""
+    names = [name for name in ckpt_tasks.__all__ if name != "errors"]
+    text = "\n".join([_HEAD, *(part for name in names for part in _about(name, getattr(ckpt_tasks, name)))])
+    return _FUNCTION.sub("…", text)
+
+
+def _about(name: str, value: Any) -> Iterator[str]:
+    yield f"## {name}\n"
+    yield from _entry(name, value, value.__init__ if inspect.isclass(value) else value)
+    if not inspect.isclass(value):
+        return
+    for method, function in vars(value).items():
+        of_ours = getattr(getattr(function, "fget", function), "__module__", None) == value.__module__
+        if of_ours and not method.startswith(("_", "block_")):
+            yield f"### {name}.{method}\n"
+            yield from _entry(method, function, function)
+
+
+def _entry(name: str, value: Any, called: Any) -> Iterator[str]:
+    ours = not inspect.isclass(value) or called.__module__ == value.__module__
+    if inspect.isfunction(called) and ours and name != "CheckpointConfig":  # its table is docs/OPTIONS.md
+        yield f"```text\n{name}{_signature(called)}\n```\n"
+    for paragraph in (inspect.getdoc(value) or "").split("\n\n"):
+        if paragraph.startswith("    "):
+            yield f"```text\n{inspect.cleandoc(paragraph)}\n```\n"
+        else:
+            yield " ".join(paragraph.split()).removesuffix("::") + (":\n" if paragraph.endswith("::") else "\n")
+
+
+def _signature(function: Any) -> str:
+    """Return (parameters) -> type, a parameter a line if it is long."""
+    signature = inspect.signature(function)
+    params = [p.replace(annotation=_Text(p.annotation)) for p in signature.parameters.values() if p.name != "self"]
+    returns = signature.return_annotation
+    arrow = f" -> {returns}" if returns not in (inspect.Signature.empty, "None", None) else ""
+    signature = signature.replace(return_annotation=inspect.Signature.empty)
+    text = _MODULES.sub("", f"{signature.replace(parameters=params)}{arrow}")
+    if len(text) <= _MOST_COLUMNS:
+        return text
+    lines = [_MODULES.sub("", str(signature.replace(parameters=[p]))[1:-1]).removeprefix("*, ") for p in params]
+    first_named = next((n for n, p in enumerate(params) if p.kind is p.KEYWORD_ONLY), None)
+    if first_named is not None:
+        lines.insert(first_named, "*")
+    return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){_MODULES.sub('', arrow)}"
+
+
+class _Text(str):
+    """An annotation as it stands in the source, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), encoding="utf-8")

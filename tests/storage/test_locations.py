@@ -1,0 +1,67 @@
+"""A location: where a run lives and how its store is reached, as people and flows give it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, Location, open_run
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.orchestration.config import config_of_run
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("", {}),
+        (3, {}),
+        ("a\0b", {}),
+        ("s3://b/r", {"storage_options": SECRET}),
+        ("s3://b/r", {"storage_options": {1: SECRET}}),
+        ("s3://b/r", {"storage_options": {"secret": SECRET}, "single_writer": 1}),
+    ],
+)
+def test_a_location_that_is_none_is_refused(url: Any, options: dict[str, Any]) -> None:
+    """A URL, options or a flag of another type is a ConfigError when the location is made; no option is shown."""
+    with pytest.raises(ConfigError) as caught:
+        Location(url, **options)
+    assert SECRET not in str(caught.value)
+
+
+def test_options_are_in_no_repr() -> None:
+    """The options may hold secrets: neither a location nor a configuration shows them."""
+    location = Location("s3://b/r", storage_options={"secret": SECRET})
+    assert SECRET not in f"{location!r} {CheckpointConfig(checkpoint_dir=location)!r}"
+    assert hash(location) == hash(Location("s3://b/r"))  # options need not be hashable
+
+
+def test_a_string_a_path_and_a_location_are_one_place(tmp_path: Path) -> None:
+    """A run is the same by its directory's name, by its path and by its location; one writer is recorded in it."""
+    run = tmp_path / "run"
+    assert CheckpointConfig(checkpoint_dir=run).location == CheckpointConfig(checkpoint_dir=str(run)).location
+    with Checkpointer(CheckpointConfig(checkpoint_dir=Location(str(run), single_writer=True))) as ckpt:
+        ckpt.save(1, {"n": 1})
+    assert '"single_writer":true' in (run / "format.json").read_text()
+    for place in (run, str(run), Location(str(run))):
+        assert [checkpoint.step for checkpoint in open_run(place).checkpoints()] == [1]
+
+
+def test_a_location_is_a_flows_parameter() -> None:
+    """As JSON it is a dict beside which a name still is a name; a misspelled option is an error there as well."""
+    config = TypeAdapter(CheckpointConfig)
+    given = {"url": "s3://b/{run_key}", "storage_options": {"endpoint_url": "http://h:9"}, "single_writer": True}
+    made = config.validate_python({"checkpoint_dir": given})
+    assert made.location == Location(
+        "s3://b/{run_key}", storage_options={"endpoint_url": "http://h:9"}, single_writer=True
+    )
+    assert config_of_run(made, "lm-7").location == Location(
+        "s3://b/lm-7", storage_options={"endpoint_url": "http://h:9"}, single_writer=True
+    )
+    assert config.validate_python({"checkpoint_dir": "s3://b/r"}).location == Location("s3://b/r")
+    with pytest.raises(ValidationError, match="single_writr"):
+        config.validate_python({"checkpoint_dir": {"url": "s3://b/r", "single_writr": True}})
