@@ -1,16 +1,17 @@
-"""The facade: one object for any training loop, and what a flow's hooks use as well."""
+"""The facade: one object for any training loop; a flow's hooks use it too."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.tenure import Tenure
-from ckpt_tasks.errors import OwnerError
+from ckpt_tasks.errors import OwnerError, StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
@@ -33,7 +34,7 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Checkpointer", "hold_signals"]
 
-_PRUNE_S = 10.0  # for the prune behind the last commit, at a close in order; what is left is the next owner's
+_PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
 _log = logging.getLogger("ckpt_tasks")
 Metrics = Mapping[str, float]
 
@@ -41,15 +42,15 @@ Metrics = Mapping[str, float]
 class Checkpointer:
     """Save and restore the state of one run.
 
-    The first restore or save takes the run directory: one process holds it at a time, and one that lost it gets
+    The first restore or save takes the run directory. One process holds it at a time; a process that has lost it gets
     FencedError at its next save. `take_over` takes it from an owner that may be alive. `flow_run_id` names the flow run
-    that this process belongs to; another attempt of the same flow run waits for this one to let go.
+    that this process belongs to; another attempt of the same flow run waits for this one to release the directory.
 
-    A save blocks training for one copy of the state into memory; a thread writes and commits it. The next call raises
-    what fails there. The copies outlive the process where there is a memory directory, for the next one on this host.
+    A save blocks training for one copy of the state into memory; a thread writes and commits it. If that fails, the
+    next call raises the error. With a memory directory the copies outlive the process, for a restart on this host.
 
-    As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and hands the
-    signal on; at the end it waits for what is on its way and lets the run directory go.
+    As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then
+    delivers the signal. The end of the block waits for saves on their way and releases the run directory.
 
     It belongs to the process that made it. A forked child has neither its memory nor its ownership nor its signal
     handlers: saves, restores and waits raise ConfigError there, and the end of the block does nothing.
@@ -73,7 +74,7 @@ class Checkpointer:
         self._schedule = SaveSchedule(self._history, config)
         self._saver = Saver(self._history, config, self._cache, self._pruner, self._schedule)
         self._damaged: tuple[str, ...] = ()
-        self._knows_line = False  # this owner has seen that nobody else has committed anything
+        self._knows_line = False  # this owner has checked that no other process has committed since
         self._finite = FiniteMetrics(config.on_non_finite)
         self._at = Position()
 
@@ -89,11 +90,11 @@ class Checkpointer:
         if not self._process.is_here:
             return
         self._entered = False
-        self._interrupt.install()  # it may have been given back for a delay: a second signal waits for the release
+        self._interrupt.install()  # hold_signals may have uninstalled it: a second signal waits for the release
         if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
             _log.warning("Steps %s are not saved: no save was due. Call save(step, state) after the last step.", steps)
         try:
-            # After an error, or a signal, whoever tries again on this host goes on from memory.
+            # After an error or a signal, a retry on this host goes on from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
         except Exception as second:
             if error is None:
@@ -101,7 +102,7 @@ class Checkpointer:
             if second is not error:
                 error.add_note(f"The last snapshot could not be saved either: {second}")
         finally:
-            self._interrupt.deliver()  # also after an error: whoever sent the signal wants this process to end
+            self._interrupt.deliver()  # also after an error: the sender wants this process to end
 
     @property
     def last_commit(self) -> Checkpoint | None:
@@ -115,53 +116,53 @@ class Checkpointer:
 
     @property
     def run(self) -> Run:
-        """The run as everybody may read it; nothing is taken or written by it."""
+        """The run, read-only: does not take the run directory."""
         return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
 
-        Modules, optimizers and other statefuls are restored in place, plain values of `state` are replaced. Strict
-        and all or nothing. A damaged checkpoint is passed over and the next older one is taken; `last_restore` says
+        Modules, optimizers and other statefuls are restored in place, plain values of `state` are replaced. A restore
+        is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one; `last_restore` says
         which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
         RunMismatchError; the state is untouched then.
         """
         self._own()
         self._wait_idle()
-        self._pruner.cancel(_PRUNE_S)  # it would remove what is about to be restored
+        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
         known = candidates = self.checkpoints()
         in_memory = self._cache.found(known)
         if step is not None or self._finite.failed_step is not None:
             candidates = self._finite.older(known) if step is None else [self.run.find(step)]
-            digests = {one.manifest_digest for one in candidates}
-            in_memory = [one for one in in_memory if one.checkpoint.manifest_digest in digests]
+            digests = {checkpoint.manifest_digest for checkpoint in candidates}
+            in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
             self._knows_line = True
             self._saver.restored(None)
-            self._at.restored(0, None)  # also after steps of which nothing was committed: they are taken again
+            self._at.restored(0, None)  # steps that were never committed are taken again
             self._deliver_signal()
             return 0
         damaged, self._damaged = self._damaged, ()
-        found, report, cached = restore_newest(
+        chosen, report, cached = restore_newest(
             self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged, in_memory=in_memory
         )
         if report.skipped or report.damaged:
-            self.note("fallback", step=found.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
-        if step is None and (failed_step := self._finite.went_back(found.step)) is not None:
-            self.note("rollback", step=found.step, failed=failed_step)
+            self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
+        if step is None and (failed_step := self._finite.went_back(chosen.step)) is not None:
+            self.note("rollback", step=chosen.step, failed=failed_step)
         self.last_restore, self._knows_line = report, True
-        self._at.restored(found.step, found.epochs)
+        self._at.restored(chosen.step, chosen.epochs)
         self._saver.restored(cached.slot if cached is not None else None)
-        if found.n < 0:  # storage does not have it yet
+        if chosen.n < 0:  # storage does not have it yet
             self._line.parent = known[0] if known else None
-            self._snapshot(found.step, state, found.metrics, found.epochs, keep=True, interim=found.interim)
+            self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         else:
-            self._line.parent = found
-            if cached is None:  # what lies in memory or in a local copy says nothing of the bytes in the store
-                self._pruner.verified.add(found.manifest_digest)
+            self._line.parent = chosen
+            if cached is None:  # a restore from memory or a local copy does not verify the bytes in the store
+                self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
-        return found.step
+        return chosen.step
 
     def step(
         self,
@@ -171,11 +172,11 @@ class Checkpointer:
         metrics: Metrics | None = None,
         epoch: int | None = None,
     ) -> bool:
-        """Report a completed optimizer step; save when the policy says so, and at a pending SIGTERM or Ctrl-C.
+        """Report a completed optimizer step; save if the policy says so, or if SIGTERM or Ctrl-C is pending.
 
-        `step` counts completed optimizer steps, `epoch` completed epochs. Returns whether a snapshot was taken;
-        training waits for it alone: a thread commits it. Before a signal is handed on, it is committed. Raises
-        FencedError if this process has lost the run, NonFiniteError, and what went wrong with an earlier snapshot.
+        `step` counts completed optimizer steps, `epoch` completed epochs. Returns whether a snapshot was taken.
+        Training waits for the snapshot only; a thread commits it. A pending signal is delivered after the commit.
+        Raises FencedError if this process has lost the run, NonFiniteError, and the failure of an earlier snapshot.
         """
         step = check_step(step, self._at.step)
         self._raise_failure()
@@ -204,10 +205,10 @@ class Checkpointer:
         epoch: int | None = None,
         interim: bool = False,
     ) -> Checkpoint:
-        """Save now; the checkpoint is committed when this returns. What the policy no longer keeps is pruned behind it.
+        """Save now; return when the checkpoint is committed. A thread then prunes what the policy no longer keeps.
 
-        `interim` says that only a batch has ended. Where the configuration has an interval, the checkpoint does not
-        count among the newest `max_num_checkpoints` then, and the interval goes on as if it were not there.
+        `interim` says that only a batch has ended. If the configuration has an interval, an interim checkpoint does
+        not count among the newest `max_num_checkpoints`, and does not move the interval.
         Raises UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or
         CommitUncertainError; the newest checkpoint is still the old one then.
         """
@@ -222,28 +223,28 @@ class Checkpointer:
         return saved
 
     def wait(self) -> None:
-        """Return when everything that was saved is committed; raise what went wrong. Pruning goes on behind.
+        """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
 
-        Raises StoreError where the store takes nothing of a checkpoint for `flush_timeout_s`.
+        Raises StoreError if the store takes nothing of a checkpoint for `flush_timeout_s`.
         """
         self._process.check()
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for what is on its way, release the run directory and give the signals back.
+        """Wait for saves on their way, release the run directory and restore the signal handlers.
 
-        A later save takes the directory again. The prune behind the last commit has 10 s; the next owner prunes what
-        is left then.
+        A later save takes the directory again. The prune behind the last commit has 10 s; the next owner prunes the
+        rest.
         """
         if self._process.is_here:
             self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
-        keep = keep or not self._knows_line  # who never trained leaves all as it was
+        keep = keep or not self._knows_line  # a process that never trained leaves the memory as it was
         try:
             self.wait()
         except BaseException:
-            keep = True  # storage may lack what is in memory
+            keep = True  # storage may lack the snapshot in memory
             raise
         finally:
             with self._saver.turn():
@@ -264,33 +265,42 @@ class Checkpointer:
         """List the live checkpoints, newest commit first."""
         return self.run.checkpoints()
 
+    def acquire(self) -> None:
+        """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
+        self._own()
+
     def pin(self, step: int, reason: str = "by hand") -> None:
-        """Keep the checkpoint of a step whatever the policy says."""
-        owner = self._own().owner
+        """Keep the checkpoint of a step whatever the policy says. Raises StateError if the directory is not held."""
+        owner = self._held().owner
         self._saver.wait()
         self._pruner.pin(owner, step, reason)
 
     def unpin(self, step: int) -> None:
-        """Leave the checkpoint of a step to the policy again."""
-        owner = self._own().owner
+        """Leave the checkpoint of a step to the policy again. Raises StateError if the directory is not held."""
+        owner = self._held().owner
         self._saver.wait()
         self._pruner.pin(owner, step, None)
 
     def note(self, what: str, **fields: Any) -> None:
-        """Write an event into the run's history: a fall-back, or whatever people should find later."""
-        self._history.append({**fields, "kind": "note", "note": what}, lambda s, n: s, owner=self._own().owner)
+        """Write an event of your own into the run's history. Raises StateError if the directory is not held."""
+        self._held().note(what, fields)
 
     def record_failure(self, **fields: Any) -> None:
-        """Write into the run's history that an attempt has failed; it counts among the stalled attempts of the run."""
-        event = {**fields, "kind": "note", "note": "failure"}
-        self._history.append(event, lambda s, n: s.with_stall(self._flow_run_id), owner=self._own().owner)
+        """Record a failed attempt in the run's history, as one more without progress. Raises StateError as `note`."""
+        self._held().note("failure", fields, lambda state: state.with_stall(self._flow_run_id))
+
+    def record_program(self, program: str, params: Mapping[str, Any]) -> None:
+        """Record in the run's history which program it trains, with which parameters. Raises StateError as `note`."""
+        recorded = {"program": program, "params": params}
+        self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
 
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
-        The newest checkpoint that is kept is read back first, unless one that is kept has been verified before.
+        First read back the newest checkpoint to be kept, unless a kept one has been verified before. Raises StateError
+        if the directory is not held and this is not a `dry_run`.
         """
-        owner = None if dry_run else self._own().owner
+        owner = None if dry_run else self._held().owner
         self.wait()
         if owner is None:
             return self._pruner.plan(self._line.digest)
@@ -300,7 +310,7 @@ class Checkpointer:
         return verdicts
 
     def listen(self, listener: Listener) -> None:
-        """Tell a listener of commits, failed saves and restores from now on."""
+        """Call a listener after every commit, failed save and restore from now on."""
         self._saver.listeners.add(listener)
 
     def _own(self) -> Tenure:
@@ -319,7 +329,7 @@ class Checkpointer:
             )
             self._damaged = self._tenure.damaged
             self._knows_line = False
-            self._take_over = False  # asked for once: whoever takes the directory from us later is not fenced for it
+            self._take_over = False  # once only: a later owner is not fenced by this process
             self._saver.committer = self._tenure.committer
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -332,7 +342,7 @@ class Checkpointer:
         started_s = time.perf_counter()
         with gc_paused():
             captured = capture(state)
-            groups = encode_groups(captured)  # what cannot be stored is refused here, before anything is written
+            groups = encode_groups(captured)  # refuses an unsupported value before anything is written
             if self.last_commit is None:
                 warn_of_unsaved(state)
         with self._saver.turn():
@@ -344,15 +354,25 @@ class Checkpointer:
             self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
+    def _held(self) -> Tenure:
+        """Return the present ownership; raises StateError if there is none."""
+        self._process.check()
+        if self._tenure is None:
+            raise StateError(
+                "this process does not hold the run directory", hint="Call restore(), save() or acquire() first."
+            )
+        self._tenure.beat()
+        return self._tenure
+
     def _raise_failure(self) -> None:
-        """Raise what a thread found."""
+        """Raise the error that a background thread met."""
         self._process.check()
         if self._tenure is not None:
             self._tenure.check()
         self._saver.raise_failure()
 
     def _wait_idle(self) -> None:
-        """Let what is on its way end, however it ends: a restore goes on from what is there then."""
+        """Wait for saves on their way, whether they succeed or fail; raise only the loss of the run."""
         self._saver.wait_idle()
         failure = self._saver.take_failure()
         if isinstance(failure, OwnerError):
@@ -362,7 +382,7 @@ class Checkpointer:
 
     def _deliver_signal(self) -> None:
         if self._interrupt.pending is not None:
-            self._release(prune_s=0)  # the next owner need not wait for a timeout; a later save takes it again
+            self._release(prune_s=0)  # so the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
 
 

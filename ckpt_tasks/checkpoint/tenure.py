@@ -1,8 +1,11 @@
-"""The time in which this process owns a run directory: begun in one place, and ended in one."""
+"""One ownership of a run directory by this process: it begins and ends in one place."""
 
 from __future__ import annotations
 
-from ckpt_tasks.format.ledger import Owner
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
@@ -14,11 +17,11 @@ __all__ = ["Tenure"]
 
 
 class Tenure:
-    """Take a run directory; hold what its owner needs: a heartbeat, the run's key, and the committer.
+    """Take a run directory, and hold what its owner needs: a heartbeat, the run's key, and the committer.
 
-    `damaged` names ledger entries that could not be read and that the owner's own entry now stands above.
-    `single_writer`: the store cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError
-    or StoreError; the directory is not held then.
+    `damaged` names unreadable ledger entries; the owner's own entry now stands above them. `single_writer`: the store
+    cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError or StoreError; the
+    directory is not held then.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Tenure:
             pruner.new_owner()
             cache.open(self.run_key)
         except BaseException:
-            self.committer.release()  # others need not wait for the timeout
+            self.committer.release()  # so the next owner need not wait for the timeout
             raise
         self._history = history
         self._timeout_s = config.owner_timeout_s
@@ -63,13 +66,20 @@ class Tenure:
         if self.heartbeat is not None and self.heartbeat.fenced is not None:
             raise self.heartbeat.fenced
 
+    def note(
+        self, name: str, fields: Mapping[str, Any], change: Callable[[State], State] = lambda state: state
+    ) -> None:
+        """Put an event into the ledger, with a change of its state. Raises FencedError or StoreError."""
+        event = {**fields, "kind": "note", "note": name}
+        self._history.append(event, lambda state, n: change(state), owner=self.owner)
+
     def beat(self) -> None:
-        """Show life from now on, if `quiet` has ended that."""
+        """Start the heartbeat again if `quiet` has stopped it."""
         if self.heartbeat is None:
             self.heartbeat = Heartbeat(self._history, self.owner, self._timeout_s)
 
     def quiet(self) -> None:
-        """Show no more life: others may take the directory after the timeout."""
+        """Stop the heartbeat: other processes may take the directory after the timeout."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
             self.heartbeat = None

@@ -110,6 +110,7 @@ def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
 
     with Checkpointer(config) as ckpt:
         try:
+            ckpt.acquire()
             return ckpt.prune(), ckpt.freed_bytes
         except OwnedError as error:
             error.hint = "A run that is training prunes itself. --dry-run only looks."

@@ -71,6 +71,7 @@ def prune_run(config: CheckpointConfig) -> Pruned | None:
         return None
     with Checkpointer(config) as ckpt:
         try:
+            ckpt.acquire()
             verdicts = ckpt.prune()
         except OwnedError:
             return None

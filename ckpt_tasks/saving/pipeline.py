@@ -1,13 +1,13 @@
 """Snapshots on their way to storage: one is written, one waits, and the newest wins.
 
-Training fills a slot and goes on. A thread digests and seals the snapshot; another one writes and commits it, and then
-takes the one that waits by then. A third snapshot takes the place of the one that waits, unless that one must be kept.
+Training fills a slot and goes on. One thread digests and seals the snapshot. Another thread writes and commits it, and
+then takes up the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
 
 Invariants
 
-1. A slot is filled only while no thread reads it, and once the newest snapshot is sealed in the other one.
+1. A slot is filled only while no thread reads it, and only after the newest snapshot was sealed in the other slot.
 2. Snapshots are committed in the order in which they were taken.
-3. A failure is kept until somebody has been told.
+3. A failure is kept until the trainer takes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
+from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.committer import Committer
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
@@ -29,20 +30,39 @@ from ckpt_tasks.snapshot.snapshot import ImageSet
 from ckpt_tasks.state.threads import lower_priority
 from ckpt_tasks.storage.progress import watching
 
-__all__ = ["Pipeline", "Snapshot"]
+__all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
-_LOOK_S = 1.0  # how often whoever waits looks whether the store is stuck
-_LAST = (FencedError, CommitUncertainError)  # nothing may follow what lost the run, or may have landed
+_LOOK_S = 1.0  # a waiting thread looks this often whether the store is stuck
+_LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have landed
+
+
+class Committed(NamedTuple):
+    """The checkpoint exists; `entry` is the ledger entry that committed it."""
+
+    entry: Entry
+
+
+class Superseded(NamedTuple):
+    """A newer snapshot took this one's place."""
+
+
+class Failed(NamedTuple):
+    """The snapshot was not committed, because of `error`."""
+
+    error: BaseException
+
+
+Outcome = Committed | Superseded | Failed
 
 
 @dataclass(eq=False, kw_only=True)
 class Snapshot:
-    """One moment of training in memory, on its way.
+    """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer one may take its place. `known` is set when `described` or `error` is; `digested` has the parts of
-    its images until then, as written and with what can be reused, and None at the end. `copy` is under way from
-    devices: its wait() comes before anything that reads the images. `base` is the checkpoint whose objects it may
-    reuse.
+    `keep`: no newer snapshot may replace it. `known` is set once `prepared` or `error` is; until then `digested` yields
+    two parts of each image, as written and with reused objects, and then None. `copy` runs on devices: call its wait()
+    before reading the images. `base` is the checkpoint whose objects may be reused. `given_up` asks the threads to
+    drop the snapshot; `outcome` says how its flush ended.
     """
 
     slot: str
@@ -58,12 +78,12 @@ class Snapshot:
     prepared: PreparedCheckpoint | None = None
     error: BaseException | None = None
     given_up: bool = False
-    flushed: bool = False
+    outcome: Outcome | None = None
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
 
     def wait_prepared(self) -> PreparedCheckpoint:
-        """Wait until the snapshot is digested; raise what went wrong."""
+        """Wait until the snapshot is digested; raise the error that digesting ended with."""
         self.known.wait()
         if self.error is not None:
             raise self.error
@@ -74,15 +94,15 @@ class Snapshot:
 class Pipeline:
     """Run `seal` and `flush` for every snapshot, each in a thread; a flush is stuck after `timeout_s` without progress.
 
-    `seal` is also told which snapshot lies in the other slot, where storage does not have that; `sealed` is called
-    after it, when the slot may be filled again.
+    `seal` also gets the snapshot in the other slot if storage does not have it. `sealed` is called afterwards, when
+    the slot may be filled again. `flush` returns the ledger entry of its commit, or raises.
     """
 
     def __init__(
         self,
         seal: Callable[[Snapshot, Snapshot | None], None],
         sealed: Callable[[Snapshot], None],
-        flush: Callable[[Snapshot], None],
+        flush: Callable[[Snapshot], Entry],
         timeout_s: float,
     ):
         self._seal = seal
@@ -104,42 +124,41 @@ class Pipeline:
 
     @property
     def stuck(self) -> bool:
-        """Whether the store has taken nothing of the flush under way for longer than it may."""
+        """Whether the store has taken nothing of the running flush for `timeout_s`."""
         with self._changed:
             return self._flushing is not None and time.monotonic() - self._moved_s > self._timeout_s
 
-    def stuck_error(self) -> StoreError:
-        """Return what is raised where the store is stuck, with the newest step that is not committed."""
+    def _stuck_error(self) -> StoreError:
         left = self.under_way
         stuck = StoreError(
             f"the store has taken nothing for {self._timeout_s:.0f} s",
             step=left[-1].saving.attempt.step if left else None,
-            hint="Look at the store. What is in the memory directory is restored by the next start on this host.",
+            hint="Check the store. The next start on this host restores what is in the memory directory.",
         )
         stuck.transient = True
         return stuck
 
     @property
     def has_ended(self) -> bool:
-        """Whether the interpreter ends: threads beside the main one hand in nothing more."""
+        """Whether the interpreter is ending: only the main thread may still submit snapshots."""
         return self._ended
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no snapshot is on its way."""
         with self._changed:
             return self._flushing is None and self._waiting is None
 
     @property
     def under_way(self) -> list[Snapshot]:
-        """The snapshots that are not committed yet, in their order."""
+        """The snapshots that are not committed yet, oldest first."""
         with self._changed:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
 
     def take_slot(self) -> str:
-        """Return the slot to fill next; waits only where a snapshot that must be kept stands in the way."""
+        """Return the slot to fill next; wait if both slots hold snapshots and the waiting one must be kept."""
         if self._last is not None:
-            self._last.known.wait()  # until it is sealed, the other slot has the only complete snapshot
+            self._last.known.wait()  # until then the other slot holds the only complete snapshot
         with self._changed:
             self._changed.wait_for(self._goes_on)
             while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
@@ -150,11 +169,11 @@ class Pipeline:
                 self._waiting = None
                 self._superseded.append(waiting.saving.attempt.step)
                 slot = waiting.slot
-            else:  # what waits is about to be taken up; else the newest of all stays as long as it can
+            else:  # the flush thread is about to take up the waiting one; the newest sealed one stays
                 slot = self.next_slot()
             before = self._in_slot.get(slot)
         if before is not None:
-            before.given_up = True  # also where its flush has failed: nobody may read the slot any more
+            before.given_up = True  # also if its flush failed: no thread may read the slot any more
             before.known.wait()
         return slot
 
@@ -162,56 +181,62 @@ class Pipeline:
         """Return the slot that does not hold the newest snapshot."""
         used = self._waiting or self._flushing or self._last
         if used is not None and used is self._last and used.error is not None and used is not self._flushing:
-            return used.slot  # it has come to nothing
+            return used.slot  # its snapshot could not be sealed
         return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str | None) -> None:
-        """Fill the other slot first; nothing may be on its way."""
+        """Fill the other slot first; no snapshot may be on its way."""
         if self._last is not None:
             self._last.known.wait()
         self._held, self._last = slot, None
 
     def forget(self) -> None:
-        """Let every snapshot go that has been dealt with; nothing may be on its way."""
+        """Forget every snapshot; none may be on its way."""
         with self._changed:
             snapshots, self._in_slot = [*self._in_slot.values()], {}
             last, self._last = self._last, None
             if last is not None:
                 self._held = last.slot
         for snapshot in snapshots:
-            snapshot.given_up = snapshot is not last  # the newest is sealed first: it is what the next process finds
+            snapshot.given_up = snapshot is not last  # the newest is sealed first: the next process restores it
             snapshot.known.wait()
             snapshot.given_up = True
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Take a full slot over.
+        """Take over a full slot.
 
-        Raises what lost the run meanwhile, and RuntimeError where the process can have no further thread; then the
-        slot is the caller's.
+        Raises the error that lost the run meanwhile, and RuntimeError if the process cannot start a thread; the slot
+        is the caller's then.
         """
         with self._changed:
-            # The thread is about to take up what waits.
+            # The flush thread is about to take up the waiting snapshot.
             self._changed.wait_for(lambda: self._waiting is None and self._goes_on())
             if isinstance(self._failure, _LAST):
                 failure, self._failure = self._failure, None
                 raise failure
-            # Both threads wait for this lock first, so that training goes on before they begin.
+            # Both threads wait for this lock first, so training continues before they start.
             if not self._running:
                 threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
-                self._running = True  # until it finds nothing to do
-            about = (snapshot, self._not_stored(snapshot.slot))
-            sealer = threading.Thread(target=self._digest, args=about, name="ckpt-seal", daemon=True)
+                self._running = True  # until no snapshot waits
+            pair = (snapshot, self._not_stored(snapshot.slot))
+            sealer = threading.Thread(target=self._digest, args=pair, name="ckpt-seal", daemon=True)
             sealer.start()
             self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
             self._in_slot[snapshot.slot] = snapshot
 
     def _not_stored(self, slot: str) -> Snapshot | None:
-        """Return the snapshot in the other slot, unless storage has it: on its way there, or its flush has failed."""
-        other = next((one for name, one in self._in_slot.items() if name != slot), self._flushing)
-        return None if other is None or other.flushed else other
+        """Return the snapshot in the other slot if storage does not have it: its flush is under way or has failed."""
+        other = next((snapshot for name, snapshot in self._in_slot.items() if name != slot), self._flushing)
+        return None if other is None or isinstance(other.outcome, Committed) else other
 
-    def wait(self) -> bool:
-        """Wait until nothing is on its way; False where the flush under way is stuck."""
+    def wait(self) -> BaseException | None:
+        """Wait until no snapshot is on its way; return the failure as `take_failure` does, StoreError if stuck."""
+        idle = self.wait_idle()
+        failure = self.take_failure()
+        return failure if failure is not None or idle else self._stuck_error()
+
+    def wait_idle(self) -> bool:
+        """Wait until no snapshot is on its way; return False if the running flush is stuck."""
         with self._changed:
             while self._flushing or self._waiting:
                 if self.stuck:
@@ -220,19 +245,19 @@ class Pipeline:
             return True
 
     def take_failure(self) -> BaseException | None:
-        """Return what went wrong since the last call; whoever asks has been told."""
+        """Return the failure since the last call, and forget it."""
         with self._changed:
             failure, self._failure = self._failure, None
             return failure
 
     @property
     def superseded(self) -> list[int]:
-        """The steps that a newer snapshot took the place of, and that no ledger entry names yet."""
+        """The steps of replaced snapshots that no ledger entry names yet."""
         with self._changed:
             return [*self._superseded]
 
     def forget_superseded(self, superseded: list[int]) -> None:
-        """Forget these steps, the first of `superseded`: a ledger entry names them."""
+        """Forget the first `superseded` steps: a ledger entry names them."""
         with self._changed:
             del self._superseded[: len(superseded)]
 
@@ -241,7 +266,7 @@ class Pipeline:
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         lower_priority()
         with self._changed:
-            pass  # submit() has it
+            pass  # submit() holds it
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -250,7 +275,7 @@ class Pipeline:
             self._seal(snapshot, before)
         except SupersededError as error:
             snapshot.error = error
-        except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer is told)
+        except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer takes it)
             snapshot.error = error
         finally:
             snapshot.digested.put(None)
@@ -269,44 +294,45 @@ class Pipeline:
                     self._changed.notify_all()
                     return
                 self._changed.notify_all()
-            failure: BaseException | None = None
-            try:
-                with watching(self._moved):
-                    self._flush(snapshot)
-            except SupersededError:
-                failure = None  # nobody wants it any more
-            except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
-                failure = error
-            else:
-                snapshot.flushed = True
+            outcome = self._outcome_of(snapshot)
             with self._changed:
-                self._flushing = None
-                if failure is not None:
-                    if self._failure is None or isinstance(failure, _LAST):
-                        self._failure = failure
-                    if isinstance(failure, _LAST):
-                        self._give_up()
+                snapshot.outcome, self._flushing = outcome, None
+                if isinstance(outcome, Failed):
+                    self._keep(outcome.error)
                 self._changed.notify_all()
 
-    def _give_up(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.given_up = True
+    def _outcome_of(self, snapshot: Snapshot) -> Outcome:
+        try:
+            with watching(self._moved):
+                return Committed(self._flush(snapshot))
+        except SupersededError:
+            return Superseded()
+        except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
+            return Failed(error)
+
+    def _keep(self, failure: BaseException) -> None:
+        """Keep the first failure, and any that is final; a final one also drops the waiting snapshot."""
+        final = isinstance(failure, _LAST)
+        if self._failure is None or final:
+            self._failure = failure
+        if final and self._waiting is not None:
+            self._waiting.given_up = True
+            self._waiting = None
 
     def _moved(self) -> None:
         self._moved_s = time.monotonic()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def end(self) -> bool:
-        """Wait at the interpreter's end, as wait() does, and take nothing more from daemon threads that still train."""
+    def end(self) -> BaseException | None:
+        """Wait as wait() does, at the interpreter's end; daemon threads that still train may submit nothing more."""
         with self._changed:
             self._ended = True
-        done = self.wait()
+        failure = self.wait()
         if self._sealer is not None:
-            self._sealer.join(self._timeout_s)  # a thread that is within torch while the interpreter ends aborts it
-        return done
+            self._sealer.join(self._timeout_s)  # a thread inside torch aborts the interpreter's end
+        return failure
 
     def _goes_on(self) -> bool:
-        """Whether this thread may hand in a snapshot; at the interpreter's end a daemon thread waits to be stopped."""
+        """Whether this thread may submit a snapshot; at the interpreter's end a daemon thread waits to be stopped."""
         return not self._ended or threading.current_thread() is threading.main_thread()

@@ -1,6 +1,6 @@
-"""The way of a save, from a captured state to a commit: the rank's half, then the committer's, behind training's back.
+"""The way of a save, from a captured state to a commit: the rank's half, then the committer's, in the background.
 
-`snapshot` is the part for which training waits. `_seal` and `_flush` run in the pipeline's threads.
+Training waits for `snapshot` only. `_seal` and `_flush` run in the pipeline's threads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
 
-_END_S = 5.0  # for a prune that follows the last commit to stop, and for threads that are within torch or Arrow
+_END_S = 5.0  # the prune behind the last commit, and threads inside torch or Arrow, have this long to stop
 _log = logging.getLogger("ckpt_tasks")
 
 
 class Saver:
-    """Take snapshots and see to it that they are committed.
+    """Take snapshots of the state and commit them in the background.
 
-    `committer` is that of the present owner, to be released at the interpreter's end. A snapshot goes to the one that
-    it was taken with.
+    `committer` belongs to the present ownership and is released at the interpreter's end. Every snapshot is committed
+    by the committer that it was taken with.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Saver:
         self._schedule = schedule
         self._rank = RankSaver(cache)
         self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
-        pruner.in_use = lambda: frozenset(one.base for one in self._pipeline.under_way if one.base is not None)
-        self._early = False  # the newest snapshot is of step 0: optimizers make their state in their first step
+        pruner.in_use = lambda: frozenset(s.base for s in self._pipeline.under_way if s.base is not None)
+        self._early = False  # the newest snapshot is of step 0: an optimizer makes its state in its first step
         self._warned_stuck = False
         self._turn = threading.Lock()
 
     @property
     def unprepared(self) -> bool:
-        """Whether the memory for the next snapshot should be made ready: of the first, and of the first with a step."""
+        """Whether to prepare memory for the next snapshot: before the first one, and after that of step 0."""
         return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
     def prepare(self, captured: Captured) -> None:
-        """Have the memory of the next snapshot made ready in the background."""
+        """Prepare the memory of the next snapshot in the background."""
         self._early = False
         self._plan(captured)
         threading.Thread(target=self._rank.take_ahead, args=(self._pipeline.next_slot(),), name="ckpt-take").start()
@@ -85,11 +85,10 @@ class Saver:
         keep: bool,
         step_s: float | None = None,
     ) -> None:
-        """Copy a captured state and hand it over; training has waited since `started_s` (perf_counter).
+        """Copy a captured state and submit it; training has waited since `started_s` (perf_counter).
 
-        `keep`: no newer snapshot may take its place. `step_s` goes into the ledger. What is on the host is copied when
-        this returns; a device copies what it holds before anything that training queues from then on. Raises
-        StoreError where there is no memory for it.
+        `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
+        device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
         """
         slot = self._pipeline.take_slot()
         self._plan(captured)
@@ -110,30 +109,27 @@ class Saver:
         try:
             self._pipeline.submit(snapshot)
         except BaseException:
-            if copy is not None:  # nobody else waits for it, and the slot will be filled again
+            if copy is not None:  # no thread waits for it, and the slot will be filled again
                 copy.wait()
             raise
         self._warn_if_stuck(saving.attempt.step)
 
     def wait(self) -> None:
-        """Return when everything is committed; raise what went wrong, and StoreError where the store is stuck."""
-        done = self._pipeline.wait()
-        failure = self._pipeline.take_failure()
+        """Wait until every snapshot is committed; raise the first failure, StoreError if the store is stuck."""
+        failure = self._pipeline.wait()
         if failure is not None:
             raise failure
-        if not done:
-            raise self._pipeline.stuck_error()
 
     def wait_idle(self) -> None:
-        """Wait like `wait`, and leave what went wrong to whoever asks next."""
-        self._pipeline.wait()
+        """Wait until no snapshot is on its way or the store is stuck; keep the failure."""
+        self._pipeline.wait_idle()
 
     def take_failure(self) -> BaseException | None:
-        """Return what went wrong with an earlier snapshot, once; nothing is waited for."""
+        """Return the failure of an earlier snapshot and forget it; does not wait."""
         return self._pipeline.take_failure()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong with an earlier snapshot; a failed flush only if the configuration says so."""
+        """Raise the failure of an earlier snapshot; with on_flush_failure="warn" log a StoreError instead."""
         failure = self.take_failure()
         if failure is None:
             return
@@ -141,42 +137,41 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._pruner.unnoted.append(event)  # the history has it once the store takes a checkpoint again
+        self._pruner.unnoted.append(event)  # written to the history once the store takes a checkpoint again
 
     def restored(self, slot: str | None) -> None:
-        """Leave the slot that was restored from for as long as possible."""
+        """Fill the slot that was restored from last."""
         self._pipeline.hold(slot)
 
     def forget_plan(self) -> None:
-        """Let the images go: they are taken anew by the next snapshot. Nothing may be on its way."""
+        """Forget the plan and the images; the next snapshot makes them anew. No snapshot may be on its way."""
         self._pipeline.forget()
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return a lock that lets one thread train while another one closes; none at the interpreter's end.
+        """Return the lock that a training thread and a closing thread take in turn; no lock at the interpreter's end.
 
-        A thread that trains then is held within its turn until the process is gone.
+        There a daemon thread that trains is held inside its turn until the process is gone.
         """
         return nullcontext() if self._pipeline.has_ended else self._turn
 
     def release(self) -> bool:
-        """Release the run directory; False where the store is stuck, and would not take that either."""
+        """Release the run directory; return False if the store is stuck and cannot take the release."""
         if self._pipeline.stuck:
             return False
         committer, self.committer = self.committer, None
         if committer is not None and not committer.release():
-            self._cache.close(keep=False)  # what a fenced process has in memory is no part of the run
+            self._cache.close(keep=False)  # the memory of a fenced process is not part of the run
         return True
 
     def end(self) -> None:
-        """Commit the last snapshot and release the run at the interpreter's end; say what is not committed."""
+        """Commit the last snapshot and release the run at the interpreter's end; report what is lost."""
         kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
         try:
             self._pruner.cancel(0)
-            done = self._pipeline.end()
-            failure = self._pipeline.take_failure()
-            if failure is not None or not done:
-                report_lost(failure or self._pipeline.stuck_error(), kept=kept)
+            failure = self._pipeline.end()
+            if failure is not None:
+                report_lost(failure, kept=kept)
             self._pruner.cancel(_END_S)
             self.release()
         except KeyboardInterrupt:
@@ -187,7 +182,7 @@ class Saver:
 
     def _plan(self, captured: Captured) -> None:
         if not self._rank.fits(captured):
-            self._pipeline.wait()  # what is on its way still has the old structure
+            self._pipeline.wait_idle()  # snapshots on their way still have the old structure
             self.forget_plan()
             self._rank.plan(captured)
 
@@ -199,7 +194,7 @@ class Saver:
         stored = committer.stored(base)
         for digested in self._rank.digest(attempt, snapshot.images, stored, lambda: snapshot.given_up):
             parts.append(digested[1])
-            snapshot.digested.put(digested)  # the flush has been waiting for it
+            snapshot.digested.put(digested)  # the flush waits for it
         prepared = prepare_checkpoint(snapshot.saving, [joined(parts)])
         in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
         seal = _seal_of(snapshot, prepared, in_flight)
@@ -207,16 +202,16 @@ class Saver:
         self._rank.seal(snapshot.slot, prepared, seal)
 
     def _take_other(self, snapshot: Snapshot) -> None:
-        # Only once a snapshot is sealed: until then the other slot may hold the last process's.
+        # Only after a snapshot was sealed: until then the other slot may hold the last process's snapshot.
         if not snapshot.given_up and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
-    def _flush(self, snapshot: Snapshot) -> None:
+    def _flush(self, snapshot: Snapshot) -> Entry:
         step = snapshot.saving.attempt.step
         try:
             entry = self._write_and_commit(snapshot)
         except SupersededError:
-            raise  # a newer snapshot takes its place: nothing has failed
+            raise  # not a failure
         except Exception as error:
             if isinstance(error, CkptError) and error.step is None:
                 error.step = step
@@ -227,10 +222,11 @@ class Saver:
         if self._cache.copies is not None:
             self._cache.copies.retain(entry.state.live)
         snapshot.committer.prune_behind(entry)
+        return entry
 
     def _write_and_commit(self, snapshot: Snapshot) -> Entry:
         committer, attempt = snapshot.committer, snapshot.saving.attempt
-        admitted = committer.admit()  # who was fenced writes nothing more
+        admitted = committer.admit()  # a fenced process writes nothing
         _, state = admitted
         try:
             if (copies := self._cache.copies) is not None:
@@ -240,8 +236,8 @@ class Saver:
             part, as_planned = self._rank.put(
                 self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps
             )
-            prepared = snapshot.wait_prepared()  # or raise what went wrong
-            if not as_planned:  # an object that was to be reused has been given up since
+            prepared = snapshot.wait_prepared()
+            if not as_planned:  # an object that was to be reused has been retired since
                 prepared = prepare_checkpoint(snapshot.saving, [part])
             committer.put_manifest(prepared)
         except CkptError:

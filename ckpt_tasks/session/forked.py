@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -81,10 +80,7 @@ def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) 
     _check_program(state, program)
     if program == state.program and wanted == (state.params or {}):
         return
-    event = {"kind": "note", "note": "program", "program": program, "params": wanted}
-    ckpt._history.append(
-        event, lambda state, n: replace(state, program=program, params=wanted), owner=ckpt._own().owner
-    )
+    ckpt.record_program(program, wanted)
 
 
 def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
