@@ -218,9 +218,8 @@ class Checkpointer:
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._deliver_signal()
-        saved = self.last_commit
-        assert saved is not None
-        return saved
+        assert self.last_commit is not None
+        return self.last_commit
 
     def wait(self) -> None:
         """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.

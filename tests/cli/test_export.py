@@ -149,6 +149,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile(tmp_path: Path, run_dir: Path, mo
 
     def pruned_first(*arguments: Any) -> Any:
         with Checkpointer(config(run_dir, max_num_checkpoints=1)) as ckpt:
+            ckpt.acquire()
             ckpt.prune()
         return write_export(*arguments)
 

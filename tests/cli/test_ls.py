@@ -36,6 +36,7 @@ def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
     """The newest, the best, pinned ones with the reason as it is written, and leased ones are marked."""
     save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
     with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.acquire()
         ckpt_.pin(2, "release [bold]1.0[/bold]")
     run = open_run(str(run_dir))
     with run.lease(run.find(2), "evaluate"):
@@ -118,6 +119,7 @@ def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
     """The checkpoint that training went on from is named by its step, and failures noted in the ledger are shown."""
     save_steps(run_dir, 1, 2)
     with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.acquire()
         ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2)
     about = ckpt("show", run_dir, "--json").data
     assert about["parent_step"] == 1

@@ -17,6 +17,7 @@ HOLDER = """
 import sys
 from ckpt_tasks import CheckpointConfig, Checkpointer
 ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
+ckpt.acquire()
 ckpt.note("holding")
 print("held", flush=True)
 sys.stdin.read()
@@ -93,6 +94,7 @@ def test_pinned_checkpoints_stay(run_dir: Path) -> None:
     """A pinned checkpoint stays, with the reason of the pin."""
     save_steps(run_dir, 1, 2)
     with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.acquire()
         ckpt_.pin(1, "the paper")
     assert verdicts(run_dir, "--max-num-checkpoints", "1")[1] == ("stays", ["pinned: the paper"])
 

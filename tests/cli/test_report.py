@@ -42,6 +42,7 @@ def test_the_page_says_why_checkpoints_stay(run_dir: Path, tmp_path: Path) -> No
     """The table of checkpoints has the reasons that `ckpt ls` shows."""
     save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
     with Checkpointer(config(run_dir)) as one:
+        one.acquire()
         one.pin(2, "release <1>")
     assert ckpt("report", run_dir, "--out", tmp_path / "out.html").status == 0
     page = (tmp_path / "out.html").read_text()

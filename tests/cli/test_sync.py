@@ -136,6 +136,7 @@ HOLDER = """
 import sys
 from ckpt_tasks import CheckpointConfig, Checkpointer
 ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
+ckpt.acquire()
 ckpt.note("holding")
 print("held", flush=True)
 sys.stdin.read()

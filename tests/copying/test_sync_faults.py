@@ -188,6 +188,7 @@ def test_the_source_keeps_what_is_being_copied(run_dir: Path, tmp_path: Path) ->
 
     def prune() -> None:
         with opened(run_dir, max_num_checkpoints=1) as ckpt:
+            ckpt.acquire()
             ckpt.prune()
 
     report = copy(run, Meanwhile(LocalStore(tmp_path / "b"), prune))
@@ -205,6 +206,7 @@ def test_a_lease_that_is_ended_by_others(run_dir: Path, tmp_path: Path) -> None:
         event = {"kind": "lease", "step": 1, "holder": "nobody", "ended": True}
         run.history.append(event, lambda state, n: replace(state, leases=()), owner=None)
         with opened(run_dir, max_num_checkpoints=1) as ckpt:
+            ckpt.acquire()
             ckpt.prune()
 
     report = copy(run, Meanwhile(LocalStore(tmp_path / "b"), end_and_prune))
@@ -246,6 +248,7 @@ def test_what_lies_there_is_verified(run_dir: Path, tmp_path: Path, harm: str) -
     """P35, P67: whole objects that lie there are used. Others are an error and stay: a copy replaces nothing."""
     run = train(run_dir, 1, of=state_of)
     with opened(tmp_path / "b", run_key="run") as ckpt:
+        ckpt.acquire()
         ckpt.note("nothing yet")
     shutil.copytree(run_dir / "checkpoint_000000000001", tmp_path / "b" / "checkpoint_000000000001")
     only(tmp_path / "b", "checkpoint_*/*/manifest.json").unlink()
@@ -262,6 +265,7 @@ def test_what_lies_there_is_verified(run_dir: Path, tmp_path: Path, harm: str) -
     assert shard.read_bytes() == before
     assert open_run(str(tmp_path / "b")).checkpoints() == []
     with opened(tmp_path / "b", run_key="run") as ckpt:
+        ckpt.acquire()
         ckpt.prune()  # no checkpoint names it
     (row,) = copy(run, tmp_path / "b").rows
     assert row.outcome == "copied"
@@ -274,6 +278,7 @@ def base(fast_dir: Path) -> Path:
     root = fast_dir / "base"
     run = train(root / "run", 1, 2, of=state_of)
     with opened(root / "run") as ckpt:
+        ckpt.acquire()
         ckpt.pin(2, "kept")
     run.record_evaluation(run.find(2), "quick", {"accuracy": 0.5})
     copy(run, root / "b", 2)
@@ -371,6 +376,7 @@ def test_what_a_copy_left_is_orphaned(run_dir: Path, tmp_path: Path) -> None:
     assert left
     assert left == [name for name in there.history.store.names("") if parse_attempt(name)]
     with opened(tmp_path / "b") as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     assert not [*(tmp_path / "b").glob("checkpoint_*")]
     assert outcomes(copy(run, tmp_path / "b")) == {1: "copied", 2: "copied"}

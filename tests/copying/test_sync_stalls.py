@@ -58,6 +58,7 @@ def test_a_stalled_pruner_deletes_nothing_that_a_later_copy_commits(run_dir: Pat
 
     pruner = opened(target)
     pruner._history.store = Stalled(LocalStore(target), copy_again)
+    pruner.acquire()
     pruner.prune()
     with pytest.raises(FencedError):
         pruner.save(9, {"x": {"w": torch.zeros(1)}})
@@ -71,6 +72,7 @@ def test_a_stalled_pruner_deletes_nothing_that_a_later_copy_commits(run_dir: Pat
     assert outcomes(copy(run, target)) == {1: "there already", 2: "refused"}
     train(run_dir, 3)
     with opened(target) as later:
+        later.acquire()
         later.prune()  # nothing is in `retired` any more
     assert open_run(str(target)).head().state.retired == ()
     for _ in range(2):

@@ -25,7 +25,7 @@ from ckpt_tasks.storage.wrapping import WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip, tree
 from tests.support.ledgers import made
-from tests.support.syncs import check, copy, opened, outcomes, same, small, state_of, train
+from tests.support.syncs import check, copy, opened, outcomes, prune, same, small, state_of, train
 
 # ── what is copied ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -119,6 +119,7 @@ def test_an_older_checkpoint_stays_the_older_one(run_dir: Path, tmp_path: Path) 
     run = train(run_dir, 1, 2, 3, 4)
     copy(run, tmp_path / "b", 3)
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        ckpt.acquire()
         ckpt.pin(2)
         ckpt.prune()
     assert [c.step for c in run.checkpoints()] == [4, 2]
@@ -130,8 +131,7 @@ def test_a_line_that_was_left_is_left_at_the_target(run_dir: Path, tmp_path: Pat
     """A way back is known at the target, also where the checkpoint that it went back to is there no more."""
     run = train(run_dir, 1, 2, 3)
     copy(run, tmp_path / "b")
-    with opened(tmp_path / "b", max_num_checkpoints=2) as ckpt:
-        ckpt.prune()
+    prune(tmp_path / "b", 2)
     with opened(run_dir) as ckpt:
         ckpt.restore(small(0), step=1)
         ckpt.save(2, small(20))
@@ -169,6 +169,7 @@ def test_pins_and_evaluations_of_one_checkpoint(run_dir: Path, tmp_path: Path) -
     run = open_run(str(run_dir))
     copy(run, tmp_path / "b")
     with opened(run_dir) as ckpt:
+        ckpt.acquire()
         for step in (1, 2):
             ckpt.pin(step, f"pin {step}")
     for step in (1, 2):
@@ -243,6 +244,7 @@ def test_a_target_in_use_is_refused(run_dir: Path, tmp_path: Path, monkeypatch: 
     run = train(run_dir, 1, 2)
     copy(run, tmp_path / "b", 1)
     with opened(tmp_path / "b") as ckpt:
+        ckpt.acquire()
         ckpt.note("training")
         before = tree(tmp_path / "b")
         monkeypatch.setattr("ckpt_tasks.ledger.ownership.socket.gethostname", lambda: "elsewhere")
@@ -266,8 +268,7 @@ def test_what_the_target_pruned_stays_pruned(run_dir: Path, tmp_path: Path) -> N
     """P64: a name that was retired is not used again: the target keeps fewer than the source, and one is refused."""
     run = train(run_dir, 1, 2, 3)
     copy(run, tmp_path / "b")
-    with opened(tmp_path / "b", max_num_checkpoints=1) as ckpt:
-        ckpt.prune()
+    prune(tmp_path / "b", 1)
     for step in (4, 5):  # the second time only the note of the last copy knows of it
         train(run_dir, step)
         found = outcomes(copy(run, tmp_path / "b"))
@@ -289,6 +290,7 @@ def test_an_object_that_the_target_gave_up(run_dir: Path, tmp_path: Path, ended:
         ckpt.save(2, state_of(2, frozen=0.7))
     copy(run, tmp_path / "b")
     pruner = opened(tmp_path / "b", max_num_checkpoints=1)
+    pruner.acquire()
     pruner.prune()
     if ended:
         pruner.close()
@@ -354,16 +356,14 @@ def test_whatever_happened_the_newest_is_the_newest(fast_dir: Path, steps: list[
                 step = ckpt.restore(small(0), step=live[value % len(live)].step) + 1
                 ckpt.save(step, small(step))
         if what == "prune":
-            with opened(root / "run", max_num_checkpoints=value) as ckpt:
-                ckpt.prune()
+            prune(root / "run", value)
         if what == "copy" and value is None:
             copy(run, target)
         if what == "copy" and value is not None:
             with suppress(StateError):  # the target has had it and pruned it
                 copy(run, target, live[value % len(live)].step)
         if what == "prune there" and target.exists():
-            with opened(target, max_num_checkpoints=value) as ckpt:
-                ckpt.prune()
+            prune(target, value)
     there = open_run(str(target))
     assert verify_run_directory(there.history).good
     have = {c.manifest_digest: c for c in there.checkpoints()}

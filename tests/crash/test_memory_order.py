@@ -160,6 +160,7 @@ def test_without_shared_memory_it_is_said_what_is_lost(
     assert caplog.text.count("after a crash, training goes on from storage") == 1
     caplog.clear()
     with opened(run_dir, memory_dir="auto") as ckpt:
+        ckpt.acquire()
         ckpt.prune()  # who saves nothing has nothing to lose
     assert caplog.text == ""
     assert committed(run_dir) == [1, 2, 3]

@@ -306,10 +306,12 @@ def test_pruning_from_outside_cleans_memory_but_for_what_storage_lacks(
     """P67: a prune clears slots that storage covers, and leaves a snapshot that only memory has."""
     _died(run_dir, memory, 2)
     with Checkpointer(_config(run_dir, memory)) as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     assert _slots(memory) == []
     _died(run_dir, memory, 9, stuck)
     with Checkpointer(_config(run_dir, memory)) as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     assert len(_slots(memory)) > 0
     assert _train(run_dir, memory, 0)[0] == 9

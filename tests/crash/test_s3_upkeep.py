@@ -118,5 +118,6 @@ def test_where_uploads_cannot_be_listed_the_rest_is_still_pruned(
     put_all(place, dict.fromkeys(dead, b"dead"))
     check_run(place, 4)
     with opened(place) as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     assert unnamed(place) == set()

@@ -240,6 +240,7 @@ def test_a_checkpoint_that_was_pruned_meanwhile_is_skipped(trained: Path) -> Non
     run = open_run(str(trained))
     gone = run.find(2)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=1)) as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     evaluator = Evaluator(run_key="tiny", location=Location(str(trained)), program=TINY, suite="quick", holder="test")
     assert evaluator.evaluate(gone).outcome == "pruned"
@@ -375,5 +376,6 @@ class Pruning(Tiny):
     def evaluate(self, suite: str) -> dict[str, float]:
         config = CheckpointConfig(checkpoint_dir=self._run_dir, run_key="tiny", max_num_checkpoints=1)
         with Checkpointer(config) as ckpt:
+            ckpt.acquire()
             ckpt.prune()
         return super().evaluate(suite)

@@ -217,7 +217,7 @@ def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Chi
     assert other.ask("save 1") == "ok 1"
     before = everything(run_dir)
     ckpt = mine(run_dir)
-    for attempt in (lambda: ckpt.restore({"x": 0}), lambda: ckpt.save(9, {"x": 9}), ckpt.prune):
+    for attempt in (lambda: ckpt.restore({"x": 0}), lambda: ckpt.save(9, {"x": 9}), ckpt.acquire):
         with pytest.raises(OwnedError, match=f"process {other.process.pid} on ") as caught:
             attempt()
         assert "take_over" in str(caught.value)

@@ -173,6 +173,7 @@ class Trainer:
         for _ in range(_ROUNDS):
             try:
                 if not self._last and self._rng.random() < 0.15:
+                    ckpt.acquire()
                     ckpt.prune()  # as `ckpt prune` does, which restores nothing
                 else:
                     self._train(ckpt, self._restore(ckpt, process))

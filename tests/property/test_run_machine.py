@@ -227,6 +227,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule()
     def prune(self) -> None:
         ckpt = self.process()
+        ckpt.acquire()
         verdicts = ckpt.prune()
         live = self.live()
         kept = {verdict.manifest_digest for verdict in verdicts if verdict.keep}
@@ -248,6 +249,7 @@ class RunMachine(RuleBasedStateMachine):
             return
         step = data.draw(st.sampled_from(sorted({c.step for c in self.live().values()})), label="step")
         first = next(digest for digest in self.order() if self.known[digest].step == step)
+        ckpt.acquire()
         if on:
             ckpt.pin(step, "by the test")
             self.pins.add(first)

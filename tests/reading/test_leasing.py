@@ -29,6 +29,7 @@ def run(run_dir: Path) -> Run:
 def prune(run: Run) -> list[int]:
     config = CheckpointConfig(checkpoint_dir=run.history.store.url, run_key="read", max_num_checkpoints=1)
     with Checkpointer(config) as ckpt:
+        ckpt.acquire()
         ckpt.prune()
     return [one.step for one in run.checkpoints()]
 

@@ -85,3 +85,10 @@ class Full(WrappedStore):
         if name.endswith("index.arrow"):
             raise StoreError("the disk is full", key=name)
         super().put_if_absent(name, body)
+
+
+def prune(run_dir: Path, newest: int) -> None:
+    """Prune a run to its newest checkpoints, as `ckpt prune` does."""
+    with opened(run_dir, max_num_checkpoints=newest) as ckpt:
+        ckpt.acquire()
+        ckpt.prune()

@@ -1,0 +1,43 @@
+"""Who takes a run directory: restore, save and acquire, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.errors import OwnedError, StateError
+from tests.support.places import LocalPlace
+from tests.support.runs import opened, state_of, train
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "note", "record_failure", "record_program", "prune"])
+def test_what_only_an_owner_may_do_takes_nothing(run_dir: Path, verb: str) -> None:
+    """Without the run directory each of these raises StateError, says how to take it, and writes nothing."""
+    train(run_dir, 1)
+    before = LocalPlace(run_dir).everything()
+    with opened(run_dir) as ckpt:
+        arguments = {"pin": (1,), "unpin": (1,), "note": ("mine",), "record_program": ("m:P", {})}.get(verb, ())
+        with pytest.raises(StateError, match=r"does not hold the run directory.*acquire\(\) first"):
+            getattr(ckpt, verb)(*arguments)
+        assert LocalPlace(run_dir).everything() == before
+        ckpt.acquire()
+        getattr(ckpt, verb)(*arguments)
+    assert LocalPlace(run_dir).everything() != before
+
+
+def test_acquire_takes_the_run_once(run_dir: Path) -> None:
+    """`acquire` makes this process the owner, does nothing the second time, and is refused while another holds it."""
+    train(run_dir, 1)
+    epoch = open_run(run_dir).head().state.owner.epoch  # type: ignore[union-attr]
+    with opened(run_dir) as ckpt:
+        ckpt.acquire()
+        ckpt.acquire()
+        owner = open_run(run_dir).head().state.owner
+        assert owner is not None
+        assert owner.epoch == epoch + 1
+        with pytest.raises(OwnedError):
+            Checkpointer(ckpt.config).acquire()
+        assert ckpt.restore(state_of(0)) == 1
+    assert open_run(run_dir).head().state.owner.released  # type: ignore[union-attr]
