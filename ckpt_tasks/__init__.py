@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.saving.listening import Listener
-    from ckpt_tasks.state.gradients import Gradients
+    from ckpt_tasks.state.modules import Gradients
     from ckpt_tasks.state.sampler import ResumableSampler
     from ckpt_tasks.storage.locations import Location
 
@@ -53,7 +53,7 @@ _MODULES = {
     "CheckpointConfig": "ckpt_tasks.ledger.config",
     "CheckpointStore": "ckpt_tasks.orchestration.blocks",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
-    "Gradients": "ckpt_tasks.state.gradients",
+    "Gradients": "ckpt_tasks.state.modules",
     "Listener": "ckpt_tasks.saving.listening",
     "Location": "ckpt_tasks.storage.locations",
     "RestoreReport": "ckpt_tasks.reading.restore",

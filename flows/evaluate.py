@@ -15,8 +15,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.attempts import attempted_task
 from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Rounds, choose, teller
-from ckpt_tasks.orchestration.promote import Promotion
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, teller
 from ckpt_tasks.orchestration.starts import name_declined_starts
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location

@@ -14,11 +14,14 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
+from ckpt_tasks.orchestration.endings import (
+    crashes_while_the_api_is_away,
+    crashes_while_the_store_is_away,
+    ends_quietly_for_a_sibling,
+)
 from ckpt_tasks.orchestration.events import announce
-from ckpt_tasks.orchestration.fencing import ends_quietly_for_a_sibling
 from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
-from ckpt_tasks.orchestration.store_outage import crashes_while_the_api_is_away, crashes_while_the_store_is_away
 from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
 from ckpt_tasks.session.local import LocalSession, find_program

@@ -27,9 +27,8 @@ from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import Position, SaveSchedule, check_step, point
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.capture import capture, warn_of_unsaved
 from ckpt_tasks.state.processes import Process
-from ckpt_tasks.state.unsaved import warn_of_unsaved
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Checkpointer", "hold_signals"]

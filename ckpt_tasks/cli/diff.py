@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.progress import WatchedStore, reading
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.output import JsonOption, Output, WatchedStore, output, printable, reading, table
 from ckpt_tasks.report.words import count, number
 
 if TYPE_CHECKING:

@@ -122,8 +122,8 @@ def _proved(store: Store, key: str, written: dict[str, Any]) -> Check:
 
 def _tried(store: Store) -> Check:
     from ckpt_tasks.policy.health import Check
-    from ckpt_tasks.storage.findings import judge
     from ckpt_tasks.storage.measuring import measure
+    from ckpt_tasks.storage.probe import judge
 
     verdict = judge(measure(store, large_bytes=_SMALL_BYTES))
     seen = f"{store.url}: no run yet; {verdict.words}"

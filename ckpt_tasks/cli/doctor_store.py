@@ -14,7 +14,7 @@ from ckpt_tasks.cli.output import JsonOption, Output, console, output, printable
 from ckpt_tasks.report.words import size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.storage.findings import Ability, Findings, Latency, Verdict
+    from ckpt_tasks.storage.probe import Ability, Findings, Latency, Verdict
 
 __all__ = ["doctor_store"]
 
@@ -52,9 +52,9 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
 
 
 def _measure(out: Output, url: str) -> tuple[Findings, Verdict]:
-    from ckpt_tasks.storage.findings import judge
     from ckpt_tasks.storage.locations import Location
     from ckpt_tasks.storage.measuring import measure
+    from ckpt_tasks.storage.probe import judge
     from ckpt_tasks.storage.retrying import RetryingStore
 
     store = Location(url).open()

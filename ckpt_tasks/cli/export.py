@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.progress import reading
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
 from ckpt_tasks.report.words import count, size
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.facts import written
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable
-from ckpt_tasks.cli.progress import reading
+from ckpt_tasks.cli.facts import CheckpointArgument, parse_target, written
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading
 from ckpt_tasks.cli.sync import SingleOption, print_unleased
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import size, span
 

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
+from ckpt_tasks.cli.facts import RunArgument, kept_because, lineage_facts, params_line
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
-from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:

@@ -6,20 +6,75 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.errors import CkptError
-from ckpt_tasks.report.words import printable
+from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.report.words import printable, size, span
+from ckpt_tasks.storage.port import WrappedStore
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["JsonOption", "Output", "console", "output", "printable", "table", "widest"]
+    from ckpt_tasks.storage.port import Store
+
+__all__ = [
+    "JsonOption",
+    "Output",
+    "WatchedStore",
+    "console",
+    "output",
+    "printable",
+    "reading",
+    "table",
+    "widest",
+    "write_file",
+]
+
+_HEAD_BYTES = 4096
+
+
+def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Callable[[bytes], bool]) -> None:
+    """Write a file beside its place and rename it; what lies there is replaced only if `is_ours` says so of its head.
+
+    Raises ConfigError for a link, a directory, a pipe or a device in its place, for another file, and where the system
+    refuses; `what` and `option` say in the error what was to be written, and which option names another place.
+    """
+    hint = f"Name another file with {option}."
+    temporary = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        head = _head(place)
+        if head is None or not is_ours(head):
+            raise ConfigError(f"{place} is no {what} and is not replaced", hint=hint)
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+            temporary.replace(place)
+        finally:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+    except OSError as error:
+        raise ConfigError(f"the {what} cannot be written: {error}", hint=hint) from error
+
+
+def _head(place: Path) -> bytes | None:
+    """Return the first bytes of a regular file, nothing where there is none; None for what is no regular file."""
+    try:
+        status = place.lstat()
+    except FileNotFoundError:
+        return b""
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    with open(place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        return file.read(_HEAD_BYTES)
+
 
 _FIRST_ANSWER_S = 15.0  # of a store that is asked for the first time; what is under way waits out longer outages
 _LONGEST_WORD = 20
@@ -160,3 +215,62 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+_SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
+
+
+class WatchedStore(WrappedStore):
+    """A store that tells how many bytes were read from it."""
+
+    def __init__(self, inner: Store, on_progress: Callable[[int], None]):
+        super().__init__(inner)
+        self._on_progress = on_progress
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = super().get(name, max_bytes)
+        self._on_progress(len(data))
+        return data
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        super().read(name, begin, into)
+        self._on_progress(into.nbytes)
+
+
+@contextmanager
+def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar with rate and time left while the block reads; give what is to be told of every read, in bytes.
+
+    It appears after half a second, on stderr, where that is a terminal, and is gone at the end.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    screen = console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(),
+        TextColumn("{task.fields[work]}"),
+        console=screen,
+        transient=True,
+        disable=out.as_json or not screen.is_terminal,
+    )
+    task = bar.add_task(what, total=total_bytes, work="")
+    began, done = bar.get_time(), 0
+
+    def on_progress(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        bar.update(task, completed=done, work=_work(done, total_bytes, bar.get_time() - began))
+        if not bar.live.is_started and not bar.disable and bar.get_time() - began > _SHOWN_AFTER_S:
+            bar.start()
+
+    try:
+        yield on_progress
+    finally:
+        bar.stop()
+
+
+def _work(done: int, total_bytes: int, took_s: float) -> str:
+    rate = done / max(took_s, 1e-9)
+    left_s = max(total_bytes - done, 0) / max(rate, 1.0)
+    return f"{size(done)} of {size(total_bytes)}, {size(rate)}/s, {span(round(left_s))} left"

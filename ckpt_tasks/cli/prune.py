@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import RunArgument
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.target import RunArgument
 from ckpt_tasks.errors import ConfigError, OwnedError
 from ckpt_tasks.report.words import age, count, size
 

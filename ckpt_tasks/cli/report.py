@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.facts import kept_because
-from ckpt_tasks.cli.files import write_file
+from ckpt_tasks.cli.facts import RunArgument, kept_because
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.target import RunArgument
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, write_file
 
 if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tasks.cli.facts import lineage_facts, params_line
+from ckpt_tasks.cli.facts import CheckpointArgument, lineage_facts, params_line, parse_target
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.target import CheckpointArgument, parse_target
 from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.facts import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.progress import reading
-from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.report.words import age, count, size, span
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tasks.cli.facts import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.cli.progress import WatchedStore, reading
-from ckpt_tasks.cli.target import RunOrCheckpointArgument, parse_target
+from ckpt_tasks.cli.output import JsonOption, Output, WatchedStore, output, printable, reading, table
 from ckpt_tasks.report.words import age, count, size, span
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateError,
 )
-from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
-from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
+from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
 from ckpt_tasks.state.rng import OwnStreams

@@ -47,7 +47,7 @@ class CheckpointStore(Block):
     _code_example = """
 ```python
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.orchestration.blocks import CheckpointStore
+from ckpt_tasks import CheckpointStore
 
 checkpoint_store = CheckpointStore.load("BLOCK_NAME")
 config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it when it is opened

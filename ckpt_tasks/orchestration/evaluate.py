@@ -10,26 +10,39 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from prefect.logging import get_run_logger
 
+from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.orchestration.events import announce_evaluation
-from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
+from ckpt_tasks.orchestration.isolation import keep_threads_out_of_streams
 from ckpt_tasks.reading.leasing import LEASE_S, leased
 from ckpt_tasks.reading.reading import Run, open_run
-from ckpt_tasks.session.local import build_from_seed, find_program
+from ckpt_tasks.session.local import build_from_seed, find_named, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.rng import OwnStreams
 from ckpt_tasks.storage.locations import Location
 
-__all__ = ["EvaluationResult", "Evaluator", "Rounds", "choose", "evaluate_checkpoint", "recorded_evaluation", "teller"]
+__all__ = [
+    "EvaluationResult",
+    "Evaluator",
+    "Promotion",
+    "Rounds",
+    "choose",
+    "evaluate_checkpoint",
+    "export_best",
+    "recorded_evaluation",
+    "teller",
+]
 
 # Whoever starts the flow in this thread may be told how many evaluations are done, of how many that are known so far.
 teller: ContextVar[Callable[[int, int], None] | None] = ContextVar("ckpt_tasks_teller", default=None)
@@ -199,3 +212,52 @@ def _result(checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float], ou
         metrics=metrics,
         outcome=outcome,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """Call "module:function" `name` as function(run, checkpoint, result, **params) with the run's best checkpoint.
+
+    It is called at least once for every new best one, and may be called again for the same one: what tells them apart
+    is `checkpoint.manifest_digest`.
+    """
+
+    evaluator: Evaluator
+    name: str
+    params: Mapping[str, Any]
+
+    def check(self, run: Run) -> None:
+        """Raise ConfigError where the name leads nowhere, or the run does not say what its best checkpoint is."""
+        _find(self.name)
+        if run.head().state.best_metric is None:
+            raise ConfigError(
+                "the run does not say by which metric a checkpoint is the best", hint="Train it with best_metric."
+            )
+
+    def of_best(self, looked_at: Sequence[EvaluationResult]) -> None:
+        """Promote the best checkpoint if it is one of those that were looked at, leased; raise what that raises."""
+        run, results = self.evaluator.open(), {one.manifest_digest: one for one in looked_at}
+        try:
+            best = run.find("best")
+        except CheckpointNotFoundError:
+            return  # none has the metric yet
+        result = results.get(best.manifest_digest)
+        if result is None:
+            return
+        with leased(run, best, f"promotion, {self.evaluator.holder}"):
+            _find(self.name)(run, best, result, **self.params)
+        get_run_logger().info("Step %d is the best one, and %s was called with it", best.step, self.name)
+
+
+def _find(name: str) -> Callable[..., object]:
+    return find_named(name, what="promotion", kind="function", error=ConfigError)
+
+
+def export_best(run: Run, checkpoint: Checkpoint, result: EvaluationResult, *, out: str) -> None:
+    """Write the checkpoint's modules as the safetensors file `out`, which may hold "{run_key}", over the one before.
+
+    Readers see the old file or the new one, never part of it.
+    """
+    target = Path(out.replace("{run_key}", run.run_key or ""))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    export_checkpoint(run.history.store, checkpoint, target, overwrite=True)

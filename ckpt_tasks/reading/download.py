@@ -16,8 +16,8 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.policy.ranges import Span, merge_spans
 from ckpt_tasks.reading.opening import READ_BYTES, verify_run
+from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
-from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = ["DownloadedTensors"]

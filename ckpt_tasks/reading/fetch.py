@@ -22,8 +22,8 @@ from ckpt_tasks.format.digests import Digest
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
 from ckpt_tasks.state.memcpy import is_plain
+from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
-from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.port import ReadableStore
 
 __all__ = ["StoredTensors"]

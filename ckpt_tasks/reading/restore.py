@@ -29,7 +29,7 @@ from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.state.capture import plan_restore
-from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]

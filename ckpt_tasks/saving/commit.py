@@ -28,7 +28,7 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.ledger.history import History, now_iso
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving
-from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 

@@ -27,8 +27,8 @@ from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
-from ckpt_tasks.state.threads import lower_priority
-from ckpt_tasks.storage.progress import watching
+from ckpt_tasks.state.processes import lower_priority
+from ckpt_tasks.storage.port import watching
 
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reuse
 from ckpt_tasks.snapshot.cache import SnapshotCache
@@ -22,9 +22,8 @@ from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.threads import lower_priority
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.progress import moved
+from ckpt_tasks.state.processes import lower_priority
+from ckpt_tasks.storage.port import Store, moved
 
 __all__ = ["RankSaver"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.format.records import Seal
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint

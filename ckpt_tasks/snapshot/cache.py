@@ -21,7 +21,7 @@ from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import Checkpoint, lineage
-from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.format.records import Seal
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import change
 from ckpt_tasks.snapshot.local_copies import LocalCopies
@@ -35,9 +35,9 @@ from ckpt_tasks.snapshot.memory import (
     private_root,
     sweep,
 )
-from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.tensors import copy_all, tensor_at
-from ckpt_tasks.state.threads import in_threads
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 

@@ -15,7 +15,7 @@ import torch
 from ckpt_tasks.format.image import ImageLayout
 from ckpt_tasks.snapshot.snapshot import SnapshotPlan, storable
 from ckpt_tasks.state.memcpy import LARGE_BYTES, THREADS, is_plain
-from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.publishing import write_at
 
 __all__ = ["FirstCopy"]

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.format.seal import MAX_SEAL_BYTES, SEAL_NAME
+from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.state.processes import close_descriptor, finalize_here, map_memory, open_descriptor
 from ckpt_tasks.storage.publishing import write_at

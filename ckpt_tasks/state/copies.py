@@ -13,8 +13,7 @@ import torch
 
 from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.restore_parts import Stored
-from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
+from ckpt_tasks.state.restore_parts import HeldTensors, Stored, TensorSource
 from ckpt_tasks.state.tensors import expanded, identity, may_overlap, same_bits
 from ckpt_tasks.state.values import unpack
 

@@ -19,12 +19,19 @@ from torch import nn
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
-from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, TensorSource
 from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["ModulePart", "capture_module", "named_parameters", "parameter_names", "takes_part", "unwrapped"]
+__all__ = [
+    "Gradients",
+    "ModulePart",
+    "capture_module",
+    "named_parameters",
+    "parameter_names",
+    "takes_part",
+    "unwrapped",
+]
 
 _EXTRA = "_extra_state"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -193,3 +200,48 @@ def _overrides(kind: Any) -> bool:
         if not home.startswith("torch.nn.modules."):
             return True
     return False
+
+
+class Gradients:
+    """Save and restore the gradients that a module has accumulated.
+
+    A module's state has no gradients: what `backward` has added up since the last optimizer step is lost with the
+    process. A loop that saves at optimizer steps needs nothing. One that saves between them puts this beside it::
+
+        state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
+
+    It holds no tensors of its own.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the gradients there are, by the names of their parameters; they are live, not copies."""
+        return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the gradient of every parameter, None where `state` has none.
+
+        One that is there already is copied into, since a bucket of DistributedDataParallel may own its memory. Raises
+        StateMismatchError, before anything is set, for an unknown name or another shape.
+        """
+        parameters = self._parameters()
+        unknown = tuple(name for name in state if name not in parameters)
+        different = tuple(
+            f"{name} ({[*parameters[name].shape]} here, {[*gradient.shape]} in the checkpoint)"
+            for name, gradient in state.items()
+            if name in parameters and parameters[name].shape != gradient.shape
+        )
+        if unknown or different:
+            raise StateMismatchError("the gradients do not fit the module", unexpected=unknown, different=different)
+        for name, parameter in parameters.items():
+            gradient = state.get(name)
+            if gradient is not None and parameter.grad is not None and parameter.grad.dtype == gradient.dtype:
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(unwrapped(self._module).named_parameters())

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
-from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
+from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
 

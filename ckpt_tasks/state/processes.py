@@ -1,4 +1,4 @@
-"""What belongs to one process: a child that is forked from it has neither its memory nor its descriptors.
+"""What belongs to one process: its threads, and what a forked child must not have.
 
 `fork` copies a process with all that it maps and all that it has open, but with one thread. A child (a DataLoader's
 worker, a member of a Pool) could write into images that its parent is saving, would keep memory that the parent has let
@@ -11,6 +11,10 @@ Invariants
 2. No descriptor of open_descriptor() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork comes between the making of a page or descriptor and its mark.
+
+Threads that share work are daemon threads and not an executor's: Python shuts executors down before it waits for
+threads that still train and before it calls atexit functions. From then on they refuse work, and they wait for work
+that has begun, however long it takes.
 """
 
 from __future__ import annotations
@@ -18,15 +22,27 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = ["Process", "close_descriptor", "finalize_here", "map_memory", "open_descriptor"]
+__all__ = [
+    "Process",
+    "close_descriptor",
+    "finalize_here",
+    "in_threads",
+    "lower_priority",
+    "map_memory",
+    "open_descriptor",
+]
 
 _DONTFORK = 10  # MADV_DONTFORK: the mmap module of a Python that was built elsewhere may lack the name
 _FAILED = ctypes.c_void_p(-1).value
@@ -126,3 +142,53 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)
+
+
+_NICER = 10  # with 19 or 0 a copy cost training no less, and 19 may wait long for a core that others use as well
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
+    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it.
+
+    The calling thread is one of the `threads`. It does all the work where the process may start none: at the
+    interpreter's end from Python 3.12 on.
+    """
+    left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
+
+    def run() -> None:
+        while not errors:
+            try:
+                place, item = left.popleft()
+            except IndexError:
+                return
+            try:
+                results[place] = work(item)
+            except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
+                errors.append(error)
+
+    started: list[threading.Thread] = []
+    for _ in range(min(threads, len(left)) - 1):
+        # With the context of the caller, so that what a store has taken counts as progress of the caller's write.
+        thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        started.append(thread)
+    run()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [result for _, result in sorted(results.items())]
+
+
+def lower_priority() -> None:
+    """Let the calling thread run when the process does not want the core: nicer than that by 10, up to 19."""
+    if sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
+        with suppress(OSError):
+            niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

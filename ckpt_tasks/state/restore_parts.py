@@ -1,8 +1,8 @@
-"""One group of a state: what it is captured as, and what a restore of it consists of."""
+"""The parts of a restore: where its tensors come from, and what each group of a state needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,20 +10,67 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
-from ckpt_tasks.state.tensor_source import HeldTensors, TensorSource
-from ckpt_tasks.state.tensors import TensorSet, allocate, difference
+from ckpt_tasks.state.tensors import TensorSet, allocate, copy_all, difference
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = [
     "Captured",
     "Differences",
     "GroupState",
+    "HeldTensors",
     "RestorePart",
     "Rollback",
     "Saved",
     "Stored",
+    "TensorSource",
     "needed_keys",
 ]
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint by full key.
+
+    New tensors are filled and everything else is verified by `fetch`; until then nothing of the target may change, and
+    after it `copy` has nothing left to fail at but the hardware.
+    """
+
+    def like(self, key: str) -> torch.Tensor:
+        """Return a tensor without values (on the meta device) of the stored dtype and shape."""
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return the verified values at once, on the CPU, to look at only."""
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        """Let a new tensor, which nobody looks at yet, have the values from the end of `fetch` on."""
+
+    def fetch(self) -> None:
+        """Fill, and verify whatever is not filled; raise IntegrityError or StoreError."""
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
+        """Copy into live tensors of the stored shapes, on any device."""
+
+
+class HeldTensors:
+    """Tensors in memory that are known to be good."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def like(self, key: str) -> torch.Tensor:
+        return torch.empty_like(self._tensors[key], device="meta")
+
+    def read(self, key: str) -> torch.Tensor:
+        return self._tensors[key]
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        copy_all([(into, self._tensors[key])])
+
+    def fetch(self) -> None:
+        """Do nothing: everything is here."""
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
+        copy_all([(live, self._tensors[key]) for live, key in pairs])
+
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
 

@@ -25,9 +25,17 @@ from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
-from ckpt_tasks.state.restore_parts import Differences, Maker, RestorePart, Rollback, Saved, Stored, needed_keys
+from ckpt_tasks.state.restore_parts import (
+    Differences,
+    Maker,
+    RestorePart,
+    Rollback,
+    Saved,
+    Stored,
+    TensorSource,
+    needed_keys,
+)
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, preserved_rng
-from ckpt_tasks.state.tensor_source import TensorSource
 from ckpt_tasks.state.values import unpack
 
 __all__ = ["RestorePlan", "plan_restore"]

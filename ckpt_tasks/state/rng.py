@@ -16,8 +16,7 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.restore_parts import Differences, Rollback
-from ckpt_tasks.state.tensor_source import TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Rollback, TensorSource
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 

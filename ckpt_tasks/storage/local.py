@@ -32,8 +32,7 @@ from pathlib import Path
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.local_fs import DAMAGED, HINTS, NO_LINKS, Calls, link_above, our_errors, read_again, unlinked
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.progress import moved
+from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.storage.reserve import Reserve
 
 __all__ = ["Calls", "LocalStore"]

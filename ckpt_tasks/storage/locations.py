@@ -3,23 +3,29 @@
 Other schemes are looked up among the entry points of the group `ckpt_tasks.places`. The name of an entry point is its
 scheme; it is a function that takes what follows :// and the run's key (or None), and returns a `Location`. So a Prefect
 block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
+
+A run waits out an outage of minutes. A person has more often misspelled a name, or lacks credentials; and some clients
+(Google's) search for credentials by themselves for minutes before they make a request.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["GROUP", "Location", "first_answer_s", "location_of"]
+__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "location_of"]
 
 GROUP = "ckpt_tasks.places"
 # None: nothing is asked of a store when it is opened. The command line sets it for the length of one command.
@@ -86,7 +92,6 @@ class Location:
                 raise ConfigError(f"{directory} is a file, and no directory for checkpoints")
             return LocalStore(directory)
         from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
-        from ckpt_tasks.storage.reaching import await_first_answer
         from ckpt_tasks.storage.retrying import RetryingStore
 
         store = ObjectStore(location.url, location.storage_options)
@@ -112,3 +117,43 @@ def _check_slashes(name: str) -> None:
         if scheme == "file":
             do = f"Write {rest}, or ./{name} if it is a directory."
         raise ConfigError(f"{name!r:.200} is no place: after {scheme} come :// and a name", hint=do)
+
+
+_PAUSE_S = 0.5
+_HINT = "Check its name, its endpoint, the credentials and the network; docs/STORES.md says where they come from."
+
+
+def await_first_answer(store: Store, limit_s: float) -> None:
+    """Return when a store has answered one small question, also with a refusal.
+
+    Raises StoreError if it does not answer within `limit_s` seconds, ConfigError if it cannot be asked.
+    """
+    given_up, failure = threading.Event(), list[CkptError]()
+
+    def ask() -> None:
+        until_s = time.monotonic() + limit_s / 2
+        while True:
+            try:
+                store.size(FORMAT_NAME)
+            except CkptError as error:
+                transient = isinstance(error, StoreError) and error.transient
+                if not transient or time.monotonic() > until_s:
+                    failure.append(error)
+                    return
+            else:
+                return
+            if given_up.wait(_PAUSE_S):
+                return
+
+    # A daemon: no client can be stopped while it searches, and the process ends without it.
+    thread = threading.Thread(target=ask, name="ckpt-first-answer", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    given_up.set()
+    if thread.is_alive():
+        raise StoreError(f"{store.url} did not answer within {limit_s:.0f} s", hint=_HINT)
+    for error in failure:
+        if isinstance(error, ConfigError):
+            raise error
+        if isinstance(error, StoreError) and error.transient:
+            raise StoreError(f"{store.url} does not answer: {error.message}", hint=_HINT) from error

@@ -27,8 +27,7 @@ from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, Ob
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired
 from ckpt_tasks.storage.loop import io_loop
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.progress import moved
+from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
 

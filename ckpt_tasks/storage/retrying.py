@@ -21,8 +21,7 @@ import tenacity
 
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.answers import is_expired
-from ckpt_tasks.storage.port import ReadableStore, Store
-from ckpt_tasks.storage.wrapping import WrappedStore, unwrapped
+from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore, unwrapped
 
 __all__ = ["RetryingStore", "read_good", "send_part"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.answers import answer_of, as_ours
-from ckpt_tasks.storage.progress import moved
+from ckpt_tasks.storage.port import moved
 from ckpt_tasks.storage.retrying import send_part
 
 __all__ = ["S3Requests", "sending_once", "slices"]

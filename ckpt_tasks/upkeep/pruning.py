@@ -25,7 +25,7 @@ from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.state.threads import lower_priority
+from ckpt_tasks.state.processes import lower_priority
 from ckpt_tasks.upkeep.upkeep import (
     Retirement,
     delete_retired,

@@ -34,7 +34,7 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
 from ckpt_tasks.reading.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
-from ckpt_tasks.state.threads import in_threads
+from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = [

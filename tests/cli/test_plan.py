@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckpt_tasks.cli.curve import fine_span, percent
+from ckpt_tasks.cli.plan import fine_span, percent
 from ckpt_tasks.ledger.observing import observe
 from ckpt_tasks.policy.cadence import recommend
 from tests.support.cli_runs import ckpt, config, save_steps, tree
@@ -166,7 +166,7 @@ def test_the_picture_is_a_picture(run_dir: Path, tmp_path: Path, costs: dict[str
 
 def test_a_name_cannot_break_the_picture(run_dir: Path, tmp_path: Path) -> None:
     """The run's key is text in the picture, whatever is in it."""
-    from ckpt_tasks.cli.curve import draw_curve
+    from ckpt_tasks.cli.plan import draw_curve
     from ckpt_tasks.policy.cadence import Observed, trade_off, trade_off_at
 
     observed = Observed(step_s=0.5, stall_s=0.0, flush_s=0.0, failures=0, trained_s=0.0)

@@ -26,7 +26,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip, only, tree
 from tests.support.forks import fork, objects, run_of, states, train, two_steps

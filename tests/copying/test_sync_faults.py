@@ -26,8 +26,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
 from tests.support.calls import FailingCalls, Mode
 from tests.support.cli_runs import flip, only

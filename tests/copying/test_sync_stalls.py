@@ -15,8 +15,7 @@ from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.syncs import Full, check, copy, opened, outcomes, state_of, train
 

@@ -21,7 +21,7 @@ from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip, tree
 from tests.support.ledgers import made

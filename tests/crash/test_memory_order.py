@@ -17,7 +17,7 @@ import torch
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.format.seal import Seal
+from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory

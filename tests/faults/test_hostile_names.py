@@ -17,7 +17,7 @@ from ckpt_tasks.ledger.entries import newest_first
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.hostile import NEWEST, Hostile, train
 from tests.faults.hostile_cases import ENTRY_PLACES, MANIFEST_PLACES, attempt_of

@@ -16,8 +16,7 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
-from ckpt_tasks.orchestration.rng_isolation import keep_threads_out_of_streams
+from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from tests.servers.process import free_port
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))

@@ -291,7 +291,7 @@ def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path,
 
 def test_the_best_one_is_exported(trained: Path, tmp_path: Path) -> None:
     """The hook that comes along writes the best checkpoint's weights as one file that safetensors opens."""
-    hook = "ckpt_tasks.orchestration.promote:export_best"
+    hook = "ckpt_tasks.orchestration.evaluate:export_best"
     pending(trained, promote=hook, promote_params={"out": str(tmp_path / "best" / "{run_key}.safetensors")})
     found = load_file(tmp_path / "best" / "tiny.safetensors")
     best = Tiny(seed=3)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import get_current_settings
 
-from ckpt_tasks.orchestration.fork_safety import _is_prefects
+from ckpt_tasks.orchestration.isolation import _is_prefects
 
 ROOT = Path(__file__).parents[2]
 # In a process of its own: this one may know already how to keep Prefect out of forks.
@@ -40,7 +40,7 @@ def test_loader_workers_end_well_within_a_task(server: dict[str, str]) -> None:
 FORKING = """
 import multiprocessing
 from prefect import task
-from ckpt_tasks.orchestration.fork_safety import keep_prefect_out_of_forks
+from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks
 
 def nothing():
     pass

@@ -11,7 +11,7 @@ from prefect.exceptions import Abort
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import FencedError
-from ckpt_tasks.orchestration.fencing import ends_quietly_for_a_sibling
+from ckpt_tasks.orchestration.endings import ends_quietly_for_a_sibling
 
 pytestmark = pytest.mark.usefixtures("harness")
 

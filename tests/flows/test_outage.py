@@ -13,7 +13,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Scheduled
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, FencedError, ObjectNotFoundError, StoreError
-from ckpt_tasks.orchestration.store_outage import crashes_while_the_api_is_away, crashes_while_the_store_is_away
+from ckpt_tasks.orchestration.endings import crashes_while_the_api_is_away, crashes_while_the_store_is_away
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.seal import SEAL_VERSION, Seal
+from ckpt_tasks.format.records import SEAL_VERSION, Seal
 from tests.support.ledgers import made
 
 SEAL = Seal(

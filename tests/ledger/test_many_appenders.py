@@ -14,7 +14,7 @@ import pytest
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.ledger import Lease, State
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 from tests.property.disk import Disk
 from tests.support.ledgers import ME, commit, made, steps, take
 

@@ -19,7 +19,7 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import restore_one
 from ckpt_tasks.storage.objects import ObjectStore
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 
 
 class Recorded(WrappedStore):

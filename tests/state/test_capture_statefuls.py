@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks.errors import StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.gradients import Gradients
+from ckpt_tasks.state.modules import Gradients
 from tests.support.roundtrip import assert_same, restore, save
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture, plan_restore
-from ckpt_tasks.state.tensor_source import HeldTensors
+from ckpt_tasks.state.restore_parts import HeldTensors
 from ckpt_tasks.state.tensors import same_bits
 from tests.support.optimizers import moments, same_state, stepped, three
 from tests.support.roundtrip import assert_same, restore, save

@@ -13,8 +13,8 @@ from ckpt_tasks.errors import ConfigError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.storage.probe import prove
-from ckpt_tasks.storage.wrapping import WrappedStore
 
 
 class Liar(WrappedStore):

@@ -15,7 +15,7 @@ import torch
 
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.progress import moved, watching
+from ckpt_tasks.storage.port import moved, watching
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import Gate, committed, opened, state_at
 

@@ -17,8 +17,7 @@ import fsspec
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.servers.s3 import S3Server
 from tests.support.calls import FailingCalls, Mode
 

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, destroy_process_group, init_process_gro
 
 from ckpt_tasks.format.tree import decode, encode
 from ckpt_tasks.state.capture import GroupState, capture, plan_restore
-from ckpt_tasks.state.tensor_source import HeldTensors
+from ckpt_tasks.state.restore_parts import HeldTensors
 from ckpt_tasks.state.tensors import DTYPES, same_bits
 
 

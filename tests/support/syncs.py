@@ -15,8 +15,7 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 

@@ -14,8 +14,7 @@ import torch
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, StoreError
-from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened, restored, state_at
 

@@ -14,7 +14,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.wrapping import WrappedStore
+from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
 from tests.support.calls import WatchedCalls
 from tests.support.ledgers import OTHER, made, owner_of, steps, take

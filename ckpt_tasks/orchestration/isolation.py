@@ -1,4 +1,7 @@
-"""Let processes that are forked from a flow end well: a DataLoader's workers, above all.
+"""Keep Prefect out of training: its threads out of the random streams, its state out of forked processes.
+
+Prefect's event client pings its server every 20 s, in a thread, with a payload from `random.getrandbits`: from the
+stream of the process, which is a part of training's state [found with Prefect 3.8.8 and websockets 16.1].
 
 Prefect clears its background services in a forked child but leaves their exit hooks, which then fail on what was
 cleared: every worker ends with exit code 1, and the DataLoader raises "worker exited unexpectedly" in the parent
@@ -8,11 +11,23 @@ cleared: every worker ends with exit code 1, and the DataLoader raises "worker e
 from __future__ import annotations
 
 import os
+import random
+import sys
 import threading
 from functools import cache
 from typing import Any
 
-__all__ = ["keep_prefect_out_of_forks"]
+__all__ = ["keep_prefect_out_of_forks", "keep_threads_out_of_streams"]
+
+_LIBRARIES = frozenset({"prefect", "websockets"})
+_OWN = random.Random()  # it has the functions of the module, on a stream of its own
+
+
+def keep_threads_out_of_streams() -> None:
+    """Let every loaded module of theirs that uses Python's `random` use a generator of their own from now on."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in _LIBRARIES and vars(module).get("random") is random:
+            module.random = _OWN  # type: ignore[attr-defined]
 
 
 @cache
