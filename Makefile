@@ -74,7 +74,7 @@ test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: check servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
-	REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
+	HYPOTHESIS_PROFILE=all REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
 
 test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: more than half an hour
 	$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync e2e-sqlite e2e-postgresql

@@ -35,8 +35,8 @@ def collect(
 ) -> tuple[Reports, Absent]:
     """Measure every contender `rounds` times in shuffled order; a peer that is not installed or fails has no report.
 
-    What is no peer, ours or a limit, must work: its failure is raised. Tiny: one process for all of them, which checks
-    that they work and measures nothing; every failure is raised.
+    A failure of ours or of a limit is raised. Tiny: one process for all contenders, which checks that they work and
+    measures nothing; every failure is raised.
     """
     absent = {name: "not installed" for name in contenders if name in PEERS and not is_installed(PEERS[name])}
     found: Reports = {}

@@ -80,7 +80,7 @@ def _open_ours(directory: Path) -> object:
 
 def _open_safetensors(directory: Path) -> object:
     with safe_open(directory / "saved", framework="pt") as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is not a mapping)
         return {key: (found.get_shape(), found.get_dtype()) for key, found in slices.items()}
 
 

@@ -73,7 +73,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                 if name != reborn.BARE:
                     restores.setdefault(name, []).append(report["restore_s"])
                 if name == reborn.LIMIT:
-                    continue  # what it leaves is no training
+                    continue  # what it leaves is not a training
                 starts = found.setdefault(f"kill -9, then start to first new step, page cache {cache}", {})
                 starts.setdefault(name, []).append(report["stepped_at"] - born)
     with reborn.opened(directory, memory=True) as ckpt:

@@ -1,7 +1,7 @@
-"""What resumes runs when nobody looks, as Prefect automations: `python -m deployments.automations apply|show|remove`.
+"""Prefect automations that resume runs unattended: `python -m deployments.automations apply|show|remove`.
 
 They hold for the flow runs of every deployment with the tag `ckpt-tasks`, and are known by their names: applying them
-again changes what differs, and nothing else. Proactive ones all of them: a reactive one is told twice of one crash, by
+again changes what differs, and nothing else. Proactive ones all of them: a reactive one acts twice on one crash, by
 the runner and by the worker, and would start the run twice.
 """
 
@@ -106,7 +106,7 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
     )
     if not notify:
         return [zombies, crashed]
-    told = AutomationCore(
+    notification = AutomationCore(
         name=f"{PREFIX}exhausted retries notify",
         description="A run has failed for good, or has crashed and was not resumed.",
         trigger=EventTrigger(
@@ -123,7 +123,7 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
             if block._block_document_id is not None
         ],
     )
-    return [zombies, crashed, told]
+    return [zombies, crashed, notification]
 
 
 def _named(*states: str) -> set[str]:

@@ -151,7 +151,7 @@ def _object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option} is no JSON: {error}") from error
+        raise ConfigError(f"{option} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")
     return value
@@ -216,7 +216,7 @@ def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[list[int]]:
     """Turn what ends the block into an exit status and one line: 0, 1 for our errors, 130 and 143 for signals."""
     status = [0]
-    # Prefect hands the signal on to whoever had it before: with the default handler the process would end at once, and
+    # Prefect forwards the signal to the previous handler: with the default one the process would end at once, and
     # leave the embedded server behind.
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:

@@ -85,8 +85,8 @@ def evaluate(
 
 def _raise(errors: dict[str, Exception], suite: str) -> None:
     if errors:
-        told = "; ".join(f"{where}: {error}" for where, error in errors.items())
-        raise ExceptionGroup(f"suite {suite}: {told}", [*errors.values()])
+        failures = "; ".join(f"{where}: {error}" for where, error in errors.items())
+        raise ExceptionGroup(f"suite {suite}: {failures}", [*errors.values()])
 
 
 def _promotion(evaluator: Evaluator, run: Run, name: str | None, params: dict[str, Any] | None) -> Promotion | None:
@@ -122,7 +122,7 @@ def _side_by_side(
     errors: dict[str, Exception],
 ) -> Iterator[list[EvaluationResult]]:
     """Evaluate round after round on the flow's task runner; put the errors aside, by their steps."""
-    told, done, known = teller.get(), 0, 0
+    on_progress, done, known = teller.get(), 0, 0
     for todo in rounds:
         known += len(todo)
         futures = [task.submit(evaluator, one, one.step, evaluator.suite) for one in todo]
@@ -134,8 +134,8 @@ def _side_by_side(
             except Exception as error:  # noqa: BLE001 (the flow raises it, once the others are done)
                 errors[f"step {steps[future.task_run_id]}"] = error
             done += 1
-            if told:
-                told(done, known)
+            if on_progress:
+                on_progress(done, known)
         yield found
 
 

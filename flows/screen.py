@@ -64,7 +64,7 @@ class LiveLine:
         """Take one step in."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # the time before the first step is no step's
+        if self._pace_s is None:  # the time before the first step is not a step's
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))

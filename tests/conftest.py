@@ -53,7 +53,9 @@ os.environ |= {
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
-settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `make test` looks at few examples, `make test-all` at many (HYPOTHESIS_PROFILE=all).
+settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", settings.get_profile("all"), max_examples=25)
 # CI asks whether this change broke something, so it looks at the same examples every time; "dev" and "long" search.
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _DEADLINE_S = 5.0
 _SMALL_BYTES = 1 << 16  # whether it works is asked, not how fast: that is `ckpt doctor-store`
 _WRITTEN = ("ledger", "heartbeat")  # where every owner writes, beside new directories of its own
@@ -131,7 +131,7 @@ def _tried(store: Store) -> Check:
 
 
 def _disk(store: Store, size_bytes: int | None) -> list[Check]:
-    """Look whether a local run can be written; nothing is written for it. What is no run yet has just been tried."""
+    """Look whether a local run can be written; nothing is written for it. What is not a run yet has just been tried."""
     from ckpt_tasks.policy.health import DiskFacts, judge_disk
 
     directories = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
@@ -203,7 +203,7 @@ def _open_regular(path: str, flags: int) -> int:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         os.close(descriptor)
-        raise OSError(f"{path} is no file of this user")
+        raise OSError(f"{path} is not a file of this user")
     return descriptor
 
 

@@ -20,7 +20,7 @@ __all__ = ["doctor_store"]
 
 _SIZES_BYTES = (1 << 30, 10 << 30, 100 << 30)
 _MEANS = {
-    "list": "what is there can be listed",
+    "list": "a new object is listed",
     "write": "objects can be written",
     "delete": "objects can be deleted",
     "read": "what was written is seen at once",

@@ -77,7 +77,7 @@ def _size_bytes(text: str) -> int:
     """Read a size: 5GB, 500 MiB, 1000000; raise ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B)?", text.strip().upper(), re.ASCII)
     if not match:
-        raise ConfigError(f"{text!r:.80} is no size", hint="Write 5GB, 500MB or 2GiB.")
+        raise ConfigError(f"{text!r:.80} is not a size", hint="Write 5GB, 500MB or 2GiB.")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2] or ""])
 
 

@@ -85,7 +85,7 @@ def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE texts; a value is JSON where it can be, else a text.
 
-    Raises ConfigError for what is no name, for a name that is given twice, and for values that look like something
+    Raises ConfigError for what is not a name, for a name that is given twice, and for values that look like something
     that JSON writes otherwise: a text in the place of a number would be noticed late.
     """
     found: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _value(name: str, text: str) -> Any:
     except (ValueError, RecursionError):
         if text in ("True", "False", "None") or _is_number(text):
             hint = "Write 0.1, 1000, true, false or null; a text that looks like one in quotes: name='\"True\"'."
-            raise ConfigError(f"{name}={text!r:.80} is no value that JSON knows", hint=hint) from None
+            raise ConfigError(f"{name}={text!r:.80} is not a value that JSON knows", hint=hint) from None
         return text
     return value
 

@@ -65,7 +65,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
 
 
 def _head(place: Path) -> bytes | None:
-    """Return the first bytes of a regular file, nothing where there is none; None for what is no regular file."""
+    """Return the first bytes of a regular file, nothing where there is none; None for what is not a regular file."""
     try:
         status = place.lstat()
     except FileNotFoundError:
@@ -109,7 +109,7 @@ class Output:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints texts as they are: a name with brackets in it is no markup."""
+    """Return a console that prints texts as they are: a name with brackets in it is not a markup."""
     from rich.console import Console
 
     made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -239,7 +239,7 @@ class WatchedStore(WrappedStore):
 
 @contextmanager
 def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar with rate and time left while the block reads; give what is to be told of every read, in bytes.
+    """Show a bar with rate and time left while the block reads; yield a callback for every read's size in bytes.
 
     It appears after half a second, on stderr, where that is a terminal, and is gone at the end.
     """

@@ -153,8 +153,8 @@ def _lines(planned: _Planned) -> list[tuple[str, str]]:
 
 def _mtbf(planned: _Planned) -> str:
     measured = f"{count(planned.observed.failures, 'failure')} and the prior"
-    told = {"prior": "prior: no failure yet", "measured": measured, "given": "given"}[planned.source]
-    return f"{fine_span(planned.recommended.mtbf_s)} ({told})"
+    source = {"prior": "prior: no failure yet", "measured": measured, "given": "given"}[planned.source]
+    return f"{fine_span(planned.recommended.mtbf_s)} ({source})"
 
 
 def _why(planned: _Planned) -> str:

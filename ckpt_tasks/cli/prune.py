@@ -98,7 +98,7 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
 
 
 def _unnamed(store: Store, state: State) -> list[str]:
-    """List what is there and no checkpoint names: orphans, and retired objects whose deletion was not finished."""
+    """List objects that no checkpoint names: orphans, and retired objects that are not deleted yet."""
     from ckpt_tasks.upkeep.upkeep import orphans
 
     return sorted({*orphans(store, state), *set(state.retired).intersection(store.names(""))})

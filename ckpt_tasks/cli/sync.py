@@ -25,7 +25,8 @@ ToArgument = Annotated[
     str, typer.Argument(metavar="TO", help="the run directory that gets it, new or of this run", show_default=False)
 ]
 SingleOption = Annotated[
-    bool, typer.Option("--single-writer", help="TO has no put-if-absent, and nobody else writes there")
+    bool,
+    typer.Option("--single-writer", help="TO has no put-if-absent; you make sure that no other process writes there"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 What counts: every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape,
 memory layout, requires_grad, and which places share one tensor. What does not: the order of the keys of a plain dict,
-and what is no state: the step, metrics, and how tensors are cut into files.
+and what is not state: the step, metrics, and how tensors are cut into files.
 """
 
 from __future__ import annotations

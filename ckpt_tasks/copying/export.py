@@ -126,7 +126,7 @@ class ExportPlan:
 
     @property
     def read_bytes(self) -> int:
-        """What `on_progress` will have been told of at the end."""
+        """The sum of all sizes that `on_progress` gets."""
         return sum(row.end - row.begin for shard in self.shards for row in shard.places)
 
 
@@ -255,9 +255,11 @@ def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
     one_file = target.name.endswith(_SUFFIX)
     inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(store.url))
     if inside and "://" not in store.url:
-        raise ConfigError(f"{target} lies in the run directory", hint="What is there is the run's own.")
+        raise ConfigError(
+            f"{target} lies in the run directory", hint="Only the run itself writes there: choose another place."
+        )
     if not target.parent.is_dir():
-        raise ConfigError(f"{target.parent} is no directory", hint="Create it first.")
+        raise ConfigError(f"{target.parent} is not a directory", hint="Create it first.")
     if os.path.lexists(target):
         if target.is_dir() == one_file:
             raise ConfigError(
@@ -326,7 +328,7 @@ def _is_state_dict(saved: SavedGroup) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    # Half a surrogate pair is no UTF-8. The full keys, which are used then, are all fit for a header.
+    # Half a surrogate pair is not UTF-8. The full keys, which are used then, are all fit for a header.
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 

@@ -3,7 +3,7 @@
 Invariants
 
 1. The first ledger entry of a fork, put if absent, holds the checkpoint, where it came from and the parameters: a fork
-   exists as a whole or not at all. Before it, nobody trains there: a directory with objects and no ledger is refused.
+   exists as a whole or not at all. Before it, no process trains there: objects without a ledger are refused.
 2. Everything that the entry names is there before it is put, and durable; of two forks to one place one wins.
 3. The two runs share no name, and neither needs the other one: while bytes are on their way the checkpoint is leased at
    the source, and afterwards nothing is done to one that the other would see.
@@ -150,7 +150,7 @@ def run_fork(
     """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
 
     `on_progress` gets the size in bytes of every read, where bytes have to be sent. Raises IntegrityError where the
-    source is damaged (the target is no run then) and StateError where another fork was faster. What was brought by then
+    source is damaged (the target is no run then) and StateError where another fork was faster. What was copied by then
     stays there.
     """
     if plan.done:
@@ -159,7 +159,7 @@ def run_fork(
     with renewed_lease(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, on_progress) as bringing:
         for record in plan.opened.manifest.objects:  # before anything is written
             check_header(source.history.store, record)
-        for record in plan.records:  # the index first: from then on nobody begins a run here
+        for record in plan.records:  # the index first: from then on no process can begin a run here
             renew()
             bringing.bring(record)
         history.create(plan.run_key, single_writer=single_writer)
@@ -174,7 +174,9 @@ def checked_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as JSON has them; raise ConfigError for names and values that cannot be written so."""
     wrong = [name for name in params if not (isinstance(name, str) and name.isidentifier())]
     if wrong:
-        raise ConfigError(f"{wrong[0]!r:.80} is no parameter's name", hint="A program's parameters have plain names.")
+        raise ConfigError(
+            f"{wrong[0]!r:.80} is not a parameter's name", hint="A program's parameters have plain names."
+        )
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(params), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -183,7 +185,7 @@ def checked_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_user(url: str) -> str:
-    """Return a store's URL without what may be secret in one: who asks, and what stands behind the question mark."""
+    """Return a store's URL without its user, password and query, which may be secret."""
     if "://" not in url:
         return url
     parts = urlsplit(url)

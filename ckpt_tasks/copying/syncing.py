@@ -340,7 +340,7 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
 
 
 def _look(history: History, run_key: str) -> Head:
-    """Read the target's newest entry; a target that is no run yet has none."""
+    """Read the target's newest entry; a target that is not a run yet has none."""
     try:
         history.check(run_key)
     except CheckpointNotFoundError:
@@ -351,12 +351,12 @@ def _look(history: History, run_key: str) -> Head:
 def _run_key(store: ReadableStore, head: Head) -> str:
     """Return the run's key where format.json is damaged: every manifest has it as well."""
     if not head.state.live:
-        raise IntegrityError(f"which run {store.url} is cannot be told: format.json is damaged")
+        raise IntegrityError(f"the run of {store.url} is unknown: format.json is damaged")
     return open_checkpoint(store, head.state.live[-1]).manifest.run_key
 
 
 def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: State) -> int:
-    """Return how many bytes have to be read, as far as that can be told beforehand."""
+    """Estimate how many bytes have to be read."""
     sizes: dict[str, int] = {}
 
     def look(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,6 @@
 """Digests: xxh3-128, fast enough (25 GB/s a core) to cover every byte of every save and restore.
 
-They find damage, not malice: whoever can write the run directory can write a fitting digest.
+They find damage, not malice: an attacker who can write to the run directory can write a fitting digest.
 Source: github.com/Cyan4973/xxHash.
 """
 

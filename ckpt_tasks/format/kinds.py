@@ -44,7 +44,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
     """Raise IntegrityError where a tensor of this dtype and shape cannot be what a reference says."""
     if ref.array and (dtype not in _ARRAY_DTYPES or ref.requires_grad):
-        raise IntegrityError(f"{dtype} is no dtype of an array, or the array takes a gradient", key=ref.key)
+        raise IntegrityError(f"{dtype} is not a dtype of an array, or the array takes a gradient", key=ref.key)
     if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):
         raise IntegrityError(f"a tensor of {dtype} cannot take a gradient", key=ref.key)
     if ref.stride is not None and len(ref.stride) != len(shape):

@@ -109,7 +109,7 @@ class State:
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
         """Return the state after its owner released the directory; `deleted` are retired objects that are gone.
 
-        A start that ends with a release, as a preempted one does, is no stalled attempt.
+        A start that ends with a release, as a preempted one does, is not a stalled attempt.
         """
         owner = replace(self.owner, released=True) if self.owner else None
         stalled = max(0, self.stalled_attempts - 1)

@@ -112,7 +112,7 @@ def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
     if "object" in live:
         digests, tail = [text(live["digest"])], []
         if live["object"] != live_list_name(digests[0]):
-            raise ValueError(f"{live['object']!r:.80} is no list of checkpoints")
+            raise ValueError(f"{live['object']!r:.80} is not a list of checkpoints")
     else:
         digests, tail = [text(digest) for digest in live["segments"]], live["tail"]
     strange = [digest for digest in digests if not is_live_list(live_list_name(digest))]

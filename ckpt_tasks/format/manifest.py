@@ -119,7 +119,7 @@ class Manifest:
 def check_version(version: Any, name: str) -> None:
     """Raise FormatVersionError unless this version of the format is one that this code reads."""
     if type(version) is not int or version < 1:
-        raise IntegrityError(f"{version!r:.40} is no format version", key=name)
+        raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
     if version > FORMAT_VERSION:
         raise FormatVersionError(
             f"format version {version!r:.40} is newer than {FORMAT_VERSION}, the newest that this code reads",
@@ -137,18 +137,18 @@ def _check_objects(manifest: Manifest) -> None:
     """Raise ValueError unless the index is that of this step and attempt, and every object is a shard, named once."""
     attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
     if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
-        raise ValueError(f"{manifest.index.name!r:.80} is no index of this step and attempt")
+        raise ValueError(f"{manifest.index.name!r:.80} is not an index of this step and attempt")
     names = [record.name for record in manifest.objects]
     for name in names:
         if not is_shard(name):
-            raise ValueError(f"{name!r:.80} is no shard of an attempt")
+            raise ValueError(f"{name!r:.80} is not a shard of an attempt")
     if len(names) != len({*names}):
         raise ValueError("an object is named twice")
 
 
 def _group(name: str) -> str:
     if not is_group(name):
-        raise ValueError(f"{name!r:.80} is no group name")
+        raise ValueError(f"{name!r:.80} is not a group name")
     return name
 
 

@@ -74,21 +74,21 @@ def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
 def text(value: Any) -> str:
     """Return a text; raise ValueError for anything else."""
     if type(value) is not str:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
 def whole(value: Any, most: int = MAX_INT64) -> int:
     """Return a whole number from 0 to `most`; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r:.80} is no whole number from 0 to {most}")
+        raise ValueError(f"{value!r:.80} is not a whole number from 0 to {most}")
     return value
 
 
 def finite(value: Any, most: float = 1e300) -> float:
     """Return a number from -`most` to `most`; raise ValueError for anything else."""
     if type(value) not in (int, float) or not -most <= value <= most:
-        raise ValueError(f"{value!r:.80} is no number")
+        raise ValueError(f"{value!r:.80} is not a number")
     return float(value)
 
 
@@ -125,7 +125,7 @@ def _is_deeper(brackets: bytes, most: int) -> bool:
 
 
 def _no_json(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _whole_number(digits: str) -> int:

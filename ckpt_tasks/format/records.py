@@ -51,7 +51,7 @@ _MAX_S = 1e9  # thirty years of waiting
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who holds the run directory for writing. `epoch` grows by one with every owner; `id` is this owner's nonce."""
+    """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its nonce."""
 
     epoch: int
     id: str
@@ -172,7 +172,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
         or (attempt.step, attempt.name) != (checked["step"], item["attempt"])
         or item["manifest"] != attempt_prefix(attempt) + MANIFEST_NAME
     ):
-        raise ValueError(f"{item['manifest']!r:.80} is no manifest of this step and attempt")
+        raise ValueError(f"{item['manifest']!r:.80} is not a manifest of this step and attempt")
     return Checkpoint(**{**item, **checked})
 
 
@@ -187,7 +187,7 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
     texts = {name: text(item[name]) for name in ("manifest_digest", "suite", "table", "table_digest", "evaluated_at")}
     step = whole(item["step"], MAX_STEP)
     if not is_evaluation(texts["table"], step, texts["suite"]):
-        raise ValueError(f"{texts['table']!r:.80} is no table of step {step} and the suite {texts['suite']!r:.80}")
+        raise ValueError(f"{texts['table']!r:.80} is not a table of step {step} and the suite {texts['suite']!r:.80}")
     return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
 
 
@@ -216,13 +216,13 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 def attempt_object(name: Any) -> str:
     """Return the name of an object that an attempt wrote, and no other: such names are deleted one day."""
     if type(name) is not str or not is_attempt_object(name):
-        raise ValueError(f"{name!r:.80} is no object of an attempt")
+        raise ValueError(f"{name!r:.80} is not an object of an attempt")
     return name
 
 
 def _shard(name: Any) -> str:
     if type(name) is not str or not is_shard(name):
-        raise ValueError(f"{name!r:.80} is no shard of an attempt")
+        raise ValueError(f"{name!r:.80} is not a shard of an attempt")
     return name
 
 

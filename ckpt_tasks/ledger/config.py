@@ -97,7 +97,8 @@ class CheckpointConfig:
                 raise ConfigError(f"{name} must be {rule.words}, not {value!r}")
         if self.run_key is not None and not _is_name(self.run_key):
             raise ConfigError(
-                f"run_key {self.run_key!r:.80} is no name", hint="Use letters, digits, '_', '-' and '.', 200 at most."
+                f"run_key {self.run_key!r:.80} is not a name",
+                hint="Use letters, digits, '_', '-' and '.', 200 at most.",
             )
         if self.cadence and self.save_interval_secs is not None:
             raise ConfigError("cadence='auto' chooses save_interval_secs itself: give one of them")

@@ -34,7 +34,7 @@ __all__ = ["SHARES", "Course", "Placed", "Span", "follow"]
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
 _OWNERS = ("taken", "lost")
-_CLOCK = (*_OWNERS, "commit", "failure", "released")  # what the owner of a time wrote, and nobody else
+_CLOCK = (*_OWNERS, "commit", "failure", "released")  # written by the owner of that time only
 
 
 @dataclass(frozen=True)

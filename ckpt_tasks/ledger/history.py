@@ -1,8 +1,8 @@
 """The ledger in use: read the newest entry, append the next one, and know which outcome that had.
 
-Whoever appends never believes the store's answer: it reads the number back and compares the nonce. My nonce means
+An append never believes the store's answer: it reads the entry back and compares the nonce. My nonce means
 done; another valid entry means look at it and try the next number, unless the directory changed hands; nothing there
-means send the same bytes again; unreadable means that nobody can know yet.
+means send the same bytes again; unreadable means that the outcome is unknown.
 
 A damaged newest entry is passed over, and what it may have named is spared: `append` alone does that, for every event.
 An entry that this process has read before it was damaged is not passed over.
@@ -115,7 +115,7 @@ class History:
         body = self._format()
         if body is None:
             raise CheckpointNotFoundError(
-                f"{self.store.url} is no run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
+                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
             )
         if not body:
             return None
@@ -174,7 +174,7 @@ class History:
     def head(self) -> Head:
         """Read the newest good entry; torn and foreign ones count as "nothing happened", and a warning names them.
 
-        Numbers are dense: on a local disk, who has read entry n looks for n + 1 and needs no list, which takes 5 ms of
+        Numbers are dense: on a local disk, a reader of entry n looks for n + 1 and needs no list, which takes 5 ms of
         6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
         """
         known = self._known
@@ -372,7 +372,7 @@ def _numbered(names: list[str]) -> list[tuple[int, str]]:
 def check_owner(found: Owner | None, mine: Owner) -> None:
     """Raise FencedError unless the directory is still this owner's."""
     if found is None or found.id != mine.id or found.epoch != mine.epoch:
-        who = "nobody that can be read"
+        who = "an owner that cannot be read"
         if found is not None:
             same = (found.host, found.pid, found.process_start) == (mine.host, mine.pid, mine.process_start)
             who = "another Checkpointer of this process" if same else f"process {found.pid} on {found.host}"

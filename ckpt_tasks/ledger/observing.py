@@ -188,5 +188,5 @@ def _steps_s(events: list[LedgerEvent]) -> Iterator[float]:
 def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
-        return None  # what a number that JSON lacks was written as is no number either
+        return None  # what a number that JSON lacks was written as is not a number either
     return round(float(value), 6)  # as it is written; what is smaller would make rates without end

@@ -1,7 +1,7 @@
-"""Who holds a run directory, and when another process may take it.
+"""The owner of a run directory, and when another process may take it.
 
 Safety needs none of this: the ledger's dense numbers fence a writer that lost the directory. What is decided here is
-only when to take over without being told to: from an owner that released it, that is provably dead, or whose
+only when to take over without `take_over`: from an owner that released it, that is provably dead, or whose
 heartbeat is older than the timeout.
 """
 
@@ -198,7 +198,7 @@ class Heartbeat:
     """Renew a sign of life while this process owns the directory, and notice when it no longer does.
 
     A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once another
-    owner stands in the ledger, so that training stops before its next commit would tell it. Whoever owns the directory
+    owner stands in the ledger, so that training stops before its next commit would fail. The owner of the directory
     refers to this: without it the thread ends.
     """
 
@@ -252,7 +252,7 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 def _is_held_here(owner: Owner) -> bool:
     """Say whether an owner is this process, and something in it still holds the directory."""
     if owner.id in Heartbeat.held_here:
-        gc.collect()  # what nobody can use any more, and close, must not stand in the way
+        gc.collect()  # an unreachable Checkpointer that still holds the directory
     return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
 
 
@@ -273,7 +273,7 @@ class _Signs:
     def silent_s(self, owner: Owner) -> float | None:
         """Return for how long the owner has shown no life; None where it has just shown some.
 
-        Raises StoreError where the store does not answer: that is no silence.
+        Raises StoreError where the store does not answer: that is not silence.
         """
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:

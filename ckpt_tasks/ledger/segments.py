@@ -50,7 +50,7 @@ class Segments:
                 read_segment(data, digest=segment.digest, name=segment.name)  # every bound, by the reader itself
             except IntegrityError as error:
                 raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
-            with suppress(ObjectExistsError):  # named by its digest: whoever wrote it wrote the same bytes
+            with suppress(ObjectExistsError):  # named by its digest: any writer wrote the same bytes
                 self._store.put_if_absent(segment.name, data)
             self._known = self._known | {segment.digest: segment}
 

@@ -82,7 +82,7 @@ class RunPages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Whoever was told to stop has little time left, and a store that fails would be waited for once more.
+            # A process that must stop has little time left, and a failing store would be waited for once more.
             if error is None or (isinstance(error, Exception) and not isinstance(error, StoreError)):
                 self._try(self._publish)
         finally:

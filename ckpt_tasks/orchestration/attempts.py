@@ -65,7 +65,7 @@ _MOST_RETRIES = 50  # of Prefect, for a list of delays
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a hook is told: the attempt's number from 1 on, steps completed, and why the last attempt ended.
+    """What a hook gets: the attempt's number from 1 on, steps completed, and why the last attempt ended.
 
     `failure` is None where the attempt before did not fail in this process; `after_failure` gets this attempt's own.
     """
@@ -260,7 +260,7 @@ def _may_help(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 
 def _helps(error: object) -> bool:
-    """Say whether another attempt may help; what is no exception comes from a task that returned a failed state."""
+    """Say whether another attempt may help; what is not an exception comes from a task that returned a failed state."""
     causes = [*_causes(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 

@@ -36,7 +36,7 @@ class CheckpointStore(Block):
     `secrets` are merged over `storage_options` when the store is opened.
     """
 
-    # What is wrong with a secret is said without it; and a misspelled field is no field.
+    # What is wrong with a secret is said without it; and a misspelled field is not a field.
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     _block_type_name = "Checkpoint Store"
@@ -60,11 +60,11 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
     storage_options: dict[str, Any] = Field(
         default_factory=dict,
         title="Storage options",
-        description="Options of the store's file system (s3fs, adlfs, gcsfs) that everybody may read.",
+        description="Options of the store's file system (s3fs, adlfs, gcsfs) that are no secrets.",
     )
     secrets: SecretDict = Field(
         default_factory=lambda: SecretDict({}),
-        description="Options that nobody may read: keys, secrets, tokens. They are merged over the others.",
+        description="Secret options: keys, tokens, passwords. They are merged over the others.",
     )
     single_writer: bool = Field(
         default=False,
@@ -87,7 +87,9 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
         scheme, separator, path = self.url.partition("://")
         if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
             shown = without_secrets(self.url)
-            raise ConfigError(f"{shown!r:.200} is no place for every host", hint="Name an absolute directory or a URL.")
+            raise ConfigError(
+                f"{shown!r:.200} is not a place for every host", hint="Name an absolute directory or a URL."
+            )
         self.location("run" if _RUN_KEY in self.url else "").open()
 
     def location(self, below: str = "", run_key: str | None = None) -> Location:
@@ -97,7 +99,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise ConfigError(f"{below!r:.200} is no path below a block's place")
+            raise ConfigError(f"{below!r:.200} is not a path below a block's place")
         run = "/".join(parts)
         if _RUN_KEY in self.url:
             if not (run or run_key):
@@ -116,7 +118,7 @@ def resolve(path: str, run_key: str | None) -> Location:
     """
     name, _, below = path.partition("/")
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r:.80} is no block's name", hint="It has small letters, digits and dashes.")
+        raise ConfigError(f"{name!r:.80} is not a block's name", hint="It has small letters, digits and dashes.")
     return _block(name).location(below, run_key)
 
 
@@ -145,7 +147,7 @@ def _block(name: str) -> CheckpointStore:
     try:
         return CheckpointStore.model_validate(document.data)
     except ValidationError as error:
-        raise ConfigError(f"the block {name!r:.80} is no CheckpointStore of this version: {error}") from None
+        raise ConfigError(f"the block {name!r:.80} is not a CheckpointStore of this version: {error}") from None
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def read_automations(client: SyncPrefectClient) -> list[Automation]:
 def clock_of(url: str) -> tuple[float | None, float]:
     """Return how many seconds the clock of who answers at a URL is ahead of ours, and to within how many.
 
-    None where nobody answers or tells the time; any answer will do, also a refusal.
+    None if no answer comes or it has no time; any answer will do, also a refusal.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust()) as client:

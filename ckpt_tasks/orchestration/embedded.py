@@ -2,7 +2,7 @@
 
 Where no API is configured, Prefect starts a server as a child. Left alone, a Ctrl-C in a terminal ends that child
 first, and the flow then waits more than a minute for an answer and reports a lost connection; after SIGKILL or SIGTERM
-the child lives on for ever, with this process' output still open, so that whoever reads that waits for ever as well
+the child lives on for ever, with this process' output still open, so that a reader of it waits for ever as well
 [both measured with 3.8.8]. So we start the same server ourselves, a moment before Prefect would.
 """
 

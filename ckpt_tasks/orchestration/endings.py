@@ -4,9 +4,9 @@ Prefect may start a flow run twice: a preempted one before its old process has e
 still on its way, a crashed one that two watchers report. The ledger lets one of them train. If the other ended as
 failed, its word would stand on the flow run that its sibling completes.
 
-On Prefect a failed flow run is done with. It is told to a person, who mends the program or the credentials and starts
+For Prefect a failed flow run has ended. A person is notified, who mends the program or the credentials and starts
 again; a store that comes back by itself would leave a night's work to that person too. A crashed flow run is resumed by
-the automations, and by the watch behind them, as often as they are told to.
+the automations, and by the watch behind them, as often as they are configured to.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OVERLOADED = (408, 429)
 
 
 class _AwayError(BaseException):
-    """End a flow run by what Prefect takes for a crash: everything that is no Exception."""
+    """End a flow run by what Prefect takes for a crash: everything that is not an Exception."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
 
     `reached`: this process has had answers from it. If not, the first start of a flow run fails, as one with a
     misspelled endpoint must. So does what a person has to mend (credentials that have expired, a store that is full),
-    and a flow run without a deployment, which nobody resumes.
+    and a flow run without a deployment, which no automation resumes.
     """
     try:
         yield

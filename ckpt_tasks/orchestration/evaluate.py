@@ -44,7 +44,7 @@ __all__ = [
     "teller",
 ]
 
-# Whoever starts the flow in this thread may be told how many evaluations are done, of how many that are known so far.
+# Called with the evaluations done and known so far, for the caller that starts the flow in this thread.
 teller: ContextVar[Callable[[int, int], None] | None] = ContextVar("ckpt_tasks_teller", default=None)
 _ROUND = 16  # so many at once, then a look at what has been committed meanwhile
 _LOOK_S = 0.5
@@ -92,7 +92,7 @@ class Evaluator:
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
         """Open the run; None where there is none yet and only what is pending was asked for: that is nothing.
 
-        Such a run is waited for so long: whoever follows it may be there first.
+        A run that is not there yet is waited for so long: a follower may start first.
         """
         until_s = time.monotonic() + wait_s
         while True:

@@ -1,7 +1,7 @@
 """What a run tells Prefect's automations: an event for every commit, failed save, restore and evaluation.
 
-Events are for whoever wants to act soon. They are sent once, without waiting, and may be lost: whoever must know reads
-the ledger, as every evaluation does. docs/EVALUATIONS.md lists the payloads.
+Events are for consumers that want to act soon. They are sent once, without waiting, and may be lost: read the
+ledger for certainty, as every evaluation does. docs/EVALUATIONS.md lists the payloads.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def announce(
 ) -> None:
     """Send an event for every commit, failed save and restore of this Checkpointer; to be called in the flow.
 
-    The events belong to the flow run of the caller. `program` and `params` are for whoever evaluates the checkpoints.
+    The events belong to the flow run of the caller. `program` and `params` are for evaluations of the checkpoints.
     """
     about = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
     made_by = {"program": program, "params": dict(params or {})}
-    context = copy_context()  # commits are made by a thread, which knows of no flow run
+    context = copy_context()  # a thread makes the commits; it has no flow run context
 
     def send(event: str, payload: Mapping[str, Any], resource: Mapping[str, str] | None = None) -> None:
         context.copy().run(_send, event, resource or _resource(run_key), {**about, **payload})
@@ -122,5 +122,5 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics as JSON has them: what is no number in JSON as the text that float() reads back."""
+    """Return metrics as JSON has them: what is not a number in JSON as the text that float() reads back."""
     return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}

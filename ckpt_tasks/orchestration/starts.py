@@ -1,4 +1,4 @@
-"""What a start of a flow run owes to the starts before it, and to who reads its pages: task states and log lines.
+"""What a start of a flow run tidies up: task states of earlier starts, and log lines for its page.
 
 A process that was killed could not say how its task runs ended: on Prefect's pages they stay "Running" for ever.
 """
@@ -102,7 +102,7 @@ def name_declined_starts(name: str) -> int:
 def logged_with_the_flow_run() -> Iterator[None]:
     """Send what the logger `ckpt_tasks` says meanwhile, INFO and above, to the logs of the flow run as well.
 
-    Commits are made by a thread, which knows of no flow run.
+    A thread makes the commits; it has no flow run context.
     """
     handler, level = _Handler(flow_run.id), _log.level
     _log.addHandler(handler)

@@ -1,6 +1,6 @@
 """What `ckpt doctor` concludes from what was seen: what is well, what is not, and what to do about it.
 
-Everything here is said of plain facts; who asked, and whom, is no matter of this module (orchestration/doctor.py,
+Pure decisions over plain facts; other modules collect the facts (orchestration/doctor.py,
 cli/doctor.py). The numbers are explained in docs/OPERATING.md.
 """
 
@@ -146,7 +146,7 @@ def judge_server(facts: ServerFacts) -> Check:
         return Check(
             "server",
             "warning",
-            "none: each process starts an embedded one, and nobody starts a crashed run again",
+            "none: each process starts an embedded server, and a crashed run is not started again",
             "Start one (deployments/README.md) and set PREFECT_API_URL.",
         )
     if facts.failure is not None:
@@ -216,7 +216,7 @@ def judge_automations(facts: ServerFacts) -> list[Check]:
         elif not found[0].enabled:
             checks.append(Check(name, "wrong", f"{wanted!r} is paused", "Enable it in Prefect's pages: Automations."))
         elif not found[0].proactive:
-            seen = f"{wanted!r} is reactive: it would be told twice of one crash"
+            seen = f"{wanted!r} is reactive: it would act twice on one crash"
             checks.append(Check(name, "wrong", seen, do))
         else:
             checks.append(Check(name, "ok", f"{wanted!r}, after {found[0].within_s or 0:.0f} s"))
@@ -224,7 +224,7 @@ def judge_automations(facts: ServerFacts) -> list[Check]:
 
 
 def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | None) -> Check:
-    """Say whether flow runs show life often enough for who waits for it; `own_s` is this process' own setting."""
+    """Say whether flow runs send heartbeats often enough for the automations; `own_s` is this process' own setting."""
     within_s = next((one.within_s for one in facts.automations or () if one.name == _ZOMBIES), None)
     if within_s is not None and jobs:
         jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
@@ -273,7 +273,7 @@ def judge_pool(pool: PoolFacts | None, *, asked: bool) -> Check:
 
 
 def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
-    """Say whether a flow run that is told to end (SIGTERM) is scheduled again, which has to be asked for."""
+    """Say whether a flow run that gets SIGTERM is scheduled again, which has to be configured."""
     if pool.type not in ("process", "docker"):  # Kubernetes' worker asks for it itself
         return Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
     jobs = [job for job in jobs if not _is_repeated(job)]

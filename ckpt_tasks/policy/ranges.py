@@ -1,4 +1,4 @@
-"""Which bytes of an object to ask for together: another request costs time, and so do bytes that nobody wants."""
+"""Which bytes of an object to request together: another request costs time, and so do unneeded bytes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Candidate", "RetentionPolicy", "Verdict", "plan_retention", "rank_be
 
 
 class Candidate(Protocol):
-    """What retention needs to know of a checkpoint."""
+    """The facts of a checkpoint that retention decides by."""
 
     @property
     def step(self) -> int: ...

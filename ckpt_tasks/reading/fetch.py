@@ -2,7 +2,7 @@
 
 A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache; the second
 reads straight into the live tensors, and digests once more what has arrived there. So a restore takes no memory beside
-the state, and none is touched for the first time (which costs several times a copy). What is made anew is nobody's yet
+the state, and none is touched for the first time (which costs several times a copy). New memory is not visible yet
 and is read once, to its place.
 """
 
@@ -206,5 +206,5 @@ def _good(run: Sequence[IndexRow], data: memoryview) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Show a tensor's bytes; whoever uses them holds the tensor."""
+    """Return a view of a tensor's bytes; the caller must keep the tensor."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

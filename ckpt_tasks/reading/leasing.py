@@ -1,4 +1,4 @@
-"""A lease for as long as it takes: renewed by whoever holds it, or by a thread while a reader reads."""
+"""A lease for as long as it takes: its holder renews it, or a thread does while a reader reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 renew()
                 pause_s = lease_s / 2
             except CheckpointNotFoundError:
-                return  # too late: whoever records something of it is told
+                return  # too late: recording a result for it raises
             except (StoreError, CommitUncertainError) as error:
                 _log.warning("The lease of step %d could not be renewed yet: %s", checkpoint.step, error)
                 pause_s = lease_s / 16

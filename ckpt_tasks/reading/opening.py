@@ -40,7 +40,7 @@ READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
 
 
 class SavedGroup:
-    """One group of a checkpoint: its kind, and for who asks for it its tree (format/tree.py)."""
+    """One group of a checkpoint: its kind, and its tree, decoded on demand (format/tree.py)."""
 
     def __init__(self, name: str, manifest: Manifest, index: Index):
         self.kind: str = manifest.groups[name]["kind"]

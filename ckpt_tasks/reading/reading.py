@@ -85,7 +85,7 @@ class Run:
                 "the run has no checkpoint" + (f" of step {which}" if which != "latest" else " yet"),
                 hint=f"It has steps {_steps(newest_first)}." if newest_first else None,
             )
-        raise ConfigError(f"{which!r} is no checkpoint", hint="Name a step, 'latest' or 'best'.")
+        raise ConfigError(f"{which!r} is not a checkpoint", hint="Name a step, 'latest' or 'best'.")
 
     def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = False) -> RestoreReport:
         """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
@@ -93,7 +93,7 @@ class Run:
         With `partial` only the groups that `state` names are restored, and no random stream. Raises
         StateMismatchError, IntegrityError or StoreError; the state is untouched then.
         """
-        # Only here: whoever looks at a run without restoring from it does not wait for torch.
+        # Imported only here: reading a run without restoring from it does not wait for torch.
         from ckpt_tasks.reading.restore import restore_one
 
         return restore_one(self.history.store, checkpoint, state, partial=partial)
@@ -102,8 +102,8 @@ class Run:
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
         """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most.
 
-        An end that cannot be written is no error of the block's: the lease expires by itself. A child that is forked
-        within the block does not end it.
+        A failure to write the lease's end is not raised: the lease expires by itself. A child that is forked within the
+        block does not end it.
         """
         process = Process()
         if not 0 <= expires_s < _LONGEST_LEASE_S:
@@ -142,7 +142,9 @@ class Run:
     def record_evaluation(self, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]) -> bool:
         """Commit an evaluation beside its checkpoint; False where this suite has been recorded for it already."""
         if not is_group(suite):
-            raise ConfigError(f"{suite!r:.80} is no suite", hint="Use a letter, then letters, digits and underscores.")
+            raise ConfigError(
+                f"{suite!r:.80} is not a suite", hint="Use a letter, then letters, digits and underscores."
+            )
         from ckpt_tasks.format.arrow import write_metrics  # brings in pyarrow
 
         about = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}

@@ -4,7 +4,7 @@ Invariants
 
 1. Nothing in the target changes until everything that is needed has been read, verified and compared with it.
 2. A checkpoint that fails verification is passed over with its reason, and the next older one is tried; a mismatch
-   between checkpoint and target is the caller's to settle and is raised.
+   between checkpoint and target is raised: the caller must resolve it.
 3. Bytes are digested before they are parsed.
 """
 
@@ -91,7 +91,7 @@ def restore_newest(
     the others each before storage.
 
     Returns the checkpoint, what was done, and the snapshot of this host that it came from.
-    A store that fails (StoreError) is no damaged checkpoint: that is raised, for a retry to try the newest again.
+    A store that fails (StoreError) is not a damaged checkpoint: that is raised, for a retry to try the newest again.
     """
     skipped: list[tuple[int, str]] = []
     for checkpoint, cached in _sources(candidates, in_memory):

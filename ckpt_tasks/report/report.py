@@ -145,7 +145,7 @@ class Report:
 
 
 def _said(one: Moment) -> tuple[str, str]:
-    """Return what happened and why; the first start of a run is no resume."""
+    """Return what happened and why; the first start of a run is not a resume."""
     if one.what == "taken" and one.text == NEVER_OWNED:
         return "started", ""
     return _SAID[one.what] + (f" at step {one.step:,}" if one.step is not None else ""), one.text

@@ -142,7 +142,7 @@ def commit(
 
     `cost_s` is how long training waited. `retirement` takes older checkpoints out. `observed` goes into the
     entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
-    the old one; after CommitUncertainError nobody can know yet. Whatever it raises, the objects stay: the entry may
+    the old one; after CommitUncertainError it is unknown. Whatever it raises, the objects stay: the entry may
     still arrive.
     """
     manifest = prepared.manifest

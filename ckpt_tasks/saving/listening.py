@@ -1,4 +1,4 @@
-"""Whoever wants to know what a Checkpointer does: told in the thread that did it, and never in its way."""
+"""Call listeners after commits, failed saves and restores, in the thread that did the work."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Plain functions, each called after the fact: they must return at once, and what they raise is only logged.
+    """Plain functions that are called after an event. They must return at once; their exceptions are only logged.
 
-    `committed` is told of every durable commit, by the thread that made it; `failed` of a snapshot that will not be
-    committed (step, why); `restored` of what was restored.
+    `committed` gets every durable commit; `failed` gets step and error of a snapshot that will not be
+    committed; `restored` gets the report of a restore.
     """
 
     committed: Callable[[Checkpoint], object] | None = None
@@ -31,29 +31,29 @@ class Listener:
 
 
 class Listeners:
-    """Tell all listeners; one that raises is heard of once in the log, and called again the next time."""
+    """Call all listeners; log the first exception of each, and call it again the next time."""
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
 
     def add(self, listener: Listener) -> None:
-        """Tell this one as well from now on."""
+        """Call this listener as well from now on."""
         self._all.append(listener)
 
     def committed(self, checkpoint: Checkpoint, after_s: float) -> None:
-        """Tell of a durable commit, so long after training went on."""
+        """Report a durable commit, `after_s` seconds after training continued."""
         size_mib, waited_s = checkpoint.size_bytes / 2**20, checkpoint.cost_s
-        said = "Saved step %d: %.1f MiB, training waited %.3f s, committed %.2f s later"
-        _log.info(said, checkpoint.step, size_mib, waited_s, after_s)
+        message = "Saved step %d: %.1f MiB, training waited %.3f s, committed %.2f s later"
+        _log.info(message, checkpoint.step, size_mib, waited_s, after_s)
         self._tell("committed", checkpoint)
 
     def failed(self, step: int, why: BaseException) -> None:
-        """Tell of a snapshot that will not be committed."""
+        """Report a snapshot that will not be committed."""
         self._tell("failed", step, why)
 
     def restored(self, report: RestoreReport) -> None:
-        """Tell of what was restored."""
+        """Report a restore."""
         self._tell("restored", report)
 
     def _tell(self, name: str, *what: Any) -> None:
@@ -62,7 +62,7 @@ class Listeners:
             try:
                 if function is not None:
                     function(*what)
-            except Exception:  # noqa: BLE001 (logged; a listener is in nobody's way)
+            except Exception:  # noqa: BLE001 (logged: a listener must not stop a save)
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))
-                    _log.exception("%r was told what was %s, and failed; the run goes on", function, name)
+                    _log.exception("The listener %r failed after an event %r; the run goes on", function, name)

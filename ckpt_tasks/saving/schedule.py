@@ -97,7 +97,7 @@ class SaveSchedule:
 
 
 def check_step(step: SupportsIndex, position: int) -> int:
-    """Return a step as an int; raise StateError for what is no step, or comes before the one reported last."""
+    """Return a step as an int; raise StateError for what is not a step, or comes before the one reported last."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
     except TypeError:

@@ -226,7 +226,7 @@ class LocalSession(StateSession):
             old = self._settings_with(own)
         except ProgramError:
             if recorded is None:
-                return  # begun by something else than a flow: with which parameters nobody knows
+                return  # not begun by a flow: its parameters are unknown
             raise
         assert self._fresh is not None
         if not alike(old, self._fresh):
@@ -261,7 +261,7 @@ def _number(value: Any) -> float:
 def _check_methods(name: str, program: Any) -> None:
     lacking = [method for method in ("train_step", "evaluate") if not callable(getattr(program, method, None))]
     if lacking:
-        raise ProgramError(f"{name} is no program: it has no {' and no '.join(lacking)}", hint=_NEEDS)
+        raise ProgramError(f"{name} is not a program: it has no {' and no '.join(lacking)}", hint=_NEEDS)
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class Progress:
 
 Watcher = Callable[[Progress], None]
 
-# Whoever starts a flow in this thread may watch every step of it; a flow's parameters are JSON and cannot carry this.
+# Called after every step of a flow that this thread starts; a flow's parameters are JSON and cannot carry it.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 

@@ -7,7 +7,7 @@ Invariants
 
 1. A copy has what was queued before start(), in the streams that are current then, and nothing of what is queued in
    them after it. A stream of the user's that writes what is saved must wait for the current one, as for the forward.
-2. Nobody reads a place before wait(), the one call for which a host stands still, and for these copies alone.
+2. No thread reads a place before wait(). It is the only call that blocks the host, and only for these copies.
 3. The memory of the tensors is held until wait() has returned, and that of a place for as long as anything is under
    way: it is unpinned first and unmapped then.
 
@@ -84,7 +84,7 @@ class Devices:
                 with self._cuda.stream(stream):
                     # One by one, in C++. What is not in C order is first made so on the device, in memory of its own.
                     torch._foreach_copy_(into, out_of, non_blocking=True)
-                    event = self._cuda.Event(blocking=True)  # who waits for it sleeps, and leaves the core to training
+                    event = self._cuda.Event(blocking=True)  # a waiting thread sleeps and leaves the core to training
                     event.record(stream)
                 current.wait_event(event)
                 copy.add(device, event)
@@ -132,7 +132,7 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        with suppress(RuntimeError):  # a device that failed writes no more, and whoever waited for it was told
+        with suppress(RuntimeError):  # a failed device writes no more, and its wait() has raised
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:
@@ -158,5 +158,5 @@ def _told() -> Iterator[None]:
     except RuntimeError as error:
         raise StateError(
             f"the state could not be copied from its device: {error}",
-            hint="What a kernel did wrong is told later than its launch: CUDA_LAUNCH_BLOCKING=1 says which one it was.",
+            hint="A kernel's error is reported after its launch: CUDA_LAUNCH_BLOCKING=1 shows which kernel it was.",
         ) from error

@@ -50,14 +50,14 @@ __all__ = [
 ]
 
 SLOTS = ("a", "b")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is no temporary file: that it outlives the process is the point)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # of what the images need must be free
 _LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
 _TOUCHED_BYTES = 16 << 20  # at once
-_HELD: set[Path] = set()  # by this process: a lock of lockf is no obstacle within it
+_HELD: set[Path] = set()  # by this process: a lock of lockf is not an obstacle within it
 
 
 Fill = Callable[[Mapping[str, int]], bool]
@@ -103,10 +103,10 @@ class PrivateMemory:
         return taken
 
     def unseal(self, slot: str) -> None:
-        """Do nothing: nobody else can look."""
+        """Do nothing: no other process can see private memory."""
 
     def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
-        """Do nothing: nobody else can look."""
+        """Do nothing: no other process can see private memory."""
 
     def close(self, *, keep: bool) -> None:
         """Do nothing: the memory goes with its last user."""
@@ -199,7 +199,9 @@ class MemoryDirectory:
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        with suppress(StoreError):  # what is no seal goes with the slot, and a link that stands there is not followed
+        with suppress(
+            StoreError
+        ):  # what is not a seal goes with the slot, and a link that stands there is not followed
             self.unseal(slot)
         shutil.rmtree(self.path / slot, ignore_errors=True)
 
@@ -279,12 +281,12 @@ def _unlock(path: Path, lock: int) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock to write; raises OSError where it is no file of this user's alone (it could be one elsewhere)."""
+    """Open the lock to write; raises OSError if it is not a file of this user alone (it could be a link)."""
     lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(lock)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
         close_descriptor(lock)
-        raise OSError(errno.EINVAL, "its lock is no file of this user's alone")
+        raise OSError(errno.EINVAL, "its lock is not a file of this user's alone")
     return lock
 
 

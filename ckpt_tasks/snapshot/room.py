@@ -1,7 +1,7 @@
 """How much memory this process may still take: what the machine has, and what its container is allowed.
 
-Shared memory counts towards a container like any other: whoever fills /dev/shm above the limit is killed, however large
-/dev/shm says that it is.
+Shared memory counts towards a container like any other: a process that fills /dev/shm above the limit is killed,
+however large /dev/shm says that it is.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A *state* is a dict; each key names a *group*. A value is a module, an optimizer, a random generator, anything with
 state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Nothing is
-copied here except containers: whoever needs the tensors as they are now copies them before training goes on.
+copied here except containers: a caller that needs the tensors as they are now copies them before training continues.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ tuple is assigned to its place.
 not: its numbers are copies, and its tensors come with the first step. A restore into it would restore nothing, so it is
 refused, and so are the state_dicts of schedules and scalers.
 
-Who holds a tensor is not looked for: a list of all live objects, as the garbage collector gives it, makes
+The holders of a tensor are not searched for: a list of all live objects from the garbage collector makes
 `tuple(x for x in …)` fail in every other thread, and takes half a second in a large process.
 """
 
@@ -298,7 +298,7 @@ def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
 
 
 def _refs(tree: Any, live: Any, place: _Place, beside: Any = ()) -> Iterator[tuple[_Place, TensorRef, Any, list[Any]]]:
-    """Yield every ref of a tree: its place, what is there in a live value, and the tensors that are beside it there."""
+    """Yield every ref of a tree: its place, the live value there, and the tensors beside that value."""
     kind = type(tree)
     if kind is TensorRef:
         yield place, tree, live, [one for one in beside if isinstance(one, torch.Tensor)]

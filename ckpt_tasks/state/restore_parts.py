@@ -41,7 +41,7 @@ class TensorSource(Protocol):
         """Return the verified values at once, on the CPU, to look at only."""
 
     def fill(self, into: torch.Tensor, key: str) -> None:
-        """Let a new tensor, which nobody looks at yet, have the values from the end of `fetch` on."""
+        """Fill a new tensor, which is not visible yet, by the end of `fetch`."""
 
     def fetch(self) -> None:
         """Fill, and verify whatever is not filled; raise IntegrityError or StoreError."""

@@ -61,7 +61,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], *, group_access: bool = False, calls: Calls = os):
         text = os.fspath(root)
         if "://" in text or "\0" in text or not text:
-            raise ConfigError(f"{text!r} is no local directory")
+            raise ConfigError(f"{text!r} is not a local directory")
         self.root = Path(text).expanduser().absolute()
         self.url = str(self.root)
         self._calls = calls
@@ -140,7 +140,7 @@ class LocalStore:
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         base = prefix.rstrip("/")
         if base and not is_object_name(base):
-            raise ConfigError(f"{prefix!r} is no prefix")
+            raise ConfigError(f"{prefix!r} is not a prefix")
         if link_above(self.root, base) is not None:
             return []  # what lies behind a symbolic link is not ours
         with our_errors(prefix, self.root):
@@ -167,7 +167,7 @@ class LocalStore:
 
     def _path(self, name: str, error: type[CkptError] = StoreError) -> Path:
         if not is_object_name(name):
-            raise ConfigError(f"{name!r:.100} is no object name")
+            raise ConfigError(f"{name!r:.100} is not an object name")
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
@@ -312,7 +312,7 @@ class LocalStore:
             os.chmod(path, mode)  # what the umask took from the group; the file is new and ours
 
     def _confirm(self, path: Path, name: str) -> None:
-        """Make a new link durable; where that fails, the name is there and nobody can know whether it will stay."""
+        """Make a new link durable; if that fails, the name is there, and it is unknown whether it will stay."""
         try:
             self._fsync_directory(path.parent)
         except OSError as error:

@@ -44,7 +44,7 @@ _READ_HINT = (
 # Two places cannot share a file: other file systems, ones that know no second name, too many names, another's file.
 NO_LINKS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
-# What is there can be read, but nothing can be written.
+# Existing files can be read, but nothing can be written.
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 HINTS = {

@@ -116,7 +116,7 @@ def _check_slashes(name: str) -> None:
         do = f"Write {scheme}://{rest.lstrip('/')}, or ./{name} if it is a directory."
         if scheme == "file":
             do = f"Write {rest}, or ./{name} if it is a directory."
-        raise ConfigError(f"{name!r:.200} is no place: after {scheme} come :// and a name", hint=do)
+        raise ConfigError(f"{name!r:.200} is not a place: after {scheme} come :// and a name", hint=do)
 
 
 _PAUSE_S = 0.5

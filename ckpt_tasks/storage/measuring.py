@@ -1,7 +1,7 @@
 """Measure a store: what it can do, how long requests take, how many bytes a second go up and come down.
 
-All of it happens in a place of its own, below `probe/`, which is no name of a run: a run that is there is neither read
-nor changed. Whatever was written is deleted at the end, however it ends; requests are made once, so that a failure is
+All of it happens in a place of its own, below `probe/`, which no run uses: a run that is there is neither read nor
+changed. Whatever was written is deleted at the end, however it ends; requests are made once, so that a failure is
 seen as one.
 """
 
@@ -41,7 +41,7 @@ _ROOM = 16  # times the large object: what a run that is there may need is not t
 
 
 class _StoppedError(Exception):
-    """Whoever asked has gone."""
+    """The caller has gone."""
 
 
 def measure(

@@ -2,9 +2,9 @@
 
 Invariants
 
-1. A request is made once. Whether to try again is decided in `retrying`, and for a commit by who reads it back.
+1. A request is made once. `retrying` decides whether to try again; for a commit, the caller that reads it back does.
 2. `put_if_absent` is one small request with a condition that the server checks, never a look followed by a write
-   (but where the run's creator said that there is nobody else, and the store has no such condition).
+   (except where the run's creator set `single_writer`, because the store has no such condition).
 3. Nothing is cached: no listings, no file-system instances; and a process made by fork opens its own connections.
 """
 
@@ -80,7 +80,7 @@ class ObjectStore:
             raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
         # One string is enough to make fsspec open quite something else (simplecache::http://…).
         if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
-            raise ConfigError(f"{shown!r:.200} is no place for checkpoints", hint="Write s3://bucket/directory.")
+            raise ConfigError(f"{shown!r:.200} is not a place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
         if not parts.netloc or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
             raise ConfigError(f"{shown!r:.200} names no bucket and directory", hint="Write s3://bucket/directory.")
@@ -156,7 +156,7 @@ class ObjectStore:
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         base = prefix.rstrip("/")
         if base and not is_object_name(base):
-            raise ConfigError(f"{prefix!r} is no prefix")
+            raise ConfigError(f"{prefix!r} is not a prefix")
         if limit == 0:
             return []
         below = self._prefix + (f"{base}/" if base else "")
@@ -203,7 +203,7 @@ class ObjectStore:
 
     def _key(self, name: str) -> str:
         if not is_object_name(name):
-            raise ConfigError(f"{name!r:.100} is no object name")
+            raise ConfigError(f"{name!r:.100} is not an object name")
         return self._prefix + name
 
     def _run(self, name: str, work: Callable[[Requests], Coroutine[Any, Any, _T]]) -> _T:

@@ -34,7 +34,7 @@ class ReadableStore(Protocol):
     """What a restore needs of a store.
 
     `near`: a byte costs little more than a copy in memory, so that reading it twice is cheaper than keeping it.
-    `gap_bytes`: so many bytes that nobody wants cost less than another request.
+    `gap_bytes`: so many unneeded bytes cost less than another request.
     """
 
     url: str
@@ -81,10 +81,10 @@ class Store(ReadableStore, Protocol):
         """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""
 
     def delete(self, name: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free what unfinished writes left of the names that `dead` says nobody writes any more."""
+        """Free what unfinished writes left under names that no process writes any more: `dead` is True for them."""
 
     def assume_single_writer(self) -> None:
         """Look before `put_if_absent` instead of asking for a condition that the store does not have."""

@@ -45,7 +45,7 @@ def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
         return {"put_if_absent": not single_writer, "read_after_write": True, "ordered_listing": True}
     finally:
         for name in written:
-            with suppress(StoreError):  # a few bytes may stay; the names are nobody's
+            with suppress(StoreError):  # a few bytes may stay; no run uses the names
                 store.delete(name)
 
 
@@ -82,7 +82,7 @@ def _shows(store: Store, place: str, written: list[str]) -> bool:
 
 
 def _put(store: Store, name: str, body: bytes) -> StoreError | None:
-    """Return None where the store said "done", else what it said: a name of nobody's may be written again blindly."""
+    """Return None if the store said "done", else its error. No run uses the name, so a blind second write is safe."""
     failure: StoreError | None = None
     for _ in range(_TRIES):
         try:
@@ -96,16 +96,16 @@ def _put(store: Store, name: str, body: bytes) -> StoreError | None:
     return failure
 
 
-def _keeps_word(store: Store, name: str, told: Mapping[bytes, StoreError | None]) -> bool:
-    """Say whether nobody was told "done" whose bytes do not lie there; who was told less may have had his answer lost.
+def _keeps_word(store: Store, name: str, answers: Mapping[bytes, StoreError | None]) -> bool:
+    """Say whether the bytes of every writer that got "done" are there; the answer of another writer may be lost.
 
-    Raises what the writers were told where nothing lies there.
+    Raises a writer's error if the object is missing.
     """
     try:
         there = store.get(name, 16)
     except ObjectNotFoundError as error:
-        raise next((failure for failure in told.values() if failure is not None), error) from None
-    return all(body == there for body, failure in told.items() if failure is None)
+        raise next((failure for failure in answers.values() if failure is not None), error) from None
+    return all(body == there for body, failure in answers.items() if failure is None)
 
 
 EXCLUSIVE = "put if absent"
@@ -184,7 +184,7 @@ class Verdict:
 
 
 def judge(findings: Findings) -> Verdict:
-    """Say what a store is fit for; what was not tried is no fault."""
+    """Say what a store is fit for; what was not tried is not a fault."""
     abilities = findings.abilities
     for name, matter in _NEEDED.items():
         found = abilities.get(name, Ability(None))

@@ -2,7 +2,7 @@
 
 Every verb but one may be repeated without a thought: reads change nothing, and whole objects under names of their own
 are the same the second time. `put_if_absent` is repeated only where the store answered that it did nothing; a lost
-answer and a lost request look the same, so whoever commits looks at what is there first (`History.append`).
+answer and a lost request look the same, so a commit reads what is there first (`History.append`).
 
 Waits grow and are spread at random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many
 writers that were refused together do not come back together. The dice are our own: Python's generator belongs to the

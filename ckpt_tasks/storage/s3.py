@@ -1,7 +1,7 @@
 """Requests to an S3 server: one attempt each, straight from and to the caller's memory.
 
 s3fs keeps the session, the credentials and the regions; the requests are made with its client, so that nothing behind
-our back tries again. Only a part of a large upload, which nobody sees, is sent again here. Conditions are
+our back tries again. Only a part of a large upload, invisible until the end, is sent again here. Conditions are
 `If-None-Match: *` on a single PUT, which AWS, Ceph and the emulators hold to; on a multipart upload some servers ignore
 it, so nothing rests on it there.
 """
@@ -122,11 +122,11 @@ class S3Requests:
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         await self._call("delete_object", Key=key)
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
-        """Abort the unfinished multipart uploads of keys that nobody writes any more, where the store lists them."""
+        """Abort unfinished multipart uploads of keys that no process writes any more, if the store lists them."""
         more: dict[str, Any] = {}
         while True:
             try:

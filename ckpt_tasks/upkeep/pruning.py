@@ -178,7 +178,7 @@ class Pruner:
         left = [name for name in retired if name not in self.deleted]
         self.deleted |= delete_retired(self._history.store, left, check)
         if left:
-            check()  # who was cancelled may not hold the directory any more
+            check()  # a cancelled prune may not hold the directory any more
             self._history.store.keep_room()  # the entry above may have used it
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:

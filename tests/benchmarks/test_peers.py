@@ -91,7 +91,7 @@ def test_a_save_of_a_later_state_is_found(kind: type[Contender], torn: bool, tmp
 
 
 def test_a_save_of_ours_that_came_to_nothing_is_not_timed(tmp_path: Path) -> None:
-    """A snapshot that a newer one took the place of is no cheap save but the benchmark's end."""
+    """A snapshot that a newer one took the place of is not a cheap save but the benchmark's end."""
     contender, trained = CkptTasks(tmp_path, "cpu"), build(tiny=True)
     contender.save_async(trained.state, tmp_path / "1")
     contender.wait()

@@ -46,7 +46,7 @@ def keys(server: S3Server, bucket: str) -> list[str]:
 
 
 def through(chaos: Chaos, server: S3Server, bucket: str) -> ObjectStore:
-    return ObjectStore(f"s3://{bucket}/run", server.through(chaos.endpoint).storage_options)
+    return ObjectStore(f"s3://{bucket}/run", server.through(chaos.endpoint).quick_options)
 
 
 # ── directories ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ def test_a_place_that_cannot_be_one(tmp_path: Path) -> None:
 
 
 def test_a_url_that_is_none(tmp_path: Path) -> None:
-    """What is no place at all is an error before anything is tried."""
+    """What is not a place at all is an error before anything is tried."""
     answer = ckpt("doctor-store", "ftp://host/run", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
 

@@ -42,7 +42,7 @@ def test_an_error_is_one_line_on_stderr(tmp_path: Path) -> None:
     assert (answer.status, answer.out) == (1, "")
     assert answer.err.startswith("error: ")
     assert answer.err.count("\n") == 1
-    assert "is no run directory" in answer.err
+    assert "is not a run directory" in answer.err
     assert "Check the directory's name." in answer.err
 
 

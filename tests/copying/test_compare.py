@@ -214,7 +214,7 @@ def test_however_a_tensor_is_cut(tmp_path: Path, cut_a: list[Box], cut_b: list[B
 
 
 def test_the_same_bytes_elsewhere_are_not_equal(tmp_path: Path) -> None:
-    """P58: a region whose bytes another region of the other side has, at another place, is no equal one."""
+    """P58: a region whose bytes another region of the other side has, at another place, is not an equal one."""
     a, b = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
     one = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     other = torch.tensor([[1.0], [1.0], [2.0], [4.0]])

@@ -222,7 +222,7 @@ def test_several_groups_carry_their_names(tmp_path: Path) -> None:
 
 
 def test_a_nested_group_has_full_keys(tmp_path: Path) -> None:
-    """What is no state_dict has the full keys that `ckpt diff` shows."""
+    """What is not a state_dict has the full keys that `ckpt diff` shows."""
     run = save(tmp_path / "run", {"nested": {"a": [torch.zeros(1), 3], "b": {"c": torch.ones(1)}}})
     assert export(run, tmp_path / "n.safetensors", groups=["nested"]).tensors == 2
     assert {*load_file(tmp_path / "n.safetensors")} == {"nested/a/0", "nested/b/c"}

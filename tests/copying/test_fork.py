@@ -286,7 +286,7 @@ def test_the_same_fork_again_changes_nothing(a: Path, b: Path) -> None:
 
 
 def test_nobody_trains_in_half_a_fork(a: Path, b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P30: without its ledger entry a fork is no run: training does not begin from nothing in its place."""
+    """P30: without its ledger entry a fork is not a run: training does not begin from nothing in its place."""
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt

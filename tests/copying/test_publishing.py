@@ -209,7 +209,7 @@ def test_the_run_directory_is_no_place_for_an_export(tmp_path: Path, model_run: 
         ("m.safetensors", {"groups": ["note"]}, "no tensors in note.*model"),
         ("m.safetensors", {"max_shard_bytes": 100}, "not cut into shards"),
         ("m", {"max_shard_bytes": 0}, "0 bytes are no size"),
-        ("nowhere/m", {}, "is no directory.*Create it"),
+        ("nowhere/m", {}, "is not a directory.*Create it"),
         ("folder.safetensors", {"overwrite": True}, "is a directory.*makes one file"),
         ("file", {"overwrite": True}, "is a file.*makes one file"),
     ],

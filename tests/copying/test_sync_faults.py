@@ -301,7 +301,7 @@ def test_whatever_call_fails_the_same_copy_completes(base: Path, mode: Mode) -> 
             copy(run, LocalStore(root / "b", calls=calls))
         except CkptError:
             pass
-        else:  # what fails beside the data (a sign of life, the release) is no failure of the copy
+        else:  # what fails beside the data (a sign of life, the release) is not a failure of the copy
             whole = calls.where.startswith("link ") and mode == "landed"  # the name is there: nothing has failed
             assert whole or "/checkpoint_" not in calls.where or calls.where.startswith("unlink "), calls.where
         there = open_run(str(root / "b"))

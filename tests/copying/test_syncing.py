@@ -338,7 +338,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_whatever_happened_the_newest_is_the_newest(fast_dir: Path, steps: list[tuple[str, Any]]) -> None:
     """P52: after any saves, ways back, prunings and partial copies, a copy has the checkpoints in their order."""

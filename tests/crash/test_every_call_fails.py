@@ -30,6 +30,8 @@ from tests.support.runs import (
     train,
 )
 
+# The quick form fails every third call, the long one each.
+EVERY = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = 70  # a sweep that ends before has not swept a whole save
 
@@ -55,16 +57,17 @@ def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
     return committed, None
 
 
+@EVERY
 @pytest.mark.parametrize("kept", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["refused", "landed"])
 def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
-    base: Path, fast_dir: Path, mode: Mode, kept: int
+    base: Path, fast_dir: Path, mode: Mode, kept: int, stride: int
 ) -> None:
     """P28, P30, P31, P46: at every failed call, refused or with its answer lost, the next process restores exactly.
 
     Where two are kept, the commit retires; where one is kept, an entry of its own does, as the new one is read back.
     """
-    for n in count(1):
+    for n in count(1, stride):
         root = fast_dir / f"{mode}-{kept}-{n}"
         shutil.copytree(base, root)
         calls = FailingCalls(n, mode)
@@ -88,10 +91,13 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
     assert n > FEWEST_CALLS
 
 
+@EVERY
 @pytest.mark.parametrize("mode", ["refused", pytest.param("landed", marks=pytest.mark.slow)])
-def test_the_same_process_can_try_again_after_any_failed_call(base: Path, fast_dir: Path, mode: Mode) -> None:
+def test_the_same_process_can_try_again_after_any_failed_call(
+    base: Path, fast_dir: Path, mode: Mode, stride: int
+) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
-    for n in count(1):
+    for n in count(1, stride):
         root = fast_dir / f"again-{mode}-{n}"
         shutil.copytree(base, root)
         calls = FailingCalls(n, mode)
@@ -121,14 +127,15 @@ def victim() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
+@EVERY
 @pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
 def test_killed_at_any_call_the_run_goes_on(
-    base: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode
+    base: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, stride: int
 ) -> None:
     """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly, sweeps the rest."""
     assert victim.stdin is not None
     assert victim.stdout is not None
-    for n in count(1):
+    for n in count(1, stride):
         root = fast_dir / f"{mode.replace(' ', '-')}-{n}"
         shutil.copytree(base, root)
         victim.stdin.write(f"{root}\t{n}\t{mode}\n")

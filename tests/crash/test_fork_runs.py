@@ -1,4 +1,4 @@
-"""Kill or fail a fork at every call that changes the disk: the same fork again finishes, and half a fork is no run."""
+"""Kill or fail a fork at every call that changes the disk: the same fork again finishes; half a fork is no run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.crash.fork_victim import CHANGED, make_fork
 from tests.support.calls import FailingCalls, Mode, WatchedCalls
 from tests.support.runs import UNTOUCHED, check_run, head_of, opened, state_of, train
 
+# The quick form fails every third call, the long one each.
+EVERY = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = {"linked": 45, "sent": 45}  # a sweep that ends before has not swept a whole fork
 
@@ -62,15 +64,16 @@ def finished(source: Path, target: Path) -> None:
     check_run(target, 3)
 
 
+@EVERY
 @pytest.mark.parametrize("way", ["linked", pytest.param("sent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
-def test_killed_at_any_call_the_same_fork_finishes(
-    source: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, way: str
+def test_killed_at_any_call_the_same_fork_finishes(  # noqa: PLR0917 (fixtures and parameters)
+    source: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, way: str, stride: int
 ) -> None:
     """P30: SIGKILL at every call: what is there is no run or the whole fork, and the same command finishes it."""
     assert victim.stdin is not None
     assert victim.stdout is not None
-    for n in count(1):
+    for n in count(1, stride):
         target = fast_dir / f"{mode.replace(' ', '-')}-{way}-{n}"
         victim.stdin.write(f"{source}\t{target}\t{n}\t{mode}\t{way}\n")
         victim.stdin.flush()
@@ -85,10 +88,11 @@ def test_killed_at_any_call_the_same_fork_finishes(
     assert n > FEWEST_CALLS[way]
 
 
+@EVERY
 @pytest.mark.parametrize("mode", ["refused", "landed"])
-def test_whatever_call_fails_the_same_fork_finishes(source: Path, fast_dir: Path, mode: Mode) -> None:
+def test_whatever_call_fails_the_same_fork_finishes(source: Path, fast_dir: Path, mode: Mode, stride: int) -> None:
     """P28, P30: a call that fails, or whose answer is lost, leaves no run or the whole fork; again, it finishes."""
-    for n in count(1):
+    for n in count(1, stride):
         target = fast_dir / f"{mode}-{n}"
         calls = FailingCalls(n, mode)
         try:

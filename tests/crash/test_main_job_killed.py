@@ -65,7 +65,7 @@ def _run_until_done(command: list[str], environment: dict[str, str], directory: 
     raise AssertionError("the job did not end")
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1500)
 def test_killed_runs_end_as_if_nothing_had_happened(kills: int, server: dict[str, str], tmp_path: Path) -> None:
     """Killed at random moments and within saves, the final state is the uninterrupted run's, and so are all samples.

@@ -18,7 +18,7 @@ from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
 from tests.crash.memory_loop import state_of, step_of
 
 SIZE = 1 << 14
-DIRECTORY, LOCK = "not a directory of this user's alone", "its lock is no file of this user's alone"
+DIRECTORY, LOCK = "not a directory of this user's alone", "its lock is not a file of this user's alone"
 
 
 def other_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_in_mid_epoch(uninterrupted: Path, tmp_path: Path) -> None:
     """P22, P73: killed in step 35 and started again, the weights are equal, and no sample is repeated or left out."""
@@ -54,7 +55,8 @@ def test_killed_in_mid_epoch(uninterrupted: Path, tmp_path: Path) -> None:
     assert repeated(ids) == 4  # steps 31 to 34, which no checkpoint held
 
 
-@pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flip", "cut"])
 @pytest.mark.timeout(600)
 def test_newest_checkpoint_damaged(damage: str, uninterrupted: Path, tmp_path: Path) -> None:
     """P49: the newest checkpoint cut short, or with one bit flipped, is passed over, said so, and the end is equal."""
@@ -73,9 +75,8 @@ def test_newest_checkpoint_damaged(damage: str, uninterrupted: Path, tmp_path: P
     _assert_equal(uninterrupted, directory)
 
 
-@pytest.mark.parametrize(
-    ("kills", "ballast_mib"), [(2, 64), pytest.param(10, 592, marks=pytest.mark.slow)], ids=["short", "long"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "ballast_mib"), [(2, 64), (10, 592)], ids=["short", "long"])
 @pytest.mark.timeout(1500)
 def test_killed_during_saves(kills: int, ballast_mib: int, tmp_path: Path) -> None:
     """P30, P31, P67: killed within saves of a large state, every resume goes on, and nothing is left in the end."""

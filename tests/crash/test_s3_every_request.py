@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from itertools import count
@@ -58,7 +57,7 @@ def test_killed_within_any_request_the_run_goes_on(
     for n in count(step=every):
         place, gate = base.copied(), Gate()
         rule = chaos.on(fault_of(fate, gate), method=method, key=f"^{place.prefix}/", skip=n, times=1)
-        options = json.dumps(place.through(chaos.endpoint).location.storage_options)
+        options = place.through(chaos.endpoint).options_json
         with Child(victim.save_fourth, [place.url, options], tmp_path / "output") as child:
             came_to_it = child.until(gate.reached.is_set)
             if came_to_it:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ def in_mid_upload(
     """Run a trainer until the second part of its second checkpoint is on its way, and held there."""
     gate = Gate()
     chaos.on(Fault(hold_request=gate), operation="UploadPart", key="checkpoint_000000000002", skip=1, times=1)
-    options = json.dumps(place.through(chaos.endpoint).location.storage_options)
+    options = place.through(chaos.endpoint).options_json
     command = [sys.executable, "-m", "tests.crash.zombie", place.url, "--storage-options", options]
     command += ["--ballast-bytes", str(zombie.LARGE), *more]
     with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:

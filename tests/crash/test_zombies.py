@@ -75,7 +75,7 @@ def stopped(place: Place, moment: str, size_bytes: int, output: Path) -> Iterato
 
 def trainer(place: Place, size_bytes: int, output: Path, *more: str) -> Child:
     given = {
-        "--storage-options": json.dumps(place.location.storage_options),
+        "--storage-options": place.options_json,
         "--ballast-bytes": str(size_bytes),
         "--owner-timeout-s": str(_TIMEOUT_S),
     }

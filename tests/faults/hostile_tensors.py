@@ -45,7 +45,7 @@ def headers() -> Iterator[Case]:
         put = partial(_change_header, change)
         yield Case(f"header with {what}", put, "header", named="extra-00000", verbs=("verify", "export", "go on"))
     texts = {
-        "that is no JSON": b"{",
+        "that is not JSON": b"{",
         "that is a list": b"[]",
         "that nests deep": b"[" * 500_000 + b"]" * 500_000,
         "of 200,000 tensors": json.dumps({str(n): {} for n in range(200_000)}).encode(),

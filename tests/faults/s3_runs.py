@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
-from aiobotocore.session import AioSession  # type: ignore[import-untyped]
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
@@ -25,11 +24,6 @@ LEDGER = "/ledger/"
 DATA = "/checkpoint_"
 
 _clients: dict[str, Any] = {}  # by endpoint: making one takes as long as a test
-
-
-@cache
-def _session() -> Any:
-    return AioSession()
 
 
 class Past:
@@ -113,8 +107,8 @@ class Place:
 
         The session is common to all: it has read botocore's models, which takes longer than a test.
         """
-        found = self.server.through(self.chaos.endpoint).storage_options
-        return {**found, "session": _session(), "config_kwargs": {"connect_timeout": 5, "read_timeout": 10, **config}}
+        found = self.server.through(self.chaos.endpoint).quick_options
+        return {**found, "config_kwargs": {"connect_timeout": 5, "read_timeout": 10, **config}}
 
     def store(self, *, deadline_s: float = 20, **config: Any) -> RetryingStore:
         """Return a store behind the proxy that tries again for so many seconds."""

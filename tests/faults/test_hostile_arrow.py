@@ -167,7 +167,7 @@ VALUE = pa.schema([pa.field("value", pa.float64(), False)])
 BODY = struct.pack("<2d", 0.5, 0.75)
 NODES, BUFFERS = pairs((2, 0)), pairs((0, 0), (0, 16))
 WRONG = {
-    "a kind of message that is no table's": (batch(2, NODES, BUFFERS, BODY, kind=b"\5"), "of kind 5"),
+    "a kind of message that is not a table's": (batch(2, NODES, BUFFERS, BODY, kind=b"\5"), "of kind 5"),
     "a body beyond the file": (batch(2, NODES, BUFFERS, BODY, claimed=1 << 40), "body ends outside"),
     "a body before the message": (batch(2, NODES, BUFFERS, BODY, claimed=-16), "body ends outside"),
     "a column before its message": (batch(2, NODES, pairs((0, 0), (-8, 16)), BODY), "outside of its message"),
@@ -196,7 +196,7 @@ def test_a_message_that_nobody_wrote_is_refused_for_what_it_is(what: str) -> Non
 
 
 def test_a_file_begins_and_ends_as_one() -> None:
-    """P35: a file that is cut, or is no Arrow file, is refused before a message is looked at."""
+    """P35: a file that is cut, or is not an Arrow file, is refused before a message is looked at."""
     data = file_of(VALUE, batch(2, NODES, BUFFERS, BODY))
     for wrong in (data[:-1], b"B" + data[1:], data[:7] + b"1" + data[8:], data[:-1] + b"2"):
         with pytest.raises(FAULTS, match="no Arrow file"):

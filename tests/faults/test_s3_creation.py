@@ -89,7 +89,7 @@ def test_a_store_is_tried_again_when_its_endpoint_changes(place: Place) -> None:
         History(place.store()).create("run")
     assert probes(place) == first
     assert written(place.past)["endpoint"] == place.chaos.endpoint
-    straight = RetryingStore(ObjectStore(place.url, place.server.storage_options))
+    straight = RetryingStore(ObjectStore(place.url, place.server.quick_options))
     History(straight).create("run")
     assert written(place.past)["endpoint"] == place.server.endpoint
     History(place.store()).create("run")
@@ -101,7 +101,7 @@ def test_a_store_is_tried_again_when_its_endpoint_changes(place: Place) -> None:
 
 def test_an_endpoint_that_lies_is_found_out_when_the_run_moves_there(place: Place) -> None:
     """P33: the same objects behind a gateway that drops the condition: the run is refused there and stays as it was."""
-    straight = RetryingStore(ObjectStore(place.url, place.server.storage_options))
+    straight = RetryingStore(ObjectStore(place.url, place.server.quick_options))
     History(straight).create("run")
     before = place.past.get(FORMAT_NAME)
     place.chaos.on(Fault(answer=answers.Answer(200)), operation="PutObject", headers={"if-none-match": r"\*"}, skip=1)

@@ -41,7 +41,7 @@ CUTS = [
 def trained(ministack: S3Server, common_bucket: str) -> str:
     """Return the prefix of a run of three checkpoints; restoring from it adds nothing but owners and notes."""
     prefix = token()
-    location = Location(f"s3://{common_bucket}/{prefix}", storage_options=ministack.storage_options)
+    location = Location(f"s3://{common_bucket}/{prefix}", storage_options=ministack.quick_options)
     with Checkpointer(CheckpointConfig(checkpoint_dir=location, max_num_checkpoints=None, memory_dir=None)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
@@ -224,7 +224,7 @@ def test_a_listing_that_stays_stale_stops_no_commit(place: Place, history: Histo
 
 def test_a_reader_of_a_stale_listing_sees_an_older_state(place: Place) -> None:
     """P54: never an error: what the listing shows is a state that the run was in, and can be restored."""
-    past: dict[str, Any] = {"storage_options": place.server.storage_options}
+    past: dict[str, Any] = {"storage_options": place.server.quick_options}
     with place.run(**past) as ckpt:
         ckpt.save(3, state_of(3))
         run = open_run(Location(place.url, storage_options=place.options()))

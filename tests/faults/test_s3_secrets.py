@@ -60,7 +60,7 @@ FAULTS = {
     "signature": Fault(
         answer=answers.error(403, "SignatureDoesNotMatch", AWSAccessKeyId=SECRETS[0], StringToSign=SECRETS[2])
     ),
-    "told back": Fault(answer=answers.error(400, "InvalidArgument", f"{SECRETS[1]} is no secret")),
+    "told back": Fault(answer=answers.error(400, "InvalidArgument", f"{SECRETS[1]} is not a secret")),
     "unknown key": Fault(answer=answers.error(403, "InvalidAccessKeyId", f"{SECRETS[0]} is unknown")),
     "html": Fault(answer=answers.Answer(502, f"<html>{SECRETS[1]}</html>".encode())),
     "conflict": Fault(answer=answers.CONDITIONAL_CONFLICT),

@@ -215,6 +215,7 @@ def test_no_server_is_an_error_of_ours() -> None:
     assert "PREFECT_API_URL" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_type_is_on_a_real_server(server: dict[str, str], tmp_path: Path) -> None:
     """`prefect block register` takes it, the server lists it, and `ckpt ls` finds a run by a block's name there."""
     module = ["-m", "ckpt_tasks.orchestration.blocks"]

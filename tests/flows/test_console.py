@@ -118,6 +118,7 @@ def embedded(tmp_path: Path) -> Iterator[Runs]:
     runs.end()
 
 
+@pytest.mark.slow
 def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded: Runs) -> None:
     """SIGKILL leaves no server behind, nor an open pipe; the same command goes on, completes, and says so once more."""
     arguments = ("--steps", "60", "--step-interval", "10", "--batch-steps", "20", "--params", '{"step_s": 0.05}')
@@ -145,6 +146,7 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     assert "heldout loss" in said
 
 
+@pytest.mark.slow
 def test_threads_do_not_spin(embedded: Runs) -> None:
     """Started from a shell that sets nothing, the OpenMP of both commands says itself that no thread spins."""
     for module in ("flows.train", "flows.evaluate"):
@@ -167,6 +169,7 @@ def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> No
     assert embedded.servers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness")
 def test_sigterm_in_a_step_commits_that_step(served: Runs, tmp_path: Path) -> None:
     """P69: a SIGTERM within step 7 ends the process after it, with 143 and a checkpoint; it goes on bit-equal."""
@@ -207,7 +210,7 @@ def here(flow: str, run_dir: Path, *arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--params", "{"), "ConfigError: --params is no JSON"),
+        (("--params", "{"), "ConfigError: --params is not JSON"),
         (("--params", "[1]"), "ConfigError: --params must be a JSON object"),
         (("--params", '{"seed": 1}', "--seed", "2"), "ConfigError: --seed is 2"),
         (("--steps", "0"), "ConfigError: --steps"),
@@ -266,7 +269,7 @@ def test_what_is_no_program_is_seen_before_the_server_starts(embedded: Runs, mod
     """A class without train_step and evaluate is one line, and no server is waited for."""
     status, said = embedded.finish("--program", "collections:Counter", module=module)
     assert status == 1
-    assert "ProgramError: collections:Counter is no program: it has no train_step and no evaluate" in said
+    assert "ProgramError: collections:Counter is not a program: it has no train_step and no evaluate" in said
     assert "Starting Prefect" not in said
 
 

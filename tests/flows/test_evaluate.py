@@ -236,7 +236,7 @@ def test_a_checkpoint_is_not_pruned_under_its_evaluator(trained: Path) -> None:
 
 
 def test_a_checkpoint_that_was_pruned_meanwhile_is_skipped(trained: Path) -> None:
-    """P64: between the look and the lease it may go; that is no failure, and nothing is recorded of it."""
+    """P64: between the look and the lease it may go; that is not a failure, and nothing is recorded of it."""
     run = open_run(str(trained))
     gone = run.find(2)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=1)) as ckpt:

@@ -76,6 +76,7 @@ def test_every_commit_has_its_event(run_dir: Path, server: dict[str, str]) -> No
     assert assets[-1]["resource"]["prefect.resource.id"] == f"file://{(run_dir / live.manifest).parent}"
 
 
+@pytest.mark.slow
 def test_the_commit_of_a_signal_has_its_event(run_dir: Path, server: dict[str, str]) -> None:
     """The checkpoint that SIGTERM leaves is announced before the process is gone, and so is the restore after it."""
     stopped = told(server, run_dir, 6, params={"signal_at": 3, "signum": signal.SIGTERM})

@@ -238,6 +238,7 @@ def test_sigterm_to_flow_run_execute(start: Start, place: str, step: int) -> Non
     assert run.states()[-2:] == ["Running", "AwaitingRetry"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "step"), PLACES)
 def test_cancel(start: Start, place: str, step: int) -> None:
     """P69: the step ends and is committed, the directory is released, and nothing comes back."""

@@ -98,7 +98,7 @@ def test_a_declined_start_has_a_name(run_dir: Path) -> None:
 
 
 def test_an_api_that_is_away_leaves_the_names_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """A random name is no reason to fail: a warning says that it stays, and the flow goes on."""
+    """A random name is not a reason to fail: a warning says that it stays, and the flow goes on."""
 
     @flow(name="away", persist_result=False)
     def away() -> int:

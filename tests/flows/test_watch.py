@@ -98,6 +98,7 @@ def test_who_waits_for_ever_is_dead(client: SyncPrefectClient) -> None:
     assert watch(tag="six", crashed_s=0).resumed == (name_of(client, run),)
 
 
+@pytest.mark.slow
 def test_who_was_to_be_cancelled_and_is_gone_is_cancelled(client: SyncPrefectClient) -> None:
     """A run whose host died while it was being cancelled is marked as cancelled, and is not resumed."""
     run = made(client, "seven", Running(), Cancelling())

@@ -63,7 +63,7 @@ BAD: dict[str, list[Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_what_is_captured_is_taken(kind: str) -> None:
-    """The tree of a group is no fault of its kind; an optimizer may say nothing of the CPU."""
+    """The tree of a group is not a fault of its kind; an optimizer may say nothing of the CPU."""
     check_group("rng" if kind == "rng" else "group", kind, GOOD[kind])
     check_group("group", "optimizer", {**GOOD["optimizer"], "on_cpu": None})
     check_group("group", "of another version", [1])
@@ -120,5 +120,5 @@ def test_a_tensor_that_cannot_be_what_is_said_of_it_is_refused(
     ],
 )
 def test_a_tensor_that_can_be_what_is_said_of_it_is_taken(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
-    """What torch and NumPy can make is no fault."""
+    """What torch and NumPy can make is not a fault."""
     check_ref(ref, dtype, shape)

@@ -161,20 +161,20 @@ def test_leases_end_by_time_or_by_hand() -> None:
 
 
 def test_pins_come_and_go() -> None:
-    """A pin holds its reason; unpinning what is not pinned is no error."""
+    """A pin holds its reason; unpinning what is not pinned is not an error."""
     state = State().with_pin("a", "one").with_pin("a", "two")
     assert state.pins == {"a": "two"}
     assert state.with_pin("a", None).with_pin("b", None).pins == {}
 
 
 def test_stalled_attempts_count_per_flow_run_until_a_new_step() -> None:
-    """P75: attempts of one flow run add up until it commits a new step; a save of an old step is no progress."""
+    """P75: attempts of one flow run add up until it commits a new step; a save of an old step is not progress."""
     state = run_of((10, None)).with_owner(OWNER, None, "min").with_owner(OWNER, None, "min")
     assert state.stalled_attempts == 2
     assert state.with_stall("flow").stalled_attempts == 3
     assert state.with_stall("other").stalled_attempts == 1
     assert state.with_stall(None).with_stall(None).stalled_attempts == 1
-    assert state.released().with_owner(OWNER, None, "min").stalled_attempts == 2  # a preemption is no failure
+    assert state.released().with_owner(OWNER, None, "min").stalled_attempts == 2  # a preemption is not a failure
     assert state.released().released().released().stalled_attempts == 0
     assert state.with_checkpoint(made(10, 2, "10@1"), NONE).stalled_attempts == 2
     assert state.with_checkpoint(made(11, 2, "10@1"), NONE).stalled_attempts == 0
@@ -233,7 +233,7 @@ def test_numbers_that_json_lacks_come_back(metrics: dict[str, float], fields: di
     """P62: NaN and infinity in metrics, and in what an event tells, are written as JSON that everyone reads."""
     state = State().with_checkpoint(made(1, 1, metrics=metrics), NONE).with_evaluation(evaluation("1@1"))
     data, _ = entry(state, event={**fields, "kind": "note"}).to_bytes()
-    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     again, _ = Entry.from_bytes(data, "x")
     assert repr(again.state.live[0].metrics) == repr({k: metrics[k] for k in sorted(metrics)})
     assert repr(again.state.evaluations[0].metrics["loss"]) == "nan"
@@ -272,7 +272,7 @@ def sealed(change: Any) -> bytes:
     ],
 )
 def test_a_newer_entry_is_refused_and_never_passed_over(change: Any) -> None:
-    """P59: a newer version or an unknown event is no damage: the reader stops and says upgrade."""
+    """P59: a newer version or an unknown event is not damage: the reader stops and says upgrade."""
     with pytest.raises(FormatVersionError, match="Upgrade"):
         Entry.from_bytes(sealed(change), "x")
 

@@ -62,6 +62,7 @@ def test_a_long_list_is_read_back_whole(run_dir: Path, count: int) -> None:
     assert len(lists(history)) == (max(0, count - 64) // 64 if count > MAX_INLINE_CHECKPOINTS else 0)
 
 
+@pytest.mark.slow
 def test_a_commit_writes_as_much_however_many_are_live(run_dir: Path, tmp_path: Path) -> None:
     """Of thousands of live checkpoints a commit writes none again: entries differ by the names of the segments."""
     sizes = []
@@ -180,7 +181,7 @@ def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: 
     [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, {"version": 1, "live": []}, []],
 )
 def test_a_segment_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
-    """P49: an object that is no list of checkpoints is damage, even where the digest fits."""
+    """P49: an object that is not a list of checkpoints is damage, even where the digest fits."""
     data = json.dumps(body).encode()
     with pytest.raises(IntegrityError):
         read_segment(data, digest=digest_hex(data), name="x")
@@ -195,7 +196,7 @@ def test_a_segment_of_a_newer_version_is_refused() -> None:
 
 @pytest.mark.parametrize("digests", [["0" * 32, "0" * 32], ["../../x"], ["a/b"], [3], [None]])
 def test_segments_that_nobody_named(digests: list[Any]) -> None:
-    """P49: one segment many times over, or a name that leads elsewhere, is no list of ours."""
+    """P49: one segment many times over, or a name that leads elsewhere, is not a list of ours."""
     with pytest.raises(ValueError, match=r"segment|text"):
         read_live({"segments": digests, "tail": []})
 

@@ -59,7 +59,7 @@ def test_a_manifest_comes_back_equal() -> None:
 def test_every_metric_comes_back(metrics: dict[str, float]) -> None:
     """P62: NaN and the infinities are metrics as well, and the file stays JSON that everyone reads."""
     data = Manifest(**{**vars(MANIFEST), "metrics": metrics}).to_bytes()
-    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     again = read(data).metrics
     assert {k: repr(v) for k, v in again.items()} == {k: repr(v) for k, v in metrics.items()}
 
@@ -84,7 +84,7 @@ def test_a_newer_version_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("version", [0, -1, 1.0, "1", None, True, [1]])
 def test_what_is_no_version_is_damage(version: Any) -> None:
-    """P59: a version that is no whole number from 1 on is damage, not a guess."""
+    """P59: a version that is not a whole number from 1 on is damage, not a guess."""
     with pytest.raises(IntegrityError):
         read(changed(lambda body: body.update(version=version)))
 

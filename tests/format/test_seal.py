@@ -82,6 +82,6 @@ def test_a_seal_that_nobody_wrote_is_damage(change: Callable[[dict[str, Any]], o
 
 
 def test_a_newer_seal_says_upgrade() -> None:
-    """P59: a seal of a newer version is no damage."""
+    """P59: a seal of a newer version is not damage."""
     with pytest.raises(FormatVersionError, match="Upgrade"):
         Seal.from_bytes(sealed(lambda body: body.update(version=SEAL_VERSION + 1)))

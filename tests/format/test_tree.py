@@ -221,7 +221,7 @@ def test_many_keys_of_many_hashes_come_back() -> None:
 
 
 def test_a_scalar_that_json_lacks_is_written_as_json() -> None:
-    """P62: NumPy's NaN is no bare NaN in the text."""
+    """P62: NumPy's NaN is not a bare NaN in the text."""
     node = encode(NumpyScalar("float32", math.nan))
     assert repr(decode(json.loads(json.dumps(node, allow_nan=False)))) == "NumpyScalar(dtype='float32', value=nan)"
 

@@ -135,7 +135,7 @@ def make(directory: Path) -> None:
         ckpt.note("made", by="tests/golden/make.py")
         run = open_run(str(directory), RUN_KEY)
         run.record_evaluation(run.find(10), "quick", {"accuracy": 0.75, "loss": float("inf")})
-    (directory / heartbeat_name(1)).unlink()  # a sign of life is no part of what a run is
+    (directory / heartbeat_name(1)).unlink()  # a sign of life is not part of what a run is
     (directory / heartbeat_name(1)).parent.rmdir()
     shutil.rmtree(directory / ".ckpt-reserve")  # nor is the room that its owner keeps
 

@@ -83,7 +83,7 @@ def test_one_commit_says_nothing_about_steps(told: Told) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf", "fast", None, -1.0, [1.0]])
 def test_a_figure_that_is_none_is_passed_over(told: Told, value: object) -> None:
-    """What is no number of seconds counts as not said."""
+    """What is not a number of seconds counts as not said."""
     told.after(60).commit(100, stall_s=value, flush_s=2.0, step_s=value)
     observed = observe(told.history)
     assert observed is not None
@@ -143,7 +143,7 @@ def test_the_words_are_those_of_the_take_over(run_dir: Path, monkeypatch: pytest
     me = identify("flow")
     if kind == "restarted":
         me = replace(me, host="node", machine_id="m", boot_id="after")
-    acquire(told.history, me, take_over=False, timeout_s=60.0)
+    acquire(told.history, me, take_over=False, timeout_s=0.5)
     assert failures(told) == (kind != "released")
 
 

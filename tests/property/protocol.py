@@ -359,7 +359,7 @@ def _listen(patch: pytest.MonkeyPatch, witness: Witness) -> None:
 
 
 def _foreign_entry(place: Place) -> None:
-    """Some time, in some schedules, let something that is no entry take the next number of the ledger."""
+    """Some time, in some schedules, let something that is not an entry take the next number of the ledger."""
 
     def put() -> None:
         with suppress(StoreError):

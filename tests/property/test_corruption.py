@@ -159,11 +159,11 @@ def check_restore(run: Run, place: Place) -> None:
     fresh.close()
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int) -> None:
     """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes."""
 
-    @settings(max_examples=times * (4 if run.far else 75))
+    @settings(max_examples=times * (2 if run.far else 25))
     @given(harms)
     def check(damages: list[Harm]) -> None:
         with run.copied() as place:
@@ -174,11 +174,11 @@ def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int)
     check()
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_verify_finds_what_restore_would(run: Run, times: int) -> None:
     """P49: looking at a run names exactly the checkpoints that are damaged, changes nothing, and raises nothing."""
 
-    @settings(max_examples=times * (3 if run.far else 40))
+    @settings(max_examples=times * (2 if run.far else 15))
     @given(harms)
     def check(damages: list[Harm]) -> None:
         with run.copied() as place:

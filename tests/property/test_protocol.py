@@ -28,7 +28,7 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-SHORT = range(100)
+SHORT = range(40)
 LONG = 20_000
 BLOCK = 1_000
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
@@ -82,16 +82,16 @@ def test_a_seed_is_one_schedule() -> None:
 
 def test_the_schedules_are_rough_enough() -> None:
     """What is to be survived does happen: take-overs, deaths, every fate of every request, leases and evaluations."""
-    outcomes = [play(seed) for seed in range(60)]
+    outcomes = [play(seed) for seed in range(24)]
     fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
-    assert sum(outcome.commits for outcome in outcomes) > 250
-    assert sum(outcome.retired for outcome in outcomes) > 100
-    assert sum(outcome.epochs > 3 for outcome in outcomes) > 20
+    assert sum(outcome.commits for outcome in outcomes) > 100
+    assert sum(outcome.retired for outcome in outcomes) > 40
+    assert sum(outcome.epochs > 3 for outcome in outcomes) > 8
     committing = {fate for what, fate in fates if what == "put_if_absent"}
     assert committing == {"done", "refused", "unanswered", "exists", "late", "twice", "torn"}
     assert {("put", "torn"), ("put", "late"), ("delete", "late"), ("get", "refused"), ("names", "refused")} <= {*fates}
     evaluators = Counter(name for outcome in outcomes for _, name, _, _, _ in outcome.trace)
-    assert evaluators["evaluator-0"] > 500
+    assert evaluators["evaluator-0"] > 200
 
 
 # ── parts of the protocol, taken out ─────────────────────────────────────────────────────────────────────────
@@ -184,7 +184,7 @@ ABLATIONS: list[Any] = [
     leases_are_ignored,
     shared_objects_are_nobodys,
     pytest.param(attempts_of_the_present_owner_are_swept, marks=pytest.mark.slow),  # is missed in few schedules
-    a_failed_commit_is_cleaned_up,
+    pytest.param(a_failed_commit_is_cleaned_up, marks=pytest.mark.slow),
 ]
 
 

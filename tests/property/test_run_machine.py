@@ -362,14 +362,14 @@ def run_machine(new_place: Callable[[], Place], examples: int, steps: int) -> No
 
 
 @pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
-@pytest.mark.parametrize(("examples", "steps"), [(25, 20), pytest.param(300, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("examples", "steps"), [(8, 20), pytest.param(300, 50, marks=pytest.mark.slow)])
 def test_a_run_lives_through_anything(fast_dir: Path, examples: int, steps: int) -> None:
     """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""
     run_machine(lambda: LocalPlace(Path(tempfile.mkdtemp(dir=fast_dir)) / "run"), examples, steps)
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("examples", "steps"), [(10, 20), pytest.param(100, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("examples", "steps"), [(4, 20), pytest.param(100, 50, marks=pytest.mark.slow)])
 def test_a_run_in_an_object_store_lives_through_anything(examples: int, steps: int) -> None:
     """P30, P31, P33, P60, P61, P66, P71: the same where a run is objects and prefixes."""
     run_machine(MemoryPlace, examples, steps)

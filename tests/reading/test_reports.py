@@ -49,7 +49,7 @@ def test_steps_of_which_nothing_was_committed_are_taken_again(run_dir: Path) -> 
 
 @pytest.mark.parametrize("value", ["low", [1.0, 2.0], None, {}])
 def test_a_metric_is_a_number(run_dir: Path, value: Any) -> None:
-    """What is no number is refused by name, before anything is written."""
+    """What is not a number is refused by name, before anything is written."""
     with opened(run_dir, step_interval=1) as ckpt:
         with pytest.raises(StateError, match="a metric is one number") as caught:
             ckpt.save(1, weights(1), metrics={"loss": 1.0, "accuracy": value})

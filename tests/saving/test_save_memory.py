@@ -49,6 +49,7 @@ with Checkpointer(config) as ckpt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_saves_need_two_snapshots_of_the_state_and_a_few_buffers(fast_dir: Path) -> None:
     """P44: the peak of memory in a training with saves is the state, two snapshots and some pieces that are written."""

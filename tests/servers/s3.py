@@ -30,6 +30,14 @@ def _session() -> Any:
     return boto3.session.Session()
 
 
+@cache
+def _aio_session() -> Any:
+    """Return the same for s3fs: aiobotocore's session."""
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+
+    return AioSession()
+
+
 @dataclass(frozen=True, kw_only=True)
 class S3Server:
     """Where a server answers and whom it lets in. Addresses are path-style: `endpoint/bucket/key`."""
@@ -57,6 +65,11 @@ class S3Server:
             "use_listings_cache": False,
             "skip_instance_cache": True,
         }
+
+    @property
+    def quick_options(self) -> dict[str, Any]:
+        """Options for stores of this process: with the common session a store is made in a moment, and not in 0.5 s."""
+        return {**self.storage_options, "session": _aio_session()}
 
     def through(self, endpoint: str) -> S3Server:
         """Return the same server as it is seen through a proxy."""

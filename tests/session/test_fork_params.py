@@ -163,7 +163,7 @@ def test_entries_of_before_programs_were_recorded(a: Path) -> None:
 
 @pytest.mark.parametrize("params", [{"a.b": 1}, {1: 2}, {"": 1}, {"x": float("nan")}, {"x": object()}])
 def test_parameters_that_are_no_json_are_refused(params: Any) -> None:
-    """What the ledger could not give back is no parameter."""
+    """What the ledger could not give back is not a parameter."""
     with pytest.raises(ConfigError):
         checked_params(params)
 

@@ -38,7 +38,7 @@ def weights(session: LocalSession) -> torch.Tensor:
         ("tests.flows.tiny:Absent", {}, "no factory 'Absent'"),
         ("tests.flows.tiny:__name__", {}, "no factory '__name__'"),
         ("tests.flows.tiny:Tiny", {"widht": 3}, "widht"),
-        ("collections:Counter", {}, "is no program: it has no train_step and no evaluate"),
+        ("collections:Counter", {}, "is not a program: it has no train_step and no evaluate"),
         ("builtins:dict", {}, "cannot be called"),
     ],
 )
@@ -49,7 +49,7 @@ def test_a_program_that_cannot_be_built_is_named(name: str, params: dict[str, An
 
 
 def test_what_the_factory_raises_passes_through() -> None:
-    """A factory's own error is no ProgramError: it may go away by itself, and is worth a retry."""
+    """A factory's own error is not a ProgramError: it may go away by itself, and is worth a retry."""
     with pytest.raises(RuntimeError, match="negative dimension"):
         build_program(TINY, {"width": -1})
 

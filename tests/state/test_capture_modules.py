@@ -292,6 +292,7 @@ def test_two_names_that_become_one_are_refused() -> None:
         capture({"model": holder})
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors() -> None:
     """P42: 10⁵ tensors take time in proportion, not in its square (which would run into the timeout)."""
     module, fresh = (

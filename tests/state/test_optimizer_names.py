@@ -144,7 +144,7 @@ def test_without_any_names_shapes_must_agree() -> None:
 
 
 def test_state_of_no_parameter_comes_back() -> None:
-    """P12: what an optimizer keeps under a key that is no parameter is part of its state."""
+    """P12: what an optimizer keeps under a key that is not a parameter is part of its state."""
     state, fresh = three(), three()
     state["optimizer"].state["shared"] = {"count": 0, "buffer": torch.arange(3)}
     fresh["optimizer"].state["stale"] = 1

@@ -44,7 +44,7 @@ def test_the_order_is_pinned() -> None:
     assert Permutation(2**62, "7/2")(np.array([0, 2**62 - 1])).tolist() == [418521823847432618, 30249234677619480]
 
 
-@pytest.mark.parametrize("size", [7, 100, 1000])
+@pytest.mark.parametrize("size", [7, pytest.param(100, marks=pytest.mark.slow), 1000])
 def test_it_shuffles(size: int) -> None:
     """Over many epochs each element is as likely in each place, and neighbours are no nearer than by chance."""
     epochs = 4000

@@ -159,7 +159,7 @@ class StoreConformance:
         assert store.names("many/", limit=self.many - 99) == names[:-99]
 
     def test_deleting_is_done_once_and_can_be_repeated(self, store: Store) -> None:
-        """P64: a deleted object is gone from every verb; deleting it again, or what never was, is no error."""
+        """P64: a deleted object is gone from every verb; deleting it again, or what never was, is not an error."""
         store.put("a/b/c", [b"x"])
         store.put("a/d", [b"y"])
         for _ in range(2):

@@ -299,7 +299,7 @@ def test_a_redactor_knows_the_values() -> None:
         ({"token": "abcd", "secret": "abcdhush"}, "abcdhush"),
         ({"token": ["keyhush"]}, "keyhush"),
         ({"endpoint_url": "https://host/c?sig=hush9"}, "sig=hush9 is refused"),
-        ({"conn": "AccountName=me;AccountKey=hush9"}, "hush9 is no base64"),
+        ({"conn": "AccountName=me;AccountKey=hush9"}, "hush9 is not base64"),
         ({"conn": "Name=me;SharedAccessSignature=hush9"}, "hush9 has expired"),
     ],
 )
@@ -309,7 +309,7 @@ def test_a_redactor_knows_every_form_of_a_value(options: dict[str, Any], said: s
 
 
 def test_what_is_short_or_public_is_no_secret() -> None:
-    """A value of two letters stands in every text; a way to log in is no token, but a URL with a password is one."""
+    """A value of two letters stands in every text; a way to log in is not a token, but a URL with a password is one."""
     assert Redactor({"key": "eu"}).text("in eu-west") == "in eu-west"
     options = {"token": "anon", "endpoint_url": "http://me:hush@host"}
     assert secret_options(options) == ["storage_options.endpoint_url"]

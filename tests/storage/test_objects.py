@@ -43,10 +43,10 @@ class TestS3(StoreConformance):
     @pytest.fixture
     def store(self, ministack: S3Server, bucket: str) -> Store:
         self.server = ministack
-        return ObjectStore(f"s3://{bucket}/runs/a", ministack.storage_options)
+        return ObjectStore(f"s3://{bucket}/runs/a", ministack.quick_options)
 
     def again(self, store: Store) -> Store:
-        return ObjectStore(store.url, self.server.storage_options)
+        return ObjectStore(store.url, self.server.quick_options)
 
     def stored(self, store: Store, name: str) -> bytes | None:
         bucket, _, prefix = store.url.removeprefix("s3://").partition("/")

@@ -36,6 +36,7 @@ class Slow(WatchedCalls):
         return piece
 
 
+@pytest.mark.slow
 def test_a_slow_store_that_moves_is_not_stuck(run_dir: Path) -> None:
     """P43: a checkpoint that takes longer than `flush_timeout_s` is committed, as each of its objects arrives."""
     slow = Slow()
@@ -107,6 +108,7 @@ def _trainer(
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [False, True])
 def test_the_end_waits_for_a_store_that_stands_still_until_its_limit(
     run_dir: Path, tmp_path: Path, memory: bool

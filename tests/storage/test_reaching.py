@@ -86,7 +86,7 @@ def test_only_the_command_line_asks_a_store_that_it_opens() -> None:
 def test_a_scheme_without_its_slashes_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelled URL is no directory of that name, for the library and for the command line; ./ says that it is."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is no place: after"):
+    with pytest.raises(ConfigError, match="is not a place: after"):
         Checkpointer(CheckpointConfig(checkpoint_dir=name))
     assert "Write " in ckpt("ls", name).err
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ class Place(Protocol):
     @property
     def location(self) -> Location: ...
     @property
+    def options_json(self) -> str: ...
+    @property
     def store(self) -> Store: ...
 
     def failing(self, n: int, mode: Mode, below: str) -> Store:
@@ -62,6 +65,10 @@ class LocalPlace:
     @property
     def location(self) -> Location:
         return Location(self.url)
+
+    @property
+    def options_json(self) -> str:
+        return "null"
 
     @property
     def store(self) -> LocalStore:
@@ -110,8 +117,16 @@ class S3Place:
 
     @property
     def location(self) -> Location:
-        options = self.server.through(self.endpoint or self.server.endpoint).storage_options
-        return Location(self.url, storage_options=options)
+        return Location(self.url, storage_options=self._reached.quick_options)
+
+    @property
+    def options_json(self) -> str:
+        """The options for another process."""
+        return json.dumps(self._reached.storage_options)
+
+    @property
+    def _reached(self) -> S3Server:
+        return self.server.through(self.endpoint or self.server.endpoint)
 
     @cached_property
     def store(self) -> Store:
@@ -196,6 +211,10 @@ class MemoryPlace:
     @property
     def location(self) -> Location:
         return Location(self.url)
+
+    @property
+    def options_json(self) -> str:
+        return "null"
 
     @cached_property
     def store(self) -> Store:

@@ -93,7 +93,7 @@ class NoNames(WrappedStore):
 def test_a_prune_that_fails_is_logged_once_and_tried_after_the_next_commit(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P28: what prune meets is no failure of the save; it is said once, and made good by a later prune."""
+    """P28: what prune meets is not a failure of the save; it is said once, and made good by a later prune."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
         store = NoNames(ckpt._history.store)
         ckpt._history.store = store
