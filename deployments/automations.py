@@ -211,8 +211,8 @@ def _delete(client: SyncPrefectClient, there: Mapping[str, Sequence[Automation]]
 def _essence(automation: AutomationCore) -> dict[str, Any]:
     """Return what an automation does, without what the server adds to it."""
     trigger = automation.trigger.model_dump(mode="json")
-    said = automation.model_dump(mode="json", include={"name", "description", "enabled", "actions"})
-    return {**said, "trigger": {key: _sorted(value) for key, value in trigger.items() if key != "id"}}
+    dumped = automation.model_dump(mode="json", include={"name", "description", "enabled", "actions"})
+    return {**dumped, "trigger": {key: _sorted(value) for key, value in trigger.items() if key != "id"}}
 
 
 def _sorted(value: Any) -> Any:

@@ -100,8 +100,8 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
 # ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--run-key", help="names the run (default: from the program's name, byte-lm for ByteLM)")
     parser.add_argument("--checkpoint-dir", help="its directory (default: runs/RUN_KEY)")
     parser.add_argument("--program", default=_PROGRAM, metavar="MODULE:FACTORY", help="default: %(default)s")

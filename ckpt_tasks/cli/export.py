@@ -123,5 +123,5 @@ def _print(result: Output, run: Run, report: ExportReport) -> None:
         if lines:
             more = [f"… and {len(lines) - _SHOWN} more (--json)"] if len(lines) > _SHOWN else []
             result.print(Text(f"{heading}:", style="yellow"), *(f"  {printable(x)}" for x in (*lines[:_SHOWN], *more)))
-    what = f"{count(report.tensors, 'tensor')} of {', '.join(report.groups)}, {size(report.size_bytes)}"
-    result.print(Text.assemble(("Exported", "bold green"), f" {what}, every byte verified."))
+    summary = f"{count(report.tensors, 'tensor')} of {', '.join(report.groups)}, {size(report.size_bytes)}"
+    result.print(Text.assemble(("Exported", "bold green"), f" {summary}, every byte verified."))

@@ -119,7 +119,9 @@ def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> Non
 def _listing(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> Table:
     metrics = [printable(name) if not suite else f"{suite}\n{printable(name)}" for suite, name in columns]
     numbers = ("step", *metrics, "size", "cost")
-    listing = table("step", "saved", *metrics, "size", "cost", "kept because", right=numbers, whole=("saved",))
+    listing = table(
+        "step", "saved", *metrics, "size", "cost", "kept because", right=numbers, unwrapped_columns=("saved",)
+    )
     for row in rows:
         values = (_metric(row, *column) for column in columns)
         why = "\n".join(

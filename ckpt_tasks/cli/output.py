@@ -52,7 +52,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
     try:
         head = _head(place)
         if head is None or not is_ours(head):
-            raise ConfigError(f"{place} is no {what} and is not replaced", hint=hint)
+            raise ConfigError(f"{place} is not a {what} and is not replaced", hint=hint)
         try:
             with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)
@@ -160,7 +160,7 @@ def widest(tables: Iterable[Table]) -> Table:
     return chosen
 
 
-def table(*headings: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[str, ...] = ()) -> Table:
     """Make a table in the house's style; columns in `right` hold numbers, and neither they nor `whole` ones wrap."""
     from rich import box
     from rich.table import Table
@@ -168,7 +168,7 @@ def table(*headings: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = 
     made = Table(box=box.SIMPLE_HEAD, header_style=_HEADER_STYLE, border_style="dim", pad_edge=False, padding=(0, 1))
     for heading in headings:
         numbers = heading in right
-        kept = numbers or heading in whole
+        kept = numbers or heading in unwrapped_columns
         made.add_column(heading, justify="right" if numbers else "left", no_wrap=kept, overflow="fold")
     return made
 
@@ -198,8 +198,8 @@ def _fits(made: Table, screen: Console) -> bool:
 def _print_error(error: CkptError, out: Output) -> None:
     if out.as_json:
         fields = ("message", "key", "step", "hint")
-        about = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
-        typer.echo(json.dumps({"error": about}, indent=2))
+        fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
+        typer.echo(json.dumps({"error": fields_of_error}, indent=2))
         return
     from rich.text import Text
 

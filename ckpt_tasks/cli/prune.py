@@ -85,8 +85,8 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
     rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
     stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]
-    about = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
-    out.data({**about, "checkpoints": rows, "swept": swept})
+    facts = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
+    out.data({**facts, "checkpoints": rows, "swept": swept})
     if not out.as_json:
         _print(out, run, rows, swept, dry_run)
         if freed_bytes:
@@ -119,14 +119,14 @@ def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
 
 def _row(verdict: Verdict, checkpoint: Checkpoint, left: set[str], dry_run: bool) -> dict[str, Any]:
     if verdict.keep:
-        what = "stays"
+        fate = "stays"
     elif dry_run:
-        what = "would go"
+        fate = "would go"
     else:
-        what = "stays after all" if verdict.manifest_digest in left else "removed"
+        fate = "stays after all" if verdict.manifest_digest in left else "removed"
     return {
         "step": verdict.step,
-        "verdict": what,
+        "verdict": fate,
         "reasons": list(verdict.reasons),
         "saved_at": checkpoint.saved_at,
         "size_bytes": checkpoint.size_bytes,

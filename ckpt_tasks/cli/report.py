@@ -77,7 +77,7 @@ def _shares(made: Report) -> Any:
     from ckpt_tasks.report.report import SHARES_MEAN
     from ckpt_tasks.report.words import fine_span, percent
 
-    listing = table("", "time", "part", "", "means", right=("time", "part"), whole=("",))
+    listing = table("", "time", "part", "", "means", right=("time", "part"), unwrapped_columns=("",))
     for name, seconds, part in made.shares:
         cells = (name, fine_span(seconds), percent(part), "█" * round(_BAR * part), SHARES_MEAN[name])
         listing.add_row(*cells, style="bold" if name == "useful" else "")

@@ -28,10 +28,10 @@ def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
     with output(as_json) as out:
         run, found = parse_target(checkpoint).find()
         opened = open_checkpoint(run.history.store, found)
-        about = _facts(run, found, opened)
-        out.data(about)
+        shown = _facts(run, found, opened)
+        out.data(shown)
         if not as_json:
-            _print(out, run, about)
+            _print(out, run, shown)
 
 
 def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
@@ -86,60 +86,60 @@ def _group(name: str, kind: str, rows: list[IndexRow]) -> dict[str, Any]:
     }
 
 
-def _print(out: Output, run: Run, about: Mapping[str, Any]) -> None:
-    out.print(title(run, f" step {about['step']}"), "", _overview(about), _groups(about), _objects(about))
-    if about["evaluations"]:
-        out.print(_evaluations(about))
-    if about["notes"]:
-        out.print(_notes(about["notes"]))
+def _print(out: Output, run: Run, shown: Mapping[str, Any]) -> None:
+    out.print(title(run, f" step {shown['step']}"), "", _overview(shown), _groups(shown), _objects(shown))
+    if shown["evaluations"]:
+        out.print(_evaluations(shown))
+    if shown["notes"]:
+        out.print(_notes(shown["notes"]))
 
 
-def _overview(about: Mapping[str, Any]) -> Any:
+def _overview(shown: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 3))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
-    for name, value in _lines(about):
+    for name, value in _lines(shown):
         facts.add_row(name, printable(value))
     return facts
 
 
-def _lines(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    origin = about["origin"]
-    if about["parent"] is None:
-        came = origin is not None and origin["identity"] == about["manifest_digest"]
+def _lines(shown: Mapping[str, Any]) -> list[tuple[str, str]]:
+    origin = shown["origin"]
+    if shown["parent"] is None:
+        came = origin is not None and origin["identity"] == shown["manifest_digest"]
         parent = "the run that it was forked from" if came else "none: training began here"
-    elif about["parent_step"] is None:
-        parent = f"{about['parent']}, pruned"
+    elif shown["parent_step"] is None:
+        parent = f"{shown['parent']}, pruned"
     else:
-        parent = f"step {about['parent_step']}"
+        parent = f"step {shown['parent_step']}"
     lines = [
-        ("saved", f"{age(about['saved_at'])}, {when(about['saved_at'])}"),
-        ("cost", f"training waited {span(about['cost_s'])}"),
-        ("size", f"{size(about['size_bytes'])} from {count(about['world_size'], 'rank')}"),
+        ("saved", f"{age(shown['saved_at'])}, {when(shown['saved_at'])}"),
+        ("cost", f"training waited {span(shown['cost_s'])}"),
+        ("size", f"{size(shown['size_bytes'])} from {count(shown['world_size'], 'rank')}"),
         ("went on from", parent),
-        ("environment", ", ".join(f"{name} {value}" for name, value in about["environment"].items())),
-        ("digest", f"{about['manifest_digest']} in ledger entry {about['ledger_entry']}"),
-        ("objects in", about["manifest"].rpartition("/")[0]),
+        ("environment", ", ".join(f"{name} {value}" for name, value in shown["environment"].items())),
+        ("digest", f"{shown['manifest_digest']} in ledger entry {shown['ledger_entry']}"),
+        ("objects in", shown["manifest"].rpartition("/")[0]),
     ]
-    if about["metrics"]:
-        lines.insert(3, ("metrics", ", ".join(f"{name} {number(v)}" for name, v in about["metrics"].items())))
+    if shown["metrics"]:
+        lines.insert(3, ("metrics", ", ".join(f"{name} {number(v)}" for name, v in shown["metrics"].items())))
     if origin is not None:
         lines.append(("run forked from", f"{origin['run_key']}, {origin['url']}, at step {origin['step']}"))
         lines.append(("with changed", params_line(origin["set"]) or "nothing"))
-    if about["params"]:
-        lines.append(("parameters", params_line(about["params"])))
-    if about["pinned"] is not None:
-        lines.append(("pinned", about["pinned"]))
-    if about["abandoned"]:
+    if shown["params"]:
+        lines.append(("parameters", params_line(shown["params"])))
+    if shown["pinned"] is not None:
+        lines.append(("pinned", shown["pinned"]))
+    if shown["abandoned"]:
         lines.append(("left behind", "training went on from an older checkpoint"))
     return lines
 
 
-def _groups(about: Mapping[str, Any]) -> Any:
+def _groups(shown: Mapping[str, Any]) -> Any:
     made = table("group", "kind", "tensors", "size", "dtypes", right=("tensors", "size"))
-    for group in about["groups"]:
+    for group in shown["groups"]:
         dtypes = ", ".join(group["dtypes"])
         tensors = f"{group['tensors']:,}" if group["tensors"] else ""
         made.add_row(
@@ -148,17 +148,17 @@ def _groups(about: Mapping[str, Any]) -> Any:
     return made
 
 
-def _objects(about: Mapping[str, Any]) -> Any:
-    place = about["manifest"].rpartition("/")[0] + "/"
+def _objects(shown: Mapping[str, Any]) -> Any:
+    place = shown["manifest"].rpartition("/")[0] + "/"
     made = table("object", "size", right=("size",))
-    for record in about["objects"]:
+    for record in shown["objects"]:
         made.add_row(record["name"].removeprefix(place), size(record["size_bytes"]))
     return made
 
 
-def _evaluations(about: Mapping[str, Any]) -> Any:
+def _evaluations(shown: Mapping[str, Any]) -> Any:
     made = table("evaluation", "done", "metrics")
-    for one in about["evaluations"]:
+    for one in shown["evaluations"]:
         metrics = ", ".join(f"{name} {number(value)}" for name, value in one["metrics"].items())
         made.add_row(one["suite"], age(one["evaluated_at"]), printable(metrics))
     return made

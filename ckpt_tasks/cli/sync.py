@@ -118,8 +118,8 @@ def _print(out: Output, run: Run, target: Store, report: SyncReport, took_s: flo
     out.print(*(Text(printable(fault), style="red") for fault in report.faults))
     if copied or more:
         moved = size(sum(row.copied_bytes for row in copied))
-        what = ", ".join([f"{count(len(copied), 'checkpoint')} of {len(report.rows)}", *more, moved])
-        out.print(Text.assemble(("Copied", "bold green"), f": {what} in {span(took_s)}, every byte verified."))
+        summary = ", ".join([f"{count(len(copied), 'checkpoint')} of {len(report.rows)}", *more, moved])
+        out.print(Text.assemble(("Copied", "bold green"), f": {summary} in {span(took_s)}, every byte verified."))
     elif not report.faults:
         out.print("There is nothing to copy.")
     if report.faults:

@@ -152,7 +152,7 @@ class _Selection:
         tied = {name: kept for name, kept in self.tied.items() if kept in names}
         return _Selection(specs, self.rows, tied, (), self.origin)
 
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Say where the tensors came from and what is to be known about them."""
         return {**self.origin, "tied": self.tied, "dtypes": self.dtypes}
 
@@ -376,7 +376,7 @@ def _bytes_before(row: IndexRow) -> int:
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
-    ours = json.dumps(selection.about(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
+    ours = json.dumps(selection.metadata(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
     # Ties as safetensors.torch.save_model lists them, and once more where no other entry can be taken for one.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -388,6 +388,6 @@ def _header(layout: ImageLayout, selection: _Selection) -> bytes:
 
 def _index(selection: _Selection, shards: Iterable[_Shard]) -> bytes:
     total_bytes = sum(spec.size_bytes for spec in selection.specs.values())
-    about = {**selection.tied, "total_size": total_bytes, "ckpt_tasks": selection.about()}
+    metadata = {**selection.tied, "total_size": total_bytes, "ckpt_tasks": selection.metadata()}
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
-    return json.dumps({"metadata": about, "weight_map": weight_map}, indent=2).encode() + b"\n"
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"

@@ -212,8 +212,8 @@ class _Copy:
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
         """Put the ledger entry and return its number; `history` has an older one, and what that says of the save."""
         digest = checkpoint.manifest_digest
-        said = self._plan.head.state
-        marks = {c.manifest_digest: c.abandoned for c in said.live}
+        source_state = self._plan.head.state
+        marks = {c.manifest_digest: c.abandoned for c in source_state.live}
 
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
@@ -221,7 +221,9 @@ class _Copy:
             # Which lines were left is what the source says: its pruned checkpoints, which tell, never come here.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
             # What the source was forked from, and what its program is built with, is as true of its copy.
-            return replace(after, live=live, origin=said.origin, params=said.params, program=said.program)
+            return replace(
+                after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program
+            )
 
         event = {**_said(history, checkpoint), "kind": "commit", "step": checkpoint.step}
         return self._target.append(event, change, owner=self._owner).n

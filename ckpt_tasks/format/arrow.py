@@ -76,7 +76,7 @@ def read_arrow(data: bytes, schema: pa.Schema, max_rows: int) -> pa.Table:
 
 
 def _messages(data: bytes) -> Iterator[_Message]:
-    whole = pa.py_buffer(data)
+    buffer = pa.py_buffer(data)
     at = _START
     while True:
         mark, size_bytes = _read(data, "<I", at), _read(data, "<i", at + 4)
@@ -92,7 +92,7 @@ def _messages(data: bytes) -> Iterator[_Message]:
         if not 0 <= body_bytes <= len(data) - body:
             raise ValueError("a message whose body ends outside of the file")
         yield _Message(
-            message.number(1, "<b"), message.table(2), whole.slice(at, 8 + size_bytes), whole.slice(body, body_bytes)
+            message.number(1, "<b"), message.table(2), buffer.slice(at, 8 + size_bytes), buffer.slice(body, body_bytes)
         )
         at = body + body_bytes
 

@@ -222,14 +222,14 @@ class Index:
 
 def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
     """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
-    whole: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
+    uncut: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
     tensors: dict[str, list[IndexRow]] = {}
     for row in rows:
         key, (offset, shape) = row.full_key, row.box
-        if key not in whole and key not in tensors and shape == row.tensor_shape and not any(offset):
-            whole[key] = row
-        elif key in whole:
-            tensors[key] = [whole.pop(key), row]
+        if key not in uncut and key not in tensors and shape == row.tensor_shape and not any(offset):
+            uncut[key] = row
+        elif key in uncut:
+            tensors[key] = [uncut.pop(key), row]
         else:
             tensors.setdefault(key, []).append(row)
     faults = []
@@ -304,9 +304,9 @@ class _Lists:
             lists[int(length)] = zip(*(self.numbers[places + n].tolist() for n in range(length)), strict=True)
         return [next(lists[length]) for length in self.lengths.tolist()]
 
-    def some(self, said: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Say for every row whether what is `said` of each number is true of one in its list."""
-        count = np.concatenate(([0], np.cumsum(said)))
+        count = np.concatenate(([0], np.cumsum(mask)))
         found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return found
 

@@ -31,9 +31,9 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
     A tensor that is small enough, empty or 0-dimensional gives one box: itself.
     """
     shape = tuple(shape)
-    whole = Box((0,) * len(shape), shape)
-    if whole.size <= max(max_elements, 1):
-        return [whole]
+    full_box = Box((0,) * len(shape), shape)
+    if full_box.size <= max(max_elements, 1):
+        return [full_box]
     axis, inner = 0, math.prod(shape[1:])
     while inner > max_elements:  # single rows are too large: cut within them
         axis += 1

@@ -49,7 +49,7 @@ class Placed:
 class Span:
     """What became of a stretch of wall time: one of SHARES."""
 
-    what: str
+    kind: str
     begin_s: float
     end_s: float
 
@@ -71,7 +71,7 @@ class Course:
         """Seconds by share; together they are the wall time."""
         sums = dict.fromkeys(SHARES, 0.0)
         for span in self.spans:
-            sums[span.what] += span.end_s - span.begin_s
+            sums[span.kind] += span.end_s - span.begin_s
         return sums
 
     @property
@@ -87,25 +87,25 @@ class Course:
     @property
     def deaths(self) -> list[Placed]:
         """The owners that came after one that had not released the run, each where that one wrote its last entry."""
-        ends = [(before, after.moment) for before, after in pairwise(self.of(*_CLOCK)) if after.moment.what in _OWNERS]
-        return [Placed(before.elapsed_s, owner) for before, owner in ends if before.moment.what != "released"]
+        ends = [(before, after.moment) for before, after in pairwise(self.of(*_CLOCK)) if after.moment.kind in _OWNERS]
+        return [Placed(before.elapsed_s, owner) for before, owner in ends if before.moment.kind != "released"]
 
     def of(self, *whats: str) -> list[Placed]:
         """Return the moments of some kinds, oldest first."""
-        return [one for one in self.placed if one.moment.what in whats]
+        return [one for one in self.placed if one.moment.kind in whats]
 
 
 def follow(moments: Iterable[Moment]) -> Course:
     """Lay a run's moments, oldest first, out in time, and say what became of it."""
     known = list(moments)
-    line = _final_line([one for one in known if one.what == "commit"])
+    line = _final_line([one for one in known if one.kind == "commit"])
     usual_s = _usual_step_s(known)
     steps = {one.identity: one.step or 0 for one in known if one.identity is not None}
     placed: list[Placed] = []
     spans: list[Span] = []
     before, now_s, elapsed_s, last_step = None, 0.0, 0.0, 0
     for one in known:
-        if one.what not in _CLOCK:
+        if one.kind not in _CLOCK:
             late_s = max(0.0, one.at_s - now_s) if before else 0.0
             placed.append(Placed(elapsed_s + late_s, one))
             continue
@@ -118,7 +118,7 @@ def follow(moments: Iterable[Moment]) -> Course:
             pieces = _cut(gap_s, before, one, ahead=ahead, usual_s=usual_s, kept=one.n in line)
             spans += _laid(pieces, elapsed_s, gap_s)
         before, now_s, elapsed_s = one, at_s, elapsed_s + gap_s
-        if one.what == "commit" and one.step is not None:
+        if one.kind == "commit" and one.step is not None:
             last_step = one.step
         placed.append(Placed(elapsed_s, one))
     return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
@@ -131,35 +131,35 @@ def _usual_step_s(moments: list[Moment]) -> float | None:
 
 def _begun_s(moment: Moment) -> float:
     """Return when a moment's work was handed over: a commit's snapshot, or the moment itself."""
-    return moment.at_s - (moment.flush_s if moment.what == "commit" else 0.0)
+    return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
 
 
 def _cut(
     gap_s: float, before: Moment, one: Moment, *, ahead: int, usual_s: float | None, kept: bool
 ) -> Mapping[str, float]:
     """Cut the time between two moments into shares, in the order in which they come; `ahead` counts steps."""
-    if one.what in _OWNERS:
-        return {"idle" if before.what == "released" else "down": gap_s}
-    if one.what == "failure":
+    if one.kind in _OWNERS:
+        return {"idle" if before.kind == "released" else "down": gap_s}
+    if one.kind == "failure":
         return {"lost": gap_s}
-    if one.what == "released":
+    if one.kind == "released":
         return {"other": gap_s}
     saving_s = min(gap_s, one.stall_s)
     step_s = one.step_s if one.step_s is not None else usual_s
     most_s = ahead * step_s if step_s is not None else gap_s if ahead > 0 else 0.0
     trained_s = max(0.0, min(gap_s - saving_s, most_s))
     rest_s = max(0.0, gap_s - saving_s - trained_s)
-    rest = "other" if before.what == "commit" else "starting"
+    rest = "other" if before.kind == "commit" else "starting"
     return {rest: rest_s, "useful" if kept else "lost": trained_s, "saving": saving_s}
 
 
 def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[Span]:
     """Yield the pieces one after the other; the last one ends where the gap does, whatever rounding says."""
     last, end_s = list(pieces)[-1], begin_s + gap_s
-    for what, length_s in pieces.items():
-        until_s = end_s if what == last else min(end_s, begin_s + length_s)
+    for kind, length_s in pieces.items():
+        until_s = end_s if kind == last else min(end_s, begin_s + length_s)
         if until_s > begin_s:
-            yield Span(what, begin_s, until_s)
+            yield Span(kind, begin_s, until_s)
         begin_s = until_s
 
 

@@ -83,17 +83,17 @@ class FiniteMetrics:
             self._rollbacks, self._limit = self._rollbacks + 1, step
         return failed_step
 
-    def _act(self, step: int, said: str, key: str) -> None:
+    def _act(self, step: int, message: str, key: str) -> None:
         if self._on_non_finite == "warn":
             if not self._warned:
-                _log.warning("Step %d: %s; training goes on, and such a step is never the best one", step, said)
+                _log.warning("Step %d: %s; training goes on, and such a step is never the best one", step, message)
             self._warned = True
             return
         hint = "The checkpoints before it stand. Restore an older one, and change what made it diverge."
         if self._on_non_finite == "rollback":
             self._failed_step, self._furthest = step, max(step, self._furthest)
             hint = "Call restore(): it goes back to the newest checkpoint with finite metrics."
-        message = f"{said}, and on_non_finite is {self._on_non_finite!r}: this step is not saved"
+        message = f"{message}, and on_non_finite is {self._on_non_finite!r}: this step is not saved"
         error = NonFiniteError(message, step=step, key=key, hint=hint)
         error.rolls_back = self._on_non_finite == "rollback"
         raise error

@@ -41,7 +41,7 @@ class LedgerEvent:
     step took (None: it does not say).
     """
 
-    what: str
+    kind: str
     epoch: int
     at_s: float
     step: int = 0
@@ -120,16 +120,16 @@ def ledger_event(entry: Entry) -> LedgerEvent | None:
         return _commit(entry, epoch, at_s)
     if event["kind"] == "owner":
         lost = any(words in str(event.get("because")) for words in _LOST)
-        return LedgerEvent(what="lost" if lost else "taken", epoch=epoch, at_s=at_s)
+        return LedgerEvent(kind="lost" if lost else "taken", epoch=epoch, at_s=at_s)
     if event["kind"] == "note" and event.get("note") == "failure":
-        return LedgerEvent(what="failure", epoch=epoch, at_s=at_s)
+        return LedgerEvent(kind="failure", epoch=epoch, at_s=at_s)
     return None
 
 
 def summarize(events: Iterable[LedgerEvent]) -> Observed | None:
     """Turn what happened, oldest first, into what the cadence decides from; None before the first commit."""
     known = list(events)
-    commits = [one for one in known if one.what == "commit"][-_MEASURED:]
+    commits = [one for one in known if one.kind == "commit"][-_MEASURED:]
     if not commits:
         return None
     steps_s = [one.step_s for one in commits if one.step_s is not None] or [*_steps_s(known)][-_MEASURED:]
@@ -147,7 +147,7 @@ def _commit(entry: Entry, epoch: int, at_s: float) -> LedgerEvent:
     cost_s = made.cost_s if made else 0.0  # all that older entries say: a synchronous save waits for its flush
     stall_s, flush_s = _seconds(entry.event, "stall_s"), _seconds(entry.event, "flush_s")
     return LedgerEvent(
-        what="commit",
+        kind="commit",
         epoch=epoch,
         at_s=at_s,
         step=made.step if made else 0,
@@ -164,7 +164,7 @@ def _trained(events: list[LedgerEvent]) -> Iterator[tuple[float, LedgerEvent, Le
     look a little more frequent than they are, and saves with them.
     """
     for before, after in pairwise(events):
-        if after.epoch == before.epoch and after.what in ("commit", "failure"):
+        if after.epoch == before.epoch and after.kind in ("commit", "failure"):
             yield max(0.0, after.at_s - before.at_s), before, after
 
 
@@ -172,16 +172,16 @@ def _failures(events: list[LedgerEvent]) -> int:
     """Count the failures; one that was noted and then ended its process as well counts once."""
     count, noted = 0, False
     for one in events:
-        if one.what == "failure" or (one.what == "lost" and not noted):
+        if one.kind == "failure" or (one.kind == "lost" and not noted):
             count += 1
-        noted = one.what == "failure"
+        noted = one.kind == "failure"
     return count
 
 
 def _steps_s(events: list[LedgerEvent]) -> Iterator[float]:
     """Yield how long a step took at most, from commit to commit: whatever else was done meanwhile is in it."""
     for gap_s, before, after in _trained(events):
-        if before.what == after.what == "commit" and after.step > before.step and gap_s > 0:
+        if before.kind == after.kind == "commit" and after.step > before.step and gap_s > 0:
             yield max(0.0, gap_s - after.stall_s) / (after.step - before.step)
 
 

@@ -36,7 +36,7 @@ class Moment:
     suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`.
     """
 
-    what: str
+    kind: str
     n: int
     epoch: int
     at_s: float
@@ -63,7 +63,7 @@ class Timeline:
     @property
     def copied(self) -> bool:
         """Say whether it was copied here with `ckpt sync`: times are then those of the copy."""
-        return any(one.what == "copied" for one in self.moments)
+        return any(one.kind == "copied" for one in self.moments)
 
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
@@ -99,16 +99,16 @@ def moment(entry: Entry) -> Moment | None:
         "at_s": at_s,
         "flow_run_id": owner.flow_run_id if owner else None,
     }
-    if timed and timed.what == "commit":
+    if timed and timed.kind == "commit":
         return _commit(entry, timed, about)
     if timed:
-        return Moment(**about, what=timed.what, step=_step(event), text=_text(event, "because", "why"))
+        return Moment(**about, kind=timed.kind, step=_step(event), text=_text(event, "because", "why"))
     if event["kind"] == "evaluation":
         return _evaluation(entry, about)
     if event["kind"] == "retire" and event.get("checkpoints"):  # else only what dead owners left was given up
-        return Moment(**about, what="pruned", text=_count(event.get("checkpoints")))
-    what = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
-    return Moment(**about, what=what, step=_step(event), text=_text(event, "skipped", "from")) if what else None
+        return Moment(**about, kind="pruned", text=_count(event.get("checkpoints")))
+    kind = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
+    return Moment(**about, kind=kind, step=_step(event), text=_text(event, "skipped", "from")) if kind else None
 
 
 def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]:
@@ -129,7 +129,7 @@ def _commit(entry: Entry, timed: LedgerEvent, about: Mapping[str, Any]) -> Momen
     made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
     return Moment(
         **about,
-        what="commit",
+        kind="commit",
         step=timed.step if made else _step(entry.event),
         metrics=made.metrics if made else {},
         identity=made.manifest_digest if made else None,
@@ -144,7 +144,7 @@ def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:
     suite = _text(entry.event, "suite")
     made = next((e for e in reversed(entry.state.evaluations) if e.suite == suite), None)
     step, metrics = (made.step, made.metrics) if made else (_step(entry.event), {})
-    return Moment(**about, what="evaluation", step=step, text=suite, metrics=metrics)
+    return Moment(**about, kind="evaluation", step=step, text=suite, metrics=metrics)
 
 
 def _seconds(at: str) -> float | None:

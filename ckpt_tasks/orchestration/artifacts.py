@@ -133,10 +133,10 @@ class RunPages:
         self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary}")
         page = get_current_settings().ui_url
         where = f"{page.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if page else None
-        about = f"The checkpoints of {name}, newest first." + (f" [The run's report]({where})" if where else "")
+        description = f"The checkpoints of {name}, newest first." + (f" [The run's report]({where})" if where else "")
         # Prefect's page shows the cells of a table as markdown, and their headings as text.
         rows = [{printable(name): in_markdown(cell) for name, cell in row.items()} for row in report.checkpoints]
-        self._put("checkpoints", "table", json.dumps(rows), about)
+        self._put("checkpoints", "table", json.dumps(rows), description)
         if first and where:
             get_run_logger().info("Report: %s", where)
 

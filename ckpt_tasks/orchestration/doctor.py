@@ -82,14 +82,14 @@ def ask_server() -> ServerFacts:
     try:
         with _client() as client:
             found = str(client.request("GET", "/admin/version").json())
-            told = _asked(lambda: client.request("GET", "/admin/settings").json())
+            server_settings = _asked(lambda: client.request("GET", "/admin/settings").json())
             automations = _asked(lambda: read_automations(client))
     except (httpx.HTTPError, ValueError) as error:
         return replace(known, failure=_why(error))
     return replace(
         known,
         version=found,
-        settings=told if isinstance(told, Mapping) else None,
+        settings=server_settings if isinstance(server_settings, Mapping) else None,
         automations=None if automations is None else tuple(map(_automation, automations)),
         ahead_s=ahead_s,
         within_s=within_s,
@@ -257,11 +257,11 @@ def _jobs(client: SyncPrefectClient, pool: WorkPool, found: list[DeploymentRespo
 
 def _of_template(template: Mapping[str, Any], name: str) -> Any:
     """Return what a pool's template says: a value of its own, or the default of its variable."""
-    said = template.get("job_configuration", {}).get(name)
+    value = template.get("job_configuration", {}).get(name)
     default = template.get("variables", {}).get("properties", {}).get(name, {}).get("default")
-    if isinstance(said, Mapping):
-        return {**said, **(default or {})}
-    return said if said and "{{" not in str(said) else default
+    if isinstance(value, Mapping):
+        return {**value, **(default or {})}
+    return value if value and "{{" not in str(value) else default
 
 
 def _job(name: str, deployment: DeploymentResponse, pool: JobFacts) -> JobFacts:

@@ -139,8 +139,8 @@ class EarlyStopping:
 
     def _note(self, rule: EarlyStop, let_go_on_at: int, **more: Any) -> None:
         values = [[step, value] for step, value in kept(self._values, rule).items()]
-        about = {**_of(rule), "let_go_on_at": let_go_on_at, "flow_run": flow_run.id, **more}
-        self._ckpt.note(_NOTE, **about, values=values, until=self._next_n)
+        fields = {**_of(rule), "let_go_on_at": let_go_on_at, "flow_run": flow_run.id, **more}
+        self._ckpt.note(_NOTE, **fields, values=values, until=self._next_n)
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:

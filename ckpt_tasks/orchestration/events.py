@@ -39,33 +39,34 @@ def announce(
 
     The events belong to the flow run of the caller. `program` and `params` are for evaluations of the checkpoints.
     """
-    about = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
+    common = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
     made_by = {"program": program, "params": dict(params or {})}
     context = copy_context()  # a thread makes the commits; it has no flow run context
 
     def send(event: str, payload: Mapping[str, Any], resource: Mapping[str, str] | None = None) -> None:
-        context.copy().run(_send, event, resource or _resource(run_key), {**about, **payload})
+        context.copy().run(_send, event, resource or _resource(run_key), {**common, **payload})
 
     def committed(checkpoint: Checkpoint) -> None:
-        told = _of_checkpoint(checkpoint)
-        send("ckpt.committed", {**told, **made_by})
-        key = asset_key(about["checkpoint_dir"], run_key, checkpoint)
+        details = _of_checkpoint(checkpoint)
+        send("ckpt.committed", {**details, **made_by})
+        key = asset_key(common["checkpoint_dir"], run_key, checkpoint)
         name = {"prefect.resource.id": key, "prefect.resource.name": f"{run_key}, step {checkpoint.step}"}
-        send("prefect.asset.materialization.succeeded", told, name)
+        send("prefect.asset.materialization.succeeded", details, name)
 
     def failed(step: int, why: BaseException) -> None:
         message = why.message if isinstance(why, CkptError) else str(why)
         send("ckpt.save_failed", {"step": step, "error": type(why).__name__, "message": message[:_MOST_TEXT]})
 
     def restored(report: RestoreReport) -> None:
-        told = {
+        details = {
             "step": report.step,
             "source": report.source,
             "seconds": report.seconds,
             "size_bytes": report.size_bytes,
         }
         send(
-            "ckpt.restored", {**told, **made_by, "skipped": [[step, why[:_MOST_TEXT]] for step, why in report.skipped]}
+            "ckpt.restored",
+            {**details, **made_by, "skipped": [[step, why[:_MOST_TEXT]] for step, why in report.skipped]},
         )
 
     ckpt.listen(Listener(committed=committed, failed=failed, restored=restored))
@@ -76,9 +77,9 @@ def announce_evaluation(
 ) -> None:
     """Send the event of a new evaluation."""
     run_key = run.run_key or ""
-    about = {"run_key": run_key, "checkpoint_dir": absolute(checkpoint_dir), "step": checkpoint.step}
-    told = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": _numbers(metrics)}
-    _send("ckpt.evaluated", _resource(run_key), {**about, **told})
+    common = {"run_key": run_key, "checkpoint_dir": absolute(checkpoint_dir), "step": checkpoint.step}
+    details = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": _numbers(metrics)}
+    _send("ckpt.evaluated", _resource(run_key), {**common, **details})
 
 
 def absolute(checkpoint_dir: str) -> str:

@@ -147,8 +147,8 @@ class Run:
             )
         from ckpt_tasks.format.arrow import write_metrics  # brings in pyarrow
 
-        about = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
-        data = write_metrics(metrics, about)
+        metadata = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
+        data = write_metrics(metrics, metadata)
         name = evaluation_name(checkpoint.step, suite, secrets.token_hex(8))
         evaluation = Evaluation(
             manifest_digest=checkpoint.manifest_digest,

@@ -136,9 +136,9 @@ def _span_of(values: Sequence[float]) -> tuple[float, float]:
 def _bands(course: Course, x: Scale) -> Iterator[str]:
     for span in course.spans:
         width = x(span.end_s) - x(span.begin_s)
-        if span.what in ("down", "idle") and width >= _MIN_SHOWN_PX:
+        if span.kind in ("down", "idle") and width >= _MIN_SHOWN_PX:
             place = f'x="{x(span.begin_s):.1f}" y="{_TOP}" width="{width:.1f}" height="{_BOTTOM - _TOP}"'
-            yield f'<rect {place} class="ckr-{span.what}"/>'
+            yield f'<rect {place} class="ckr-{span.kind}"/>'
 
 
 def _axes(course: Course, x: Scale, y: Scale, ends: tuple[float, float] | None) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _marks(course: Course, x: Scale) -> Iterator[str]:
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
         for at_x, one in {round(x(one.elapsed_s)): one for one in places[-_MOST_MARKS:]}.items():
             shape = f'<path d="M{at_x} {_TOP}V{_BOTTOM}" stroke-dasharray="3 3"/><path d="M{at_x} {_TOP}{head}"/>'
-            yield _said(f'<g class="{css}">{shape}</g>', f"{one.moment.what}: {one.moment.text[: _NAME_SHOWN * 2]}")
+            yield _said(f'<g class="{css}">{shape}</g>', f"{one.moment.kind}: {one.moment.text[: _NAME_SHOWN * 2]}")
 
 
 def _points(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
@@ -248,25 +248,25 @@ def _strip(course: Course, x: Scale) -> Iterator[str]:
         for pixel in range(int(begin), math.ceil(end)):
             inside = min(end, pixel + 1) - max(begin, pixel)
             here = columns.setdefault(pixel, {})
-            here[span.what] = here.get(span.what, 0.0) + inside
-    for what, pixels in groupby(sorted(columns), key=lambda pixel: max(columns[pixel], key=columns[pixel].__getitem__)):
+            here[span.kind] = here.get(span.kind, 0.0) + inside
+    for kind, pixels in groupby(sorted(columns), key=lambda pixel: max(columns[pixel], key=columns[pixel].__getitem__)):
         found = list(pixels)
         place = f'x="{found[0]}" y="{_STRIP}" width="{found[-1] + 1 - found[0]}" height="{_THICK}"'
-        yield f'<rect {place} fill="{_COLOURS[what]}"/>'
+        yield f'<rect {place} fill="{_COLOURS[kind]}"/>'
 
 
 def _sums(course: Course) -> Iterator[str]:
     """Draw one bar of the whole wall time by share, and name the shares below it."""
     at_x, label_x = float(_LEFT), float(_LEFT)
     yield text(_LEFT - 8, _SUMS + 12, "in all", anchor="end", size=12, css="ckr-pale", fill=PALE)
-    for what in SHARES:
-        seconds = course.seconds[what]
+    for kind in SHARES:
+        seconds = course.seconds[kind]
         if seconds <= 0 or course.wall_s <= 0:
             continue
         width = (_RIGHT - _LEFT) * seconds / course.wall_s
-        yield f'<rect x="{at_x:.1f}" y="{_SUMS}" width="{width:.1f}" height="16" fill="{_COLOURS[what]}"/>'
+        yield f'<rect x="{at_x:.1f}" y="{_SUMS}" width="{width:.1f}" height="16" fill="{_COLOURS[kind]}"/>'
         at_x += width
-        words = f"{what} {percent(seconds / course.wall_s)}"
-        yield f'<rect x="{label_x:.1f}" y="{_SUMS + 26}" width="10" height="10" fill="{_COLOURS[what]}"/>'
+        words = f"{kind} {percent(seconds / course.wall_s)}"
+        yield f'<rect x="{label_x:.1f}" y="{_SUMS + 26}" width="10" height="10" fill="{_COLOURS[kind]}"/>'
         yield text(label_x + 15, _SUMS + 35, words, size=12, css="ckr-ink", fill=INK)
         label_x += 32 + 6.4 * len(words)

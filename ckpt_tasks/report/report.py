@@ -146,9 +146,9 @@ class Report:
 
 def _said(one: Moment) -> tuple[str, str]:
     """Return what happened and why; the first start of a run is not a resume."""
-    if one.what == "taken" and one.text == NEVER_OWNED:
+    if one.kind == "taken" and one.text == NEVER_OWNED:
         return "started", ""
-    return _SAID[one.what] + (f" at step {one.step:,}" if one.step is not None else ""), one.text
+    return _SAID[one.kind] + (f" at step {one.step:,}" if one.step is not None else ""), one.text
 
 
 def make_report(

@@ -109,8 +109,8 @@ class Copies:
         pairs = []
         for one in cluster:
             begin = one.live.data_ptr() - base
-            whole = scratch[begin : begin + _extent(one.live)].view(one.live.dtype)
-            view = whole.as_strided(one.live.shape, one.live.stride(), whole.storage_offset())
+            view = scratch[begin : begin + _extent(one.live)].view(one.live.dtype)
+            view = view.as_strided(one.live.shape, one.live.stride(), view.storage_offset())
             value = _in_memory(self._source.read(one.key), one.live)
             expanded(view).copy_(expanded(value, one.live.stride()))
             pairs.append((one, view, value))

@@ -106,8 +106,8 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Count the batches that are left in this epoch, the same on every rank."""
-        left, whole = self.size - self._samples, self.batch_size * self.world_size
-        return left // whole if self.drop_last else -(-left // whole)
+        left, global_batch = self.size - self._samples, self.batch_size * self.world_size
+        return left // global_batch if self.drop_last else -(-left // global_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
@@ -186,13 +186,13 @@ class ResumableSampler(Sampler[list[int]]):
 
     def _taken(self, left: int) -> int:
         """Return how many samples the next batch of all ranks together takes if `left` are left; 0 ends the epoch."""
-        whole = self.batch_size * self.world_size
-        if left <= whole:
-            return left if left == whole or not self.drop_last else 0
+        global_batch = self.batch_size * self.world_size
+        if left <= global_batch:
+            return left if left == global_batch or not self.drop_last else 0
         # A last batch with fewer samples than ranks takes some from the one before, so that no rank goes without.
-        if not self.drop_last and left - whole < self.world_size and left >= 2 * self.world_size:
+        if not self.drop_last and left - global_batch < self.world_size and left >= 2 * self.world_size:
             return left - self.world_size
-        return whole
+        return global_batch
 
     def _batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
         permutation = Permutation(self.size, f"{self.seed}/{epoch}") if self.shuffle else None

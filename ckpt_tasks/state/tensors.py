@@ -99,9 +99,9 @@ def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
         and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
     ):
         return  # nearly all of them: there may be 10⁵
-    what, hint = _unsupported(tensor, exact=exact)
-    if what:
-        raise UnsupportedStateError(f"{what} cannot be stored", key=key, hint=hint)
+    reason, hint = _unsupported(tensor, exact=exact)
+    if reason:
+        raise UnsupportedStateError(f"{reason} cannot be stored", key=key, hint=hint)
 
 
 def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:

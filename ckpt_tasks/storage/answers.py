@@ -113,11 +113,13 @@ def _without_answer(error: BaseException, name: str) -> StoreError:
     mend = bool(names & _OURS_TO_MEND)
     known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))
     words = " ".join(without_secrets(str(error)).split())[:300]
-    what = words or type(error).__name__
+    message = words or type(error).__name__
     if not mend:
-        what = f"no answer from the store ({what})" if known else f"the request failed: {type(error).__name__} {words}"
+        message = (
+            f"no answer from the store ({message})" if known else f"the request failed: {type(error).__name__} {words}"
+        )
     hint = "Give credentials: a profile, the environment, an instance role, or storage_options." if mend else None
-    failure = StoreError(what.rstrip(), key=name, hint=hint)
+    failure = StoreError(message.rstrip(), key=name, hint=hint)
     failure.transient = known and not mend
     return failure
 

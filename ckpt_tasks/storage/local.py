@@ -262,8 +262,8 @@ class LocalStore:
 
     def _write_direct(self, path: Path, piece: memoryview, at: int) -> int:
         """Write the aligned part of a large buffer around the page cache; return how many bytes are done."""
-        whole = piece.nbytes - piece.nbytes % _ALIGNMENT
-        if not _O_DIRECT or whole < _DIRECT_BYTES or at % _ALIGNMENT or _address(piece) % _ALIGNMENT:
+        aligned_bytes = piece.nbytes - piece.nbytes % _ALIGNMENT
+        if not _O_DIRECT or aligned_bytes < _DIRECT_BYTES or at % _ALIGNMENT or _address(piece) % _ALIGNMENT:
             return 0
         try:
             fd = self._calls.open(path, os.O_WRONLY | _O_DIRECT | _O_NOFOLLOW)
@@ -273,9 +273,9 @@ class LocalStore:
             raise
         try:
             done = 0
-            while done < whole:
+            while done < aligned_bytes:
                 try:
-                    count = self._calls.pwrite(fd, piece[done : min(whole, done + _PIECE_BYTES)], at + done)
+                    count = self._calls.pwrite(fd, piece[done : min(aligned_bytes, done + _PIECE_BYTES)], at + done)
                 except OSError as error:
                     if error.errno == errno.EINVAL:
                         return done  # … and others at the first write

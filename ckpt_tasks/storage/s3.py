@@ -49,8 +49,8 @@ class S3Requests:
         upload = {"Key": key, "UploadId": started["UploadId"]}
         try:
             parts = await self._put_parts(upload, body, size_bytes)
-            whole = {"MultipartUpload": {"Parts": parts}, **upload, **condition}
-            answer = await self._call("complete_multipart_upload", **whole)
+            request = {"MultipartUpload": {"Parts": parts}, **upload, **condition}
+            answer = await self._call("complete_multipart_upload", **request)
             if not answer.get("ETag") and not answer.get("Key"):  # 200 comes first: only the document says "done"
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:
@@ -207,8 +207,8 @@ class S3Requests:
 
         parts = [asyncio.ensure_future(part(n, at)) for n, at in enumerate(range(0, size_bytes, part_bytes), 1)]
         try:
-            whole = {"MultipartUpload": {"Parts": [await one for one in parts]}, **upload}
-            answer = await self._call("complete_multipart_upload", **whole)
+            request = {"MultipartUpload": {"Parts": [await one for one in parts]}, **upload}
+            answer = await self._call("complete_multipart_upload", **request)
             if not answer.get("ETag") and not answer.get("Key"):
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:

@@ -191,8 +191,8 @@ def test_only_the_newest_entries_are_read(told: Told) -> None:
     trained(told, 20, every_s=60.0, steps=1, **COSTS)
     told.taken(LOST)
     trained(told, 5, every_s=60.0, steps=1, **COSTS)
-    assert [one.what for one in recent(told.history, 6)] == ["lost"] + ["commit"] * 5
-    assert [one.what for one in recent(told.history, 5)] == ["commit"] * 5
+    assert [one.kind for one in recent(told.history, 6)] == ["lost"] + ["commit"] * 5
+    assert [one.kind for one in recent(told.history, 5)] == ["commit"] * 5
     assert summarize(recent(told.history, 5)) == Observed(failures=0, trained_s=240.0, **COSTS)
     assert len(recent(told.history)) == 27
     assert 200 <= ENTRIES_READ <= 1000

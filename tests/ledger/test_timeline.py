@@ -26,11 +26,11 @@ CLOCK = ("taken", "lost", "commit", "failure", "released")
 def told(*moments: tuple[float, str, dict[str, Any]], epoch: int = 1) -> list[Moment]:
     """Write moments down; a commit's identity is its number, its parent the commit before unless it says another."""
     found: list[Moment] = []
-    for n, (at_s, what, more) in enumerate(moments):
-        before = [one.identity for one in found if one.what == "commit"]
-        line = {"identity": str(n), "parent": before[-1] if before else None} if what == "commit" else {}
-        epoch += bool(found) and what in ("taken", "lost")
-        found.append(Moment(what=what, n=n, epoch=epoch, at_s=at_s, **{**line, **more}))
+    for n, (at_s, kind, more) in enumerate(moments):
+        before = [one.identity for one in found if one.kind == "commit"]
+        line = {"identity": str(n), "parent": before[-1] if before else None} if kind == "commit" else {}
+        epoch += bool(found) and kind in ("taken", "lost")
+        found.append(Moment(kind=kind, n=n, epoch=epoch, at_s=at_s, **{**line, **more}))
     return found
 
 
@@ -52,10 +52,10 @@ def test_entries_become_moments(run_dir: Path) -> None:
     run = open_run(str(run_dir))
     run.record_evaluation(run.find("latest"), "quick", {"heldout_loss": 0.7})
     found = read_timeline(run.history)
-    assert [one.what for one in found.moments] == [
+    assert [one.kind for one in found.moments] == [
         *("taken", "commit", "commit", "pruned", "failure", "released", "evaluation")
     ]
-    first, second = (one for one in found.moments if one.what == "commit")
+    first, second = (one for one in found.moments if one.kind == "commit")
     assert (second.step, second.metrics, second.parent) == (10, {"loss": 0.5}, first.identity)
     failure, evaluation = found.moments[4], found.moments[-1]
     assert (failure.step, failure.text) == (10, "RuntimeError: <b>no</b>")
@@ -230,7 +230,7 @@ seconds = st.floats(0, 1e7)
 moments = st.lists(
     st.builds(
         dict[str, Any],
-        what=st.sampled_from([*CLOCK, "evaluation", "pruned", "fallback"]),
+        kind=st.sampled_from([*CLOCK, "evaluation", "pruned", "fallback"]),
         epoch=st.integers(1, 3),
         at_s=st.floats(-1e9, 1e9),
         step=st.none() | st.integers(0, 10**12),

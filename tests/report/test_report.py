@@ -34,18 +34,18 @@ DAY_S = 86_400.0
 
 def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: float | None = None) -> list[Moment]:
     """Return a run of one commit per value, one step and `every_s` seconds apart."""
-    found = [Moment(what="taken", n=0, epoch=1, at_s=0.0, text="it has had no owner", flow_run_id="f")]
+    found = [Moment(kind="taken", n=0, epoch=1, at_s=0.0, text="it has had no owner", flow_run_id="f")]
     for n, value in enumerate(values, start=1):
         line: dict[str, Any] = {"identity": str(n), "parent": str(n - 1) if n > 1 else None}
         metrics = {} if value is None else {name: value}
         found.append(
-            Moment(what="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, step_s=every_s, **line)
+            Moment(kind="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, step_s=every_s, **line)
         )
     if evaluate is not None:
         last = found[-1]
         found.append(
             Moment(
-                what="evaluation",
+                kind="evaluation",
                 n=len(found),
                 epoch=1,
                 at_s=last.at_s,
@@ -60,8 +60,8 @@ def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: 
 def broken(run: list[Moment]) -> list[Moment]:
     """Let the run fail, die and be taken up again."""
     n, at_s = len(run), run[-1].at_s
-    failure = Moment(what="failure", n=n, epoch=1, at_s=at_s + 10, step=3, text=HOSTILE)
-    again = Moment(what="lost", n=n + 1, epoch=2, at_s=at_s + 500, text="its owner, process 7, is gone")
+    failure = Moment(kind="failure", n=n, epoch=1, at_s=at_s + 10, step=3, text=HOSTILE)
+    again = Moment(kind="lost", n=n + 1, epoch=2, at_s=at_s + 500, text="its owner, process 7, is gone")
     return [*run, failure, again]
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_finite_breaks_the_curve() -> None:
 def test_thousands_of_commits_make_a_small_picture() -> None:
     """10,000 commits with 1,000 failures are thinned to what a screen shows, their highest and lowest values kept."""
     moments = run_of(*(5.0 if n == 5_000 else 1.0 + (n % 7) / 10 for n in range(10_000)))
-    failed = [Moment(what="failure", n=n, epoch=1, at_s=n * 600.0, text="x" * 300) for n in range(1_000)]
+    failed = [Moment(kind="failure", n=n, epoch=1, at_s=n * 600.0, text="x" * 300) for n in range(1_000)]
     ordered = sorted([*moments, *failed], key=lambda one: one.at_s)
     text = draw_run(follow(ordered), heading="long")
     assert len(text) < 100_000
@@ -302,7 +302,7 @@ def test_checkpoints_are_rows_with_the_same_columns() -> None:
 
 def test_a_report_says_what_it_lacks() -> None:
     """Entries that were not read, and a copy's times, are said on every page."""
-    report = report_of([Moment(what="copied", n=9, epoch=1, at_s=0.0)], damaged=1, older=5)
+    report = report_of([Moment(kind="copied", n=9, epoch=1, at_s=0.0)], damaged=1, older=5)
     for page in (to_html(report), to_markdown(report)):
         assert "5 older ledger entries were left out" in page
         assert "1 ledger entry cannot be read" in page
@@ -341,7 +341,7 @@ def test_the_first_start_is_no_resume() -> None:
     report = report_of(broken(run_of(3.0, 2.0)))
     assert report.happenings()[-1][1:] == ("started", "")
     assert "it has had no owner" not in to_html(report) + to_markdown(report)
-    assert any("taken over" in what or what.startswith("resumed") for _, what, _ in report.happenings()[:-1])
+    assert any("taken over" in kind or kind.startswith("resumed") for _, kind, _ in report.happenings()[:-1])
 
 
 def test_a_run_without_flow_runs_counts_none() -> None:
