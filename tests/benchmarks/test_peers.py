@@ -34,6 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return stall.measure(tmp_path_factory.mktemp("bench") / "stall", tiny=True, rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_contender_that_is_installed_saves_what_was_there(name: str, measured: dict[str, Any]) -> None:

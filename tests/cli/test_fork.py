@@ -85,7 +85,7 @@ def test_a_plain_loop_has_no_parameters_to_set(run_dir: Path, tmp_path: Path) ->
         (["--set", "=1"], "changes no parameter"),
         (["--set", "optimizer.lr=1"], "plain name"),
         (["--set", "lr=1", "--set", "lr=2"], "set twice"),
-        (["--set", "lr=.1"], "no value that JSON knows"),
+        (["--set", "lr=.1"], "not a value that JSON knows"),
         (["--run-key", "../up"], "run's key"),
     ],
 )

@@ -338,7 +338,10 @@ STEPS = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 3,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(steps=STEPS)
 def test_whatever_happened_the_newest_is_the_newest(fast_dir: Path, steps: list[tuple[str, Any]]) -> None:
     """P52: after any saves, ways back, prunings and partial copies, a copy has the checkpoints in their order."""

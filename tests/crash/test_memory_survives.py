@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from tests.support.cli_runs import flip
 from tests.support.pipelines import die
 
 SIZE = 1 << 14
+FILES = ("one-00000-of-00001-0.safetensors", "index.arrow", "manifest.json", "seal.json")
+DAMAGES = ("flip", "cut", "gone")
+QUICK = {(FILES[0], "flip"), (FILES[1], "cut"), (FILES[2], "gone"), (FILES[3], "flip")}
 
 
 class Stuck(WatchedCalls):
@@ -186,17 +190,7 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [
-        ("one-00000-of-00001-0.safetensors", "flip"),
-        ("index.arrow", "cut"),
-        ("manifest.json", "gone"),
-        ("seal.json", "flip"),
-        *(
-            pytest.param(file, damage, marks=pytest.mark.slow)
-            for file in ("one-00000-of-00001-0.safetensors", "index.arrow", "manifest.json", "seal.json")
-            for damage in ("flip", "cut", "gone")
-        ),
-    ],
+    [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in product(FILES, DAMAGES)],
 )
 def test_a_damaged_snapshot_is_passed_over(run_dir: Path, memory: Path, stuck: Stuck, file: str, damage: str) -> None:
     """P49: one bit flipped, a file cut or gone in the newest slot: the older one of memory or storage is taken."""

@@ -107,6 +107,7 @@ def check_run(place: Place, acked: list[int]) -> None:
     assert is_state(state, acked[-1])
 
 
+@pytest.mark.slow
 def test_a_run_over_a_bad_line(place: Place) -> None:
     """P30: a third of all requests fail, also while the run is made and pruned: it is saved, pruned and restored."""
     rules = bad_line(place, seed=7)

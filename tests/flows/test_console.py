@@ -184,6 +184,7 @@ def test_sigterm_in_a_step_commits_that_step(served: Runs, tmp_path: Path) -> No
     assert_equal(served.run_dir, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
     """P33: a second process ends with one line and 1, and the first one trains on preserved_rng."""
     first = served.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.05}')

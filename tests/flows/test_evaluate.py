@@ -186,6 +186,7 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path) -> None:
     assert moment(open_run(str(trained)).evaluations()[-1].evaluated_at) - saved_s[0] < 5
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_later_is_waited_for(run_dir: Path) -> None:
     """A flow run that follows may be there before the run; what it cannot follow is nothing, at once."""
 
@@ -327,6 +328,7 @@ def test_processes_measure_the_same(trained: Path) -> None:
     assert {one.step: one.metrics for one in results} == alone
 
 
+@pytest.mark.slow
 def test_pending_on_a_terminal(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command shows what was evaluated, then that nothing is left, and ends with 1 where something failed."""
     command = ["--run-key", "tiny", "--checkpoint-dir", str(trained), "--program", TINY, "--which", "pending"]

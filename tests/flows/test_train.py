@@ -222,6 +222,7 @@ def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.
     assert open_run(str(run_dir)).find("best").step == 5
 
 
+@pytest.mark.slow
 def test_no_progress_stops_a_flow_run(run_dir: Path, tmp_path: Path) -> None:
     """A flow run that fails without a new committed step again and again ends with NoProgressError."""
     failures = tmp_path / "failures"

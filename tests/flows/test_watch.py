@@ -114,6 +114,7 @@ def test_who_was_to_be_cancelled_and_is_gone_is_cancelled(client: SyncPrefectCli
     assert watch(tag="seven", crashed_s=0).resumed == ()
 
 
+@pytest.mark.slow
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
     """A running one is marked as crashed without a heartbeat for so long; one that beats, or began just now, is not."""
     silent = made(client, "three", Running())

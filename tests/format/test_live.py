@@ -205,7 +205,7 @@ def test_segments_that_nobody_named(digests: list[Any]) -> None:
 def test_a_list_of_one_object_has_the_name_of_its_digest(named: Any) -> None:
     """P42: an old entry's list that is said to lie elsewhere is none of ours."""
     assert len(read_live({"object": live_list_name("0" * 32), "digest": "0" * 32})[0]) == 1
-    with pytest.raises(ValueError, match="no list of checkpoints"):
+    with pytest.raises(ValueError, match="not a list of checkpoints"):
         read_live({"object": named, "digest": "0" * 32})
 
 

@@ -185,5 +185,5 @@ def test_what_older_versions_left_out_has_its_default() -> None:
 def test_what_is_deleted_one_day_is_an_object_of_an_attempt(name: Any) -> None:
     """P42: a retired name that is anything else is malformed."""
     assert attempt_object(SHARD) == SHARD
-    with pytest.raises(ValueError, match="no object of an attempt"):
+    with pytest.raises(ValueError, match="not an object of an attempt"):
         attempt_object(name)

@@ -150,7 +150,7 @@ def test_a_second_checkpointer_of_a_process_does_not_fence_the_first(run_dir: Pa
     """P33: what trains in this process is not pushed out by mistake: only when it has closed, is gone, or on demand."""
     first, second = mine(run_dir), mine(run_dir, owner_timeout_s=0.001)
     first.save(1, {"x": 1})
-    for attempt in (lambda: second.restore({"x": 0}), lambda: second.save(2, {"x": 2}), second.prune):
+    for attempt in (lambda: second.restore({"x": 0}), lambda: second.save(2, {"x": 2}), second.acquire):
         with pytest.raises(OwnedError, match="another Checkpointer of this process") as caught:
             attempt()
         assert "take_over=True" in str(caught.value)

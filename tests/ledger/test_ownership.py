@@ -22,74 +22,15 @@ from ckpt_tasks.ledger import ownership
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify, why_free
 from ckpt_tasks.storage.local import LocalStore
-
-# A child takes the directory, says so, and does what it is told line by line.
-CHILD = """
-import sys, time
-from ckpt_tasks import Checkpointer, CheckpointConfig
-from ckpt_tasks.errors import CkptError
-
-root, flow_run_id, timeout_s, take_over = sys.argv[1:]
-config = CheckpointConfig(checkpoint_dir=root, owner_timeout_s=float(timeout_s))
-ckpt = Checkpointer(config, flow_run_id=flow_run_id or None, take_over=take_over == "True")
-state = {"x": 1}
-for line in sys.stdin:
-    verb, _, rest = line.strip().partition(" ")
-    try:
-        if verb == "restore":
-            print("ok", ckpt.restore(state), state["x"], flush=True)
-        if verb == "save":
-            state["x"] = int(rest)
-            print("ok", ckpt.save(int(rest), state).step, flush=True)
-        if verb == "step":
-            ckpt.step(int(rest), state)
-            print("ok", flush=True)
-        if verb == "sleep":
-            time.sleep(float(rest))
-        if verb == "close":
-            ckpt.close()
-            print("ok", flush=True)
-    except CkptError as error:
-        print(type(error).__name__, flush=True)
-"""
-
-
-class Child:
-    """Another process with a Checkpointer on the same directory."""
-
-    def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), flow_run_id, str(timeout_s), str(take_over)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, line: str) -> str:
-        self.tell(line)
-        return self.answer()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            self.process.communicate()
+from tests.support.owner_child import OwnerChild
 
 
 @pytest.fixture
-def child(run_dir: Path) -> Iterator[Callable[..., Child]]:
-    made: list[Child] = []
+def child(run_dir: Path) -> Iterator[Callable[..., OwnerChild]]:
+    made: list[OwnerChild] = []
 
-    def start(**more: Any) -> Child:
-        made.append(Child(run_dir, **more))
+    def start(**more: Any) -> OwnerChild:
+        made.append(OwnerChild(run_dir, **more))
         return made[-1]
 
     yield start
@@ -211,7 +152,7 @@ def test_a_living_process_that_is_hidden_holds_it(sleeper: subprocess.Popen[byte
 # ── with real processes ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: while another process holds the directory, restore and save say who, and write nothing at all."""
     other = child()
     assert other.ask("save 1") == "ok 1"
@@ -225,7 +166,7 @@ def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Chi
     assert other.ask("save 2") == "ok 2"
 
 
-def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33, P69: after SIGKILL the next process goes on from the last commit at once, without being told to."""
     other = child()
     assert other.ask("save 1") == "ok 1"
@@ -239,7 +180,9 @@ def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., 
     ckpt.close()
 
 
-def test_the_one_that_was_taken_over_is_fenced_and_touches_nothing(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_the_one_that_was_taken_over_is_fenced_and_touches_nothing(
+    run_dir: Path, child: Callable[..., OwnerChild]
+) -> None:
     """P33: a zombie's next save, note and close change no byte of what is live; it is told to stop each time."""
     other = child()
     assert other.ask("save 1") == "ok 1"
@@ -257,7 +200,7 @@ def test_the_one_that_was_taken_over_is_fenced_and_touches_nothing(run_dir: Path
     ckpt.close()
 
 
-def test_the_other_way_round_this_process_is_fenced(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_the_other_way_round_this_process_is_fenced(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: the order does not matter: whoever took the directory last holds it, whoever held it before must stop."""
     first = mine(run_dir)
     first.save(1, {"x": 1})
@@ -273,7 +216,7 @@ def test_the_other_way_round_this_process_is_fenced(run_dir: Path, child: Callab
     assert [c.step for c in first.checkpoints()][:2] == [4, 3]
 
 
-def test_a_flow_run_waits_for_who_is_none(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_a_flow_run_waits_for_who_is_none(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: upkeep or a person holds the directory for a moment: a flow run that is resumed then waits, not for ever."""
     other = child(timeout_s=2.0)
     assert other.ask("save 1") == "ok 1"
@@ -286,7 +229,7 @@ def test_a_flow_run_waits_for_who_is_none(run_dir: Path, child: Callable[..., Ch
     ckpt.close()
 
 
-def test_taking_over_is_asked_for_once(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_taking_over_is_asked_for_once(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: a process that was told to take over does not take the directory back from whoever holds it later."""
     ckpt = mine(run_dir, take_over=True)
     ckpt.save(1, {"x": 1})
@@ -321,7 +264,7 @@ def test_who_is_overtaken_while_taking_the_directory_does_not_get_it(run_dir: Pa
     assert owner_in(run_dir).epoch == 1
 
 
-def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: training stops within a heartbeat, long before its next save is due."""
     other = child(timeout_s=0.4)
     assert other.ask("restore") == "ok 0 1"
@@ -337,7 +280,7 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
     ckpt.close()
 
 
-def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P69, P75: another attempt of one flow run waits while its predecessor commits, and goes on from that."""
     other = child(flow_run_id="flow-1")
     assert other.ask("save 1") == "ok 1"
@@ -354,7 +297,7 @@ def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Calla
 
 
 def test_the_same_flow_run_waits_no_longer_than_the_grace(
-    run_dir: Path, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, child: Callable[..., OwnerChild], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P69: a predecessor that never lets go is fenced after its grace, since Prefect says that its run is ours now."""
     other = child(flow_run_id="flow-1")
@@ -367,7 +310,7 @@ def test_the_same_flow_run_waits_no_longer_than_the_grace(
 
 
 def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(
-    run_dir: Path, child: Callable[..., Child]
+    run_dir: Path, child: Callable[..., OwnerChild]
 ) -> None:
     """P68: a normal end releases and removes nothing; the same object can go on if nobody else went on meanwhile."""
     ckpt = mine(run_dir)
@@ -382,7 +325,7 @@ def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(
     assert [c.step for c in ckpt.checkpoints()] == [2, 1]
 
 
-def test_of_several_that_take_it_at_once_one_gets_it(run_dir: Path, child: Callable[..., Child]) -> None:
+def test_of_several_that_take_it_at_once_one_gets_it(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P33: three processes start on a directory whose owner died; exactly one holds it, the others are told."""
     dead, *others = [child() for _ in range(4)]
     assert dead.ask("restore") == "ok 0 1"

@@ -163,7 +163,7 @@ def check_restore(run: Run, place: Place) -> None:
 def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int) -> None:
     """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes."""
 
-    @settings(max_examples=times * (2 if run.far else 25))
+    @settings(max_examples=times * (2 if run.far else 12))
     @given(harms)
     def check(damages: list[Harm]) -> None:
         with run.copied() as place:
@@ -178,7 +178,7 @@ def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int)
 def test_verify_finds_what_restore_would(run: Run, times: int) -> None:
     """P49: looking at a run names exactly the checkpoints that are damaged, changes nothing, and raises nothing."""
 
-    @settings(max_examples=times * (2 if run.far else 15))
+    @settings(max_examples=times * (1 if run.far else 8))
     @given(harms)
     def check(damages: list[Harm]) -> None:
         with run.copied() as place:

@@ -28,7 +28,7 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-SHORT = range(40)
+SHORT = 30
 LONG = 20_000
 BLOCK = 1_000
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
@@ -51,16 +51,8 @@ def first_wrong(seeds: range, ablation: Ablation | None = None) -> tuple[int, Ou
     return None
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        pytest.param(SHORT, id="short"),
-        *(
-            pytest.param(range(begin, begin + BLOCK), id=f"from-{begin}", marks=pytest.mark.slow)
-            for begin in range(0, LONG, BLOCK)
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(begin, begin + BLOCK) for begin in range(0, LONG, BLOCK)], ids=str)
 def test_no_schedule_breaks_the_protocol(seeds: range) -> None:
     """P30, P32, P33, P64, P65: what was acknowledged is in the ledger once, and what is live is whole, always."""
     found = first_wrong(seeds)
@@ -80,9 +72,13 @@ def test_a_seed_is_one_schedule() -> None:
     assert again == [str(play(seed).trace)] * 2
 
 
-def test_the_schedules_are_rough_enough() -> None:
-    """What is to be survived does happen: take-overs, deaths, every fate of every request, leases and evaluations."""
-    outcomes = [play(seed) for seed in range(24)]
+def test_a_few_schedules_are_rough_and_break_nothing() -> None:
+    """P30, P32, P33, P64, P65: thirty schedules lose and tear nothing, and what is to be survived happens in them.
+
+    Take-overs, deaths, every fate of every request, leases and evaluations.
+    """
+    outcomes = [play(seed) for seed in range(SHORT)]
+    assert [told(seed, outcome) for seed, outcome in enumerate(outcomes) if outcome.wrongs] == []
     fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
     assert sum(outcome.commits for outcome in outcomes) > 100
     assert sum(outcome.retired for outcome in outcomes) > 40

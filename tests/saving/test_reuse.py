@@ -152,7 +152,7 @@ def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path) -
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=12),
 )
-@settings(deadline=None)
+@settings(max_examples=settings().max_examples // 3)
 def test_any_history_keeps_every_live_checkpoint_whole(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, bool, int]]
 ) -> None:
