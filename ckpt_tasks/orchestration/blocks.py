@@ -85,6 +85,8 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
         for where in secret_options(self.storage_options):
             raise ConfigError(f"{where} holds a secret that everybody could read", hint="Put it under secrets.")
         scheme, separator, path = self.url.partition("://")
+        if scheme == "block":
+            raise ConfigError("a block cannot name another block", hint="Name an absolute directory or a URL.")
         if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
             shown = without_secrets(self.url)
             raise ConfigError(

@@ -28,7 +28,7 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-SHORT = 30
+SHORT = 40
 LONG = 20_000
 BLOCK = 1_000
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
@@ -73,7 +73,7 @@ def test_a_seed_is_one_schedule() -> None:
 
 
 def test_a_few_schedules_are_rough_and_break_nothing() -> None:
-    """P30, P32, P33, P64, P65: thirty schedules lose and tear nothing, and what is to be survived happens in them.
+    """P30, P32, P33, P64, P65: forty schedules lose and tear nothing, and what is to be survived happens in them.
 
     Take-overs, deaths, every fate of every request, leases and evaluations.
     """
