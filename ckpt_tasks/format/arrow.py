@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 def read_arrow(data: bytes, schema: pa.Schema, max_rows: int) -> pa.Table:
     """Read a table of this very schema; raise one of FAULTS where the bytes are no such file or hold more rows."""
     if data[:_START] != _MAGIC + b"\0\0" or not data.endswith(_MAGIC):
-        raise ValueError("this is no Arrow file")
+        raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
     if not messages or len(messages) > _MOST_MESSAGES:
         raise ValueError(f"no message, or more than {_MOST_MESSAGES}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -90,6 +91,7 @@ class ObjectStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = dict(storage_options or {})
         self._redactor = Redactor(self._options)
+        self._class = self._file_system()
         self._single_writer = False
         self._opening = threading.Lock()
         self._opened: tuple[Any, Requests] | None = None
@@ -240,23 +242,37 @@ class ObjectStore:
         _inherited.append(self._opened)
         self._opening, self._opened = threading.Lock(), None
 
-    def _open(self) -> Any:
-        options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False, "loop": io_loop()}
+    def _file_system(self) -> Any:
+        """Import the file system; an import may draw from Python's random stream, which belongs to training.
+
+        s3fs brings in rich, which draws a number [found with rich 15.0]. Called while the store is made: no thread of
+        ours may set the stream back.
+        """
+        state = random.getstate()
         try:
             if self._protocol == "s3":
                 import s3fs  # takes a quarter of a second
 
+                return s3fs.S3FileSystem
+            return fsspec.get_filesystem_class(self._protocol)
+        except ImportError as error:
+            extra = _EXTRAS.get(self._protocol, self._protocol)
+            raise ConfigError(f"{self.url} needs pip install 'ckpt-tasks[{extra}]'") from error
+        finally:
+            random.setstate(state)
+
+    def _open(self) -> Any:
+        options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False, "loop": io_loop()}
+        try:
+            if self._protocol == "s3":
                 once = {**_ONCE, "http_session_cls": sending_once()}
                 users = self._options.get("config_kwargs") or {}
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}
-                fs = s3fs.S3FileSystem(**options)
+                fs = self._class(**options)
                 sync(fs.loop, fs.set_session)  # now it looks at the options
                 return fs
-            return fsspec.filesystem(self._protocol, **options)
-        except ImportError as error:
-            extra = _EXTRAS.get(self._protocol, self._protocol)
-            raise ConfigError(f"{self.url} needs pip install 'ckpt-tasks[{extra}]'") from error
+            return self._class(**options)
         except (TypeError, ValueError) as error:
             why = self._redactor.text(str(error))
             raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,24 @@ def test_a_location_is_a_flows_parameter() -> None:
     assert config.validate_python({"checkpoint_dir": "s3://b/r"}).location == Location("s3://b/r")
     with pytest.raises(ValidationError, match="single_writr"):
         config.validate_python({"checkpoint_dir": {"url": "s3://b/r", "single_writr": True}})
+
+
+_DRAWS = """
+import random
+from ckpt_tasks import Location
+from ckpt_tasks.errors import StoreError
+random.seed(0)
+before = random.getstate()
+options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+store = Location("s3://bucket/run", storage_options=options).open()
+try:
+    store.inner.names("")
+except StoreError:
+    print(random.getstate() == before)
+"""
+
+
+def test_opening_a_store_draws_no_number() -> None:
+    """P11: s3fs brings in rich, which draws a number at its import: Python's stream is the training's, and stays."""
+    done = subprocess.run([sys.executable, "-c", _DRAWS], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n", done.stderr

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Self
 
 _PR_SET_PDEATHSIG = 1
-_forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(["s3fs", "ckpt_tasks.storage.objects", "tests.crash.plain_loop", "tests.crash.zombie"])
+# One for all: a second list of modules would replace the first.
+forking = multiprocessing.get_context("forkserver")
+forking.set_forkserver_preload(["s3fs", "ckpt_tasks.storage.objects", "tests.crash.plain_loop", "tests.crash.zombie"])
 
 
 class Child:
@@ -28,7 +29,7 @@ class Child:
         self.output = output
         # It may be killed before it opens its own: what the one before it said is not what it says.
         output.unlink(missing_ok=True)
-        self._process = _forking.Process(target=_run, args=(main, [*arguments], output), daemon=True)
+        self._process = forking.Process(target=_run, args=(main, [*arguments], output), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,18 +9,16 @@ from typing import Any
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError
-
-_forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(["ckpt_tasks.checkpoint.checkpointer"])
+from tests.support.children import forking
 
 
 class OwnerChild:
     """Start a process; `tell` and `ask` send it a verb (restore, save N, step N, sleep S, close)."""
 
     def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
-        self._pipe, theirs = _forking.Pipe()
+        self._pipe, theirs = forking.Pipe()
         arguments = (theirs, str(root), flow_run_id or None, timeout_s, take_over)
-        self.process = _forking.Process(target=_obey, args=arguments, daemon=True)
+        self.process = forking.Process(target=_obey, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
