@@ -1,11 +1,14 @@
-"""The project's own sources, read as syntax trees: nothing here imports what it looks at."""
+"""The project's own sources, read as syntax trees."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from ckpt_tasks.format.gc_pause import gc_paused
 
 ROOT = Path(__file__).resolve().parents[2]
 # What `make` and the tests leave in a checkout.
@@ -22,8 +25,15 @@ def files(*folders: str, suffix: str = ".py") -> list[Path]:
     return sorted(found)
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """Parse a file of the checkout, once a process; callers only look at the tree.
+
+    The collector is paused: on Python 3.11 a finalizer that runs in the middle of a parse may let another thread
+    parse as well (a traceback does), and both then fail with SystemError (python/cpython#106905).
+    """
+    with gc_paused():
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def module_name(path: Path) -> str:
