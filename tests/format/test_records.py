@@ -21,7 +21,6 @@ from ckpt_tasks.format.keys import (
 from ckpt_tasks.format.parsing import MALFORMED
 from ckpt_tasks.format.records import (
     Checkpoint,
-    Evaluation,
     Lease,
     Origin,
     attempt_object,
@@ -32,7 +31,7 @@ from ckpt_tasks.format.records import (
     read_owner,
     read_params,
 )
-from tests.support.ledgers import made, owner_of
+from tests.support.ledgers import evaluation_of, made, owner_of
 
 NONCE = "0123456789abcdef"
 SHARD = attempt_prefix(Attempt(1, 1, NONCE)) + shard_name("model", 0, 1, 0)
@@ -40,15 +39,7 @@ GOOD: dict[str, Any] = {
     "owner": owner_of(1),
     "checkpoint": made(1, 2, "0@1", metrics={"loss": 0.5}, epochs=1.5, reuses=(SHARD,)),
     "lease": Lease(id="a", manifest_digest="1@2", holder="eval", expires_at=100.0),
-    "evaluation": Evaluation(
-        manifest_digest="1@2",
-        step=1,
-        suite="quick",
-        metrics={"loss": 0.5},
-        table=evaluation_name(1, "quick", NONCE),
-        table_digest="f" * 32,
-        evaluated_at="2024-01-01",
-    ),
+    "evaluation": evaluation_of(made(1, 2), loss=0.5),
     "origin": Origin(
         url="/runs/a", run_key="a", step=1, manifest_digest="1@2", identity="1@3", set={"lr": 1}, params={"lr": 2}
     ),

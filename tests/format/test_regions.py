@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise, product
 
 import pytest
@@ -40,14 +39,6 @@ def test_blocks_tile_any_tensor_and_stay_small(shape: tuple[int, ...], most: int
     assert tiling_fault(shape, found) is None
     assert [element for box in found for element in elements(box)] == elements(Box((0,) * len(shape), shape))
     assert all(box.size <= most for box in found)
-
-
-@given(shapes, st.integers(1, 30))
-def test_every_block_is_contiguous_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
-    """P38: a block's elements lie one after the other in the tensor, so that it is one range of bytes."""
-    for box in blocks(shape, most):
-        places = [sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(index)) for index in elements(box)]
-        assert places == list(range(places[0], places[0] + len(places))) if places else box.size == 0
 
 
 @st.composite

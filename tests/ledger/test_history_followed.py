@@ -55,16 +55,6 @@ def test_many_entries_at_once_are_found(history: History, listing: Listing) -> N
     assert listing.asked == 2
 
 
-def test_an_entry_that_was_read_outlives_its_damage(history: History) -> None:
-    """P51: a process goes on from the entry that it has read, and its next one makes the damage good for all."""
-    commit(history, 1)
-    (Path(history.store.url) / ledger_name(1)).write_text("torn")
-    assert (steps(history.head()), history.head().damaged) == ([1], ())
-    assert steps(History(history.store).head()) == []
-    commit(history, 2)
-    assert steps(History(history.store).head()) == [1, 2]
-
-
 @pytest.mark.parametrize("lost", ["the next", "all"])
 def test_a_reader_remembers_nothing_that_is_gone(history: History, lost: str) -> None:
     """P51: what a process has read before hides no entry that was damaged or removed since then."""

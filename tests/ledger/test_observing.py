@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FormatVersionError
-from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.ledger import ownership
@@ -21,6 +19,7 @@ from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.cadence import Observed
 from tests.support.cli_runs import config, flip, save_steps, some_state
 from tests.support.histories import LOST, Told, trained
+from tests.support.ledgers import resealed
 
 COSTS = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.25}
 
@@ -30,10 +29,10 @@ def told(run_dir: Path) -> Told:
     return Told(run_dir).taken()
 
 
-def failures(told: Told) -> int:
+def observed_of(told: Told) -> Observed:
     observed = observe(told.history)
     assert observed is not None
-    return observed.failures
+    return observed
 
 
 # ── costs ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,20 +54,17 @@ def test_a_cost_is_the_median_of_the_newest_commits(told: Told) -> None:
     """One slow save does not move it, a store that has become slower does within 32 commits."""
     trained(told, 40, every_s=60.0, steps=1, **COSTS)
     trained(told, 1, every_s=60.0, steps=1, **{**COSTS, "flush_s": 90.0})
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.flush_s == 0.5
     trained(told, 20, every_s=60.0, steps=1, **{**COSTS, "flush_s": 5.0})
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.flush_s == 5.0
 
 
 def test_older_commits_say_it_in_their_checkpoint(told: Told) -> None:
     """Entries without the figures: the cost is stall and flush, and a step takes what is left between commits."""
     trained(told, 3, every_s=60.0, steps=100)
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert (observed.stall_s, observed.flush_s) == (0.5, 0.5)  # cost_s, as `made` writes it
     assert observed.step_s == pytest.approx((60 - 0.5) / 100)
 
@@ -76,8 +72,7 @@ def test_older_commits_say_it_in_their_checkpoint(told: Told) -> None:
 def test_one_commit_says_nothing_about_steps(told: Told) -> None:
     """The time of a step is unknown where it is not said and there is no second commit of the same owner."""
     told.after(60).commit(100).after(60).taken(LOST).after(60).commit(200)
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.step_s is None
 
 
@@ -85,16 +80,14 @@ def test_one_commit_says_nothing_about_steps(told: Told) -> None:
 def test_a_figure_that_is_none_is_passed_over(told: Told, value: object) -> None:
     """What is not a number of seconds counts as not said."""
     told.after(60).commit(100, stall_s=value, flush_s=2.0, step_s=value)
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert (observed.stall_s, observed.flush_s, observed.step_s) == (0.5, 2.0, None)
 
 
 def test_a_clock_that_goes_back_takes_nothing_away(told: Told) -> None:
     """P53: a gap between commits that a wrong clock made negative counts as nothing, and the others count."""
     told.after(100).commit(10).after(-1e6).commit(20).after(50).commit(30)
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.trained_s == 150.0
     assert observed.step_s == pytest.approx((50 - 0.5) / 10)
 
@@ -118,7 +111,7 @@ def test_a_clock_that_goes_back_takes_nothing_away(told: Told) -> None:
 def test_a_new_owner_says_why_it_came(told: Told, because: str, count: int) -> None:
     """An owner that was lost is a failure, one that let go is none."""
     told.after(60).commit(1, **COSTS).taken(because)
-    assert failures(told) == count
+    assert observed_of(told).failures == count
 
 
 def owner_lost(kind: str) -> Owner:
@@ -144,14 +137,13 @@ def test_the_words_are_those_of_the_take_over(run_dir: Path, monkeypatch: pytest
     if kind == "restarted":
         me = replace(me, host="node", machine_id="m", boot_id="after")
     acquire(told.history, me, take_over=False, timeout_s=0.5)
-    assert failures(told) == (kind != "released")
+    assert observed_of(told).failures == (kind != "released")
 
 
 def test_a_noted_failure_counts(told: Told) -> None:
     """An attempt that failed in a process that lived on is a failure, with what was trained until then."""
     told.after(60).commit(1, **COSTS).after(30).noted().after(60).commit(2, **COSTS).noted("fallback")
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.failures == 1
     assert observed.trained_s == 150.0
 
@@ -159,27 +151,25 @@ def test_a_noted_failure_counts(told: Told) -> None:
 def test_a_failure_that_ends_its_process_counts_once(told: Told) -> None:
     """Noted, and then the process is gone as well: one failure. With a commit or a release between: two."""
     told.after(60).commit(1, **COSTS).noted().taken(LOST)
-    assert failures(told) == 1
+    assert observed_of(told).failures == 1
     told.after(60).commit(2, **COSTS).noted().after(60).commit(3, **COSTS).taken(LOST)
-    assert failures(told) == 3
+    assert observed_of(told).failures == 3
     told.noted().released().taken("its owner released it").taken(LOST)
-    assert failures(told) == 5
+    assert observed_of(told).failures == 5
 
 
 def test_time_without_an_owner_is_no_training(told: Told) -> None:
     """Only what one owner trained up to a commit counts: not the night before the next one came, nor what was lost."""
     told.after(60).commit(1, **COSTS).after(36_000).taken(LOST).after(90).commit(2, **COSTS)
     told.released().after(3600).taken("its owner released it")
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.trained_s == 150.0
 
 
 def test_readers_entries_change_nothing(told: Told) -> None:
     """Evaluations between commits neither end nor begin training."""
     told.after(60).commit(1, **COSTS).after(20).evaluated().after(40).commit(2, **COSTS)
-    observed = observe(told.history)
-    assert observed is not None
+    observed = observed_of(told)
     assert observed.trained_s == 120.0
 
 
@@ -201,9 +191,7 @@ def test_only_the_newest_entries_are_read(told: Told) -> None:
 def test_older_entries_are_not_even_read(told: Told) -> None:
     """What lies before the newest entries costs nothing: one that cannot be understood is not met."""
     entry = replace(told.entries[-1], n=1)
-    body = json.loads(entry.to_bytes()[0]) | {"event": {"kind": "of a later version"}}
-    del body["digest"]
-    data = canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+    data = resealed(entry.to_bytes()[0], lambda body: body.update(event={"kind": "of a later version"}))
     told.history.store.put_if_absent(ledger_name(1), data)
     told.entries.append(entry)
     trained(told, 3, every_s=60.0, steps=1, **COSTS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cadence
-from benchmarks.cadence import BLOCKING, CLAIMED, Failures, Scenario, run_auto, run_fixed
+from benchmarks.cadence import BLOCKING, CLAIMED, Scenario, run_auto, run_fixed
 from ckpt_tasks.policy.cadence import goodput
 
 DAY_S = 86_400.0
@@ -67,24 +67,6 @@ def test_both_simulations_are_one() -> None:
         stepwise, last, changes = run_auto(still, 6_000.0, DAY_S, seed)
         assert (last.interval_s, changes) == (60.0, 0)
         assert stepwise == pytest.approx(run_fixed(still, 6_000.0, DAY_S, seed, 60.0), rel=1e-9)
-
-
-def test_the_simulation_is_the_same_every_time() -> None:
-    """Seeds, not clocks: the same figures on every call, other ones for another seed."""
-    once = run_auto(CLAIMED[0], 6_000.0, DAY_S, 3)
-    assert once == run_auto(CLAIMED[0], 6_000.0, DAY_S, 3)
-    assert once != run_auto(CLAIMED[0], 6_000.0, DAY_S, 4)
-
-
-def test_failures_come_at_their_rate() -> None:
-    """Failures have their mean distance, and one during a restart begins it anew."""
-    failures, at_s, count = Failures(100.0, 0), 0.0, 0
-    while at_s < 1e6:
-        at_s, count = failures.after(at_s), count + 1
-    assert count == pytest.approx(10_000, rel=0.03)
-    begins_s, fails_s = Failures(1.0, 0).restart(0.0, 3.0)
-    assert begins_s > 10.0
-    assert fails_s > begins_s
 
 
 def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

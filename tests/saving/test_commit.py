@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
-from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
+from ckpt_tasks.errors import CkptError, IntegrityError
+from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
@@ -24,14 +24,6 @@ def parts_of() -> tuple[Saving, RankPart]:
     attempt = new_attempt(1, owner)
     saving = Saving(attempt=attempt, run_key="run", owner=owner, groups=encode_groups(captured), metrics={})
     return saving, joined([digest_image(attempt, image, lambda: False) for image in images.images])
-
-
-def test_what_is_whole_is_described() -> None:
-    """What the parts hold comes back out of the description."""
-    saving, part = parts_of()
-    prepared = prepare_checkpoint(saving, [part])
-    assert isinstance(prepared, PreparedCheckpoint)
-    assert prepared.rows == part.rows
 
 
 HOLES: dict[str, Callable[[RankPart], RankPart]] = {
@@ -51,17 +43,6 @@ def test_what_has_holes_is_refused(what: str) -> None:
     saving, part = parts_of()
     with pytest.raises(IntegrityError):
         prepare_checkpoint(saving, [HOLES[what](part)])
-
-
-@pytest.mark.parametrize("metrics", [{"loss": 1.0}, {}])
-def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float]) -> None:
-    """P42: an index or a manifest above what is read is refused with what to do, by the bound of the reader itself."""
-    saving, part = parts_of()
-    for bound in ("MAX_INDEX_BYTES", "MAX_MANIFEST_BYTES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"ckpt_tasks.reading.opening.{bound}", 100)
-            with pytest.raises(UnsupportedStateError, match="Keep large values in tensors"):
-                prepare_checkpoint(replace(saving, metrics=metrics), [part])
 
 
 def test_a_manifest_that_no_reader_takes_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,33 +38,7 @@ def cuda() -> Cuda:
     return There.stand_in
 
 
-def drain(*streams: Queue) -> None:
-    """Let streams go on by turns, each as far as it comes."""
-    for stream in streams:
-        while stream.step():
-            pass
-
-
 # ── the order of streams ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_copy_has_what_was_queued_before_it_and_nothing_later(cuda: Cuda) -> None:
-    """P1: the host goes on while nothing has run; kernels queued before the call are in the copy, later ones not."""
-    live = [on(There, 5), on(Elsewhere, 7)]
-    for tensor in live:
-        write(tensor, 2.0)
-    copy = Devices(cuda).start(pairs := pairs_of(live))
-    for tensor in live:
-        write(tensor, 3.0)
-    assert cuda.waited == []
-    assert [place[0].item() for place, _ in pairs] == [-1.0, -1.0]
-    for device in (0, 1):  # training's streams come no further than the copy, which has not begun
-        drain(cuda.current_stream(torch.device("cuda", device)))
-    assert [plain(tensor)[0].item() for tensor in live] == [2.0, 2.0]
-    copy.wait()
-    assert [is_all(place, 2.0) for place, _ in pairs] == [True, True]
-    cuda.go_on(lambda: not any(stream.queue for stream in cuda.streams))
-    assert [is_all(tensor, 3.0) for tensor in live] == [True, True]
 
 
 def test_every_device_copies_on_one_stream_of_its_own(cuda: Cuda) -> None:
@@ -208,22 +181,3 @@ def test_memory_is_not_let_go_under_a_copy(cuda: Cuda, images: list[Image]) -> N
     gc.collect()
     assert (cuda.pinned, cuda.faults) == ({}, [])
     assert is_all(view, 7.0)
-
-
-def test_memory_that_cannot_be_pinned_is_said_once(
-    cuda: Cuda, images: list[Image], caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning says what it costs; copies are as right as before, and nothing is unregistered that was not."""
-    cuda.code = 2
-    devices = Devices(cuda)
-    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        for image in images:
-            pin(devices, image)
-    (record,) = caplog.records
-    assert "cannot be pinned (cudaHostRegister: error 2)" in record.message
-    assert "training waits for it" in record.message
-    devices.start([(images[0].views["x"], on(There, 5000, value=7.0))]).wait()
-    assert is_all(images[0].views["x"], 7.0)
-    images.clear()
-    gc.collect()
-    assert len(caplog.records) == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,31 +90,3 @@ def test_a_write_right_after_the_call_is_not_in_the_checkpoint(
         values, moment = fresh.now(), training.moments[checkpoint.step]
         mixed = [name for name, value in values.items() if not same_bits(value, moment[name])]
         assert (values.keys(), mixed) == (moment.keys(), []), checkpoint.step
-
-
-def test_the_option_that_copied_late_is_gone(run_dir: Path) -> None:
-    """A program that still names `capture` fails when its configuration is made, and the error names the option."""
-    options: dict[str, Any] = {"checkpoint_dir": str(run_dir), "capture": "overlapped"}
-    with pytest.raises(TypeError, match="capture"):
-        CheckpointConfig(**options)
-
-
-def test_a_process_that_ends_right_after_a_step_has_saved_it(run_dir: Path) -> None:
-    """P72: the interpreter's end waits until the last snapshot is committed."""
-    code = f"""
-        import torch
-        from ckpt_tasks import CheckpointConfig, Checkpointer
-        from torch import nn
-        model = nn.Linear(512, 512)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        ckpt = Checkpointer(CheckpointConfig(checkpoint_dir={str(run_dir)!r}, step_interval=1, memory_dir=None))
-        for step in (1, 2):
-            model(torch.randn(4, 512)).sum().backward()
-            optimizer.step()
-            ckpt.step(step, {{"model": model, "optimizer": optimizer}})
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert open_run(str(run_dir)).checkpoints()[0].step == 2

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from ckpt_tasks.errors import StateError
-from tests.support.roundtrip import Holder, assert_same, restore, save
+from tests.support.roundtrip import Holder, assert_same, everything, fingerprint, restore, save
 
 N = 20_000  # of complex numbers: large enough that a copy goes another way than a small one
 
@@ -63,41 +62,6 @@ def values_for(target: Any, n: int) -> Any:
     return torch.randn(shape, dtype=dtype)
 
 
-def around(seed: int) -> dict[str, Any]:
-    """Return groups of every other kind."""
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "plain": {"list": [seed, torch.full((3,), float(seed))], "array": np.full(3, seed)},
-        "own": Own(seed),
-        "generator": torch.Generator().manual_seed(seed),
-        "step": seed,
-    }
-
-
-class Own:
-    """An object with a state of its own."""
-
-    def __init__(self, n: int):
-        self.n = torch.full((2,), float(n))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"n": self.n}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.n = state["n"]
-
-
-def bits(state: dict[str, Any]) -> tuple[str, list[bytes]]:
-    saved = save(state)
-    return saved.manifest, [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in saved.tensors.values()]
-
-
 def at(home: str, value: Any) -> Any:
     if home == "module":
         holder = Holder()
@@ -124,20 +88,20 @@ def test_all_of_a_target_or_nothing(kind: str, home: str, place: str, n: int) ->
     if home == "module" and isinstance(target, np.ndarray):
         pytest.skip("a module holds no arrays")
     values = values_for(target, n)
-    others, fresh = around(1), around(2)
+    others, fresh = everything(1), everything(2)
     saved = save(ordered(others, at(home, values), place))
     here = ordered(fresh, home_of_target := at(home, target), place)
-    before, target_before = bits(fresh), shown(target)
+    before, target_before = fingerprint(fresh), shown(target)
     try:
         restore(saved, here)
     except StateError:
         assert not fit[HOMES.index(home)]
-        assert bits(fresh) == before
+        assert fingerprint(fresh) == before
         if target_before is not None:
             np.testing.assert_array_equal(shown(target), target_before)
         return
     assert fit[HOMES.index(home)]
-    assert bits({name: here[name] for name in others}) == bits(others)
+    assert fingerprint({name: here[name] for name in others}) == fingerprint(others)
     now = home_of_target.t if home == "module" else here["target"] if home == "alone" else here["target"]["t"]
     np.testing.assert_array_equal(shown(now), shown(values) if isinstance(values, torch.Tensor) else values)
     if kind in ("conj", "neg", "slice", "inference", "leaf", "array", "backwards array"):

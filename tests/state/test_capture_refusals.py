@@ -89,26 +89,11 @@ def test_a_parameter_subclass_that_holds_its_data_is_fine() -> None:
 
 
 def test_a_lazy_module_is_refused_until_it_has_values() -> None:
-    """P8: a parameter without a shape is refused on both sides; after a forward pass it is an ordinary one."""
-    lazy = nn.LazyLinear(3)
-    with pytest.raises(UnsupportedStateError, match="not initialised") as caught:
-        capture({"model": lazy})
-    assert caught.value.key == "model/weight"
-    lazy(torch.ones(1, 2))
-    saved = save({"model": lazy})
-    fresh = nn.LazyLinear(3)
-    with pytest.raises(UnsupportedStateError, match=r"restored into.*Run one forward pass first") as caught:
-        restore(saved, {"model": fresh})
-    assert caught.value.key == "model/weight"
-    assert fresh.has_uninitialized_params()
-    fresh(torch.ones(1, 2))
-    restore(saved, {"model": fresh})
-    same_module(lazy, fresh)
-
-
-def test_a_lazy_module_in_the_target_leaves_all_the_others_as_they_are() -> None:
-    """P8: a fresh program's lazy buffers are refused before anything is applied; one forward pass later all is set."""
+    """P8: what has no shape yet is refused on both sides; nothing is applied; after a forward pass all comes back."""
     saved_norm, saved_linear = nn.LazyBatchNorm1d(), nn.Linear(2, 2)
+    with pytest.raises(UnsupportedStateError, match="not initialised") as caught:
+        capture({"linear": saved_linear, "norm": saved_norm})
+    assert caught.value.key == "norm/weight"
     saved_norm(torch.randn(4, 2))
     saved = save({"linear": saved_linear, "norm": saved_norm})
     linear, norm = nn.Linear(2, 2), nn.LazyBatchNorm1d()
@@ -145,10 +130,8 @@ def test_a_partial_restore_takes_the_groups_it_names() -> None:
     with pytest.raises(StateMismatchError) as caught:
         restore(saved, {"model": fresh})
     assert caught.value.unexpected == ("ema",)
-    before = torch.get_rng_state()
     assert restore(saved, {"model": fresh}, partial=True) == {"model/weight", "model/bias"}
     same_module(module, fresh)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_tree_that_names_an_absent_tensor_is_damaged() -> None:

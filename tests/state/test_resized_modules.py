@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks.errors import StateError, StateMismatchError
-from tests.state.test_capture_statefuls import Meter
-from tests.support.roundtrip import assert_same, restore, same_module, save
+from tests.support.roundtrip import Meter, assert_same, restore, same_module, save
 
 
 class Growing(nn.Module):

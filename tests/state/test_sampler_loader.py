@@ -91,26 +91,6 @@ def test_following_draws_no_random_number(options: dict[str, Any]) -> None:
 
 
 @workers
-def test_dropout_is_equal_bit_for_bit(options: dict[str, Any]) -> None:
-    """P11, P22: a loss with dropout after a resume in mid-epoch equals the uninterrupted run's, bit for bit."""
-
-    def losses(batches: Iterator[list[int]], count: int) -> list[float]:
-        data = (torch.tensor(batch, dtype=torch.float32) for batch in islice(batches, count))
-        return [float(torch.nn.functional.dropout(batch, 0.5).sum()) for batch in data]
-
-    torch.manual_seed(1)
-    expected = losses(loop(40, 4, options)[1], 15)
-    torch.manual_seed(1)
-    sampler, batches = loop(40, 4, options)
-    begun = losses(batches, 6)
-    saved, stream = sampler.state_dict(), torch.get_rng_state()
-    resumed, rest = loop(40, 4, options)
-    resumed.load_state_dict(saved)
-    torch.set_rng_state(stream)
-    assert begun + losses(rest, 9) == expected
-
-
-@workers
 def test_augmentation_is_equal_after_a_resume(options: dict[str, Any]) -> None:
     """P25: a seeded data set draws the same for a sample and epoch in any worker, after a resume, on other ranks."""
 

@@ -17,13 +17,6 @@ def test_every_sample_comes_once(size: int) -> None:
         assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
 
 
-@given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
-def test_it_is_a_bijection(size: int, seed: int, epoch: int) -> None:
-    """Whatever the size and the key, each element comes once."""
-    found = Permutation(size, f"{seed}/{epoch}")(np.arange(size))
-    assert np.array_equal(np.sort(found), np.arange(size))
-
-
 @given(size=st.integers(1, 2**62), data=st.data())
 def test_any_position_of_a_huge_set_stands_alone(size: int, data: st.DataObject) -> None:
     """An element is the same asked for alone or among others, at any size, and stays in range."""

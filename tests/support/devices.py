@@ -1,7 +1,7 @@
 """What stands for CUDA devices in tests: streams that go on when a test lets them, and tensors that say they are there.
 
 What is queued in a stream of Cuda, which stands for torch.cuda, lies there until a test lets it go on, in any order
-that events allow, or until somebody waits for it. The same tests on a device: test_capture_cuda.py.
+that events allow, or until somebody waits for it. The same tests on a device: test_device_cuda.py.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import evaluation_name
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.storage.local import LocalStore
 
@@ -43,6 +47,27 @@ def owner_of(epoch: int, **more: Any) -> Owner:
         "taken_at": "2024-01-01T00:00:00+00:00",
     }
     return Owner(**{**fields, **more})
+
+
+def evaluation_of(checkpoint: Checkpoint, **metrics: float) -> Evaluation:
+    """Make an evaluation of a checkpoint by the suite "quick"."""
+    return Evaluation(
+        manifest_digest=checkpoint.manifest_digest,
+        step=checkpoint.step,
+        suite="quick",
+        metrics=metrics,
+        table=evaluation_name(checkpoint.step, "quick", "0" * 16),
+        table_digest="f" * 32,
+        evaluated_at="2024-01-01",
+    )
+
+
+def resealed(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Change an entry or a seal and give it a fitting digest, as a newer writer or an attacker would."""
+    body = json.loads(data)
+    del body["digest"]
+    change(body)
+    return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
 
 
 ME = owner_of(1)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group  # type: ignore[attr-defined]
@@ -104,3 +105,46 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         destroy_process_group()
+
+
+class Meter:
+    """A metric accumulator, and an early stopping that counts its patience; its restore raises `fails` times."""
+
+    def __init__(self, **values: Any):
+        self.values = values
+        self.fails = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+        if self.fails:
+            self.fails -= 1
+            raise ValueError("no such state")
+
+
+def everything(seed: int) -> dict[str, Any]:
+    """Return a state with one group of every kind, its values depending on the seed."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    return {
+        "plain": {"history": [seed, torch.full((2,), float(seed))]},
+        "first": Meter(n=seed, t=torch.full((2,), float(seed))),
+        "model": model,
+        "second": Meter(n=seed, t=torch.full((3,), float(seed))),
+        "optimizer": optimizer,
+        "generator": torch.Generator().manual_seed(seed),
+        "table": np.full(3, float(seed)),
+        "third": Meter(n=seed),
+        "step": seed,
+    }
+
+
+def fingerprint(state: Mapping[str, Any]) -> tuple[str, list[bytes]]:
+    """Return every bit of a state, the random streams too."""
+    saved = save(state)
+    return saved.manifest, [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in saved.tensors.values()]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.errors import FencedError
-from ckpt_tasks.format.keys import Attempt, attempt_prefix, evaluation_name, ledger_name
-from ckpt_tasks.format.ledger import Evaluation, Lease, State
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
+from ckpt_tasks.format.ledger import Lease, State
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
@@ -17,8 +16,8 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
 from tests.support.calls import WatchedCalls
-from tests.support.ledgers import OTHER, made, owner_of, steps, take
-from tests.support.runs import on_disk, opened, prefix_of, state_of
+from tests.support.ledgers import evaluation_of, made, owner_of, steps
+from tests.support.runs import opened, prefix_of, state_of
 
 KEEP_ONE = RetentionPolicy(max_num_checkpoints=1)
 
@@ -91,16 +90,7 @@ def test_what_became_the_best_since_the_plan_stays(history: History) -> None:
     assert owner is not None
     planned = Retirement(history.store, head.state, lambda state: plan_prune(state, policy), frozenset())
     assert one.manifest_digest in planned.checkpoints
-    table = evaluation_name(1, "quick", "0" * 16)
-    measured = Evaluation(
-        suite="quick",
-        step=1,
-        manifest_digest=one.manifest_digest,
-        metrics={"loss": 0.1},
-        table=table,
-        table_digest="f" * 32,
-        evaluated_at="",
-    )
+    measured = evaluation_of(one, loss=0.1)
     history.append({"kind": "evaluation"}, lambda state, n: state.with_evaluation(measured), owner=None)
     retire(history, owner, planned)
     assert steps(history.head()) == [1, 3]
@@ -134,18 +124,6 @@ def test_the_ledger_says_so_before_anything_is_deleted(run_dir: Path, history: H
         own = [path for path in deletions if step in path]
         assert len(own) > 3
         assert own[0].endswith("/manifest.json")
-
-
-def test_a_fenced_process_deletes_nothing(run_dir: Path, history: History) -> None:
-    """P33, P64: who lost the directory between plan and execution removes neither checkpoint nor object."""
-    head = history.head()
-    assert head.state.owner is not None
-    planned = keeping_one(history)
-    take(history, OTHER)
-    before = on_disk(run_dir)
-    with pytest.raises(FencedError):
-        retire(history, head.state.owner, planned)
-    assert on_disk(run_dir) == before
 
 
 def test_what_is_pruned_while_it_is_verified_is_no_damage(run_dir: Path, history: History) -> None:
