@@ -1,8 +1,8 @@
 """Prefect automations that resume runs unattended: `python -m deployments.automations apply|show|remove`.
 
-They hold for the flow runs of every deployment with the tag `ckpt-tasks`, and are known by their names: applying them
-again changes what differs, and nothing else. Proactive ones all of them: a reactive one acts twice on one crash, by
-the runner and by the worker, and would start the run twice.
+They act on the flow runs of every deployment with the tag `ckpt-tasks`. Their names identify them: applying them again
+changes only what differs. All are proactive: a reactive automation would act twice on one crash, which both the runner
+and the worker report, and would start the flow run twice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rich.table import Table
 from ckpt_tasks.orchestration.doctor import read_automations
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-__all__ = ["PREFIX", "TAG", "Outcome", "apply", "main", "remove", "wanted"]
+__all__ = ["PREFIX", "TAG", "Outcome", "apply", "build_automations", "main", "remove"]
 
 TAG = "ckpt-tasks"
 PREFIX = "ckpt-tasks: "
 
-_BEATS = 3  # so many heartbeats may be missed
-_RESUME_AFTER_S = 20  # what sees a crash first may act on it: a worker that retries, a person
-_GIVEN_UP_AFTER_S = 60  # the one above has acted by then
-# After a crash each of these says that the flow run goes on, or that a person has decided otherwise.
+_BEATS = 3  # a flow run that missed this many heartbeats is taken for dead
+_RESUME_AFTER_S = 20  # time for others to act on the crash first: a worker that retries, a person
+_GIVEN_UP_AFTER_S = 60  # the resuming automation has acted by then
+# After a crash, these states say that the flow run goes on, or that a person decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
 _ENDED = ("Failed", "TimedOut")
 _SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
-_BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} and is not resumed any more.
+_BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} and will not be resumed.
 
 {{ flow_run.state.message }}
 
@@ -47,18 +47,20 @@ _BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} a
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one automation: "created", "changed", "as it was", "removed" or "not there"."""
+    """What happened to an automation ("created", "changed", "as it was", "removed"), or that it is "enabled" or not."""
 
     name: str
-    what: str
+    status: str
 
 
-def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, ...] = ()) -> list[AutomationCore]:
-    """Return the automations that should be there.
+def build_automations(
+    *, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, ...] = ()
+) -> list[AutomationCore]:
+    """Build the automations that the server should have.
 
-    A flow run that has shown no life for three heartbeats of `heartbeat_s` seconds is marked as crashed, and a crashed
-    one is scheduled again, up to `max_runs` starts in all. What failed for good, or was not resumed, is told to the
-    blocks in `notify`.
+    A flow run without a sign of life for three heartbeats of `heartbeat_s` seconds is marked as crashed. A crashed flow
+    run is scheduled again, until it has started `max_runs` times. The notification blocks in `notify` report a flow run
+    that failed for good or was not resumed.
     """
     runs: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     ours = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
@@ -87,7 +89,7 @@ def wanted(*, heartbeat_s: int = 30, max_runs: int = 100, notify: tuple[Block, .
         name=f"{PREFIX}crashed flow runs are resumed",
         description=f"Up to {max_runs} starts in all; the next one goes on from the newest good checkpoint.",
         trigger=EventTrigger(
-            # A run that never began has the count 0, and would be started for ever.
+            # A flow run that never began has the count 0; with 0 in this list it would be started for ever.
             match={**runs, "prefect.run-count": [str(count) for count in range(1, max_runs)]},
             after=_named("Crashed"),
             expect=_named(*_ALIVE, *_DECIDED, *_ENDED),
@@ -131,85 +133,90 @@ def _named(*states: str) -> set[str]:
 
 
 def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
-    """Make the server's automations of ours these: create, change or remove what differs; by name, so idempotent."""
+    """Make the server's automations of this project equal to these: create, change or remove, by name; idempotent."""
     outcomes = []
     with get_client(sync_client=True) as client:
-        there = _ours(client)
-        for one in automations:
-            found = there.pop(one.name, [])
-            for double in found[1:]:
-                client.delete_automation(_id(double))
-            if not found:
-                client.create_automation(one)
-                outcomes.append(Outcome(name=one.name, what="created"))
-            elif _essence(found[0]) != _essence(one):
-                client.update_automation(_id(found[0]), one)
-                outcomes.append(Outcome(name=one.name, what="changed"))
+        existing = _ours(client)
+        for automation in automations:
+            same_name = existing.pop(automation.name, [])
+            for duplicate in same_name[1:]:
+                client.delete_automation(_id(duplicate))
+            if not same_name:
+                client.create_automation(automation)
+                status = "created"
+            elif _essence(same_name[0]) != _essence(automation):
+                client.update_automation(_id(same_name[0]), automation)
+                status = "changed"
             else:
-                outcomes.append(Outcome(name=one.name, what="as it was"))
-        outcomes += _delete(client, there)
+                status = "as it was"
+            outcomes.append(Outcome(name=automation.name, status=status))
+        outcomes += _delete(client, existing)
     return outcomes
 
 
 def remove() -> list[Outcome]:
-    """Remove every automation of ours."""
+    """Remove all automations of this project."""
     with get_client(sync_client=True) as client:
         return _delete(client, _ours(client))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Apply, show or remove them from the command line; return the exit status."""
+    """Apply, show or remove the automations from the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m deployments.automations", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    applying = verbs.add_parser("apply", help="create them, or change what differs")
-    applying.add_argument("--heartbeat-s", type=int, default=30, help="the pool's heartbeat (default: %(default)s)")
-    applying.add_argument("--max-runs", type=int, default=100, help="starts of one flow run (default: %(default)s)")
+    applying = verbs.add_parser("apply", help="create the automations, or change what differs")
+    applying.add_argument(
+        "--heartbeat-s", type=int, default=30, help="heartbeat interval of the jobs (default: %(default)s)"
+    )
+    applying.add_argument(
+        "--max-runs", type=int, default=100, help="most starts of one flow run (default: %(default)s)"
+    )
     applying.add_argument(
         "--notify",
         action="append",
         default=[],
         metavar="TYPE/NAME",
-        help="a notification block to tell, again for more",
+        help="notification block for flow runs that are given up; may be repeated",
     )
-    verbs.add_parser("show", help="list those that are there")
+    verbs.add_parser("show", help="list them; status 1 if there is none, or one is disabled")
     verbs.add_parser("remove", help="remove all of them")
     options = parser.parse_args(arguments)
     if options.verb == "apply":
         blocks = tuple(_load(name) for name in options.notify)
-        _print(apply(wanted(heartbeat_s=options.heartbeat_s, max_runs=options.max_runs, notify=blocks)))
+        _print(apply(build_automations(heartbeat_s=options.heartbeat_s, max_runs=options.max_runs, notify=blocks)))
         return 0
     if options.verb == "remove":
         _print(remove())
         return 0
     with get_client(sync_client=True) as client:
-        found = [one for many in _ours(client).values() for one in many]
-    _print([Outcome(name=one.name, what="enabled" if one.enabled else "disabled") for one in found])
-    return 0 if found and all(one.enabled for one in found) else 1
+        listed = [automation for same_name in _ours(client).values() for automation in same_name]
+    _print([Outcome(name=each.name, status="enabled" if each.enabled else "disabled") for each in listed])
+    return 0 if listed and all(automation.enabled for automation in listed) else 1
 
 
 def _load(name: str) -> Block:
-    found = Block.load(name)
-    assert isinstance(found, Block)  # outside of an event loop
-    return found
+    block = Block.load(name)
+    assert isinstance(block, Block)  # not a coroutine: no event loop runs here
+    return block
 
 
 def _ours(client: SyncPrefectClient) -> dict[str, list[Automation]]:
-    there: dict[str, list[Automation]] = {}
-    for one in read_automations(client):
-        if one.name.startswith(PREFIX):
-            there.setdefault(one.name, []).append(one)
-    return there
+    ours: dict[str, list[Automation]] = {}
+    for automation in read_automations(client):
+        if automation.name.startswith(PREFIX):
+            ours.setdefault(automation.name, []).append(automation)
+    return ours
 
 
-def _delete(client: SyncPrefectClient, there: Mapping[str, Sequence[Automation]]) -> list[Outcome]:
-    for many in there.values():
-        for one in many:
-            client.delete_automation(_id(one))
-    return [Outcome(name=name, what="removed") for name in there]
+def _delete(client: SyncPrefectClient, by_name: Mapping[str, Sequence[Automation]]) -> list[Outcome]:
+    for same_name in by_name.values():
+        for automation in same_name:
+            client.delete_automation(_id(automation))
+    return [Outcome(name=name, status="removed") for name in by_name]
 
 
 def _essence(automation: AutomationCore) -> dict[str, Any]:
-    """Return what an automation does, without what the server adds to it."""
+    """Return an automation's own fields, without those that the server adds."""
     trigger = automation.trigger.model_dump(mode="json")
     dumped = automation.model_dump(mode="json", include={"name", "description", "enabled", "actions"})
     return {**dumped, "trigger": {key: _sorted(value) for key, value in trigger.items() if key != "id"}}
@@ -225,8 +232,8 @@ def _id(automation: Automation) -> UUID:
 
 def _print(outcomes: Sequence[Outcome]) -> None:
     table = Table("automation", "state")
-    for one in outcomes:
-        table.add_row(one.name, one.what)
+    for outcome in outcomes:
+        table.add_row(outcome.name, outcome.status)
     Console().print(table if outcomes else "There are no automations of ckpt-tasks.")
 
 

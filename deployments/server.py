@@ -1,8 +1,8 @@
 """Prefect's server in the background: `python -m deployments.server` starts it and waits until it answers.
 
 `prefect server start --background` connects its server to two pipes and exits. Nothing reads them, so the server dies
-at the first line that it writes [3.8.8]. Here it writes to `server.log` in Prefect's home, in a session of its own, and
-`prefect server stop` ends it. Concurrency leases are kept in files, where they survive a restart of the server.
+at the first line that it writes [3.8.8]. Here the server writes to `server.log` in Prefect's home and has its own
+session; `prefect server stop` ends it. Concurrency leases are stored in files, which survive a restart of the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect.settings import get_current_settings
 
 __all__ = ["main", "start_server"]
 
-_PATIENCE_S = 180  # the first start makes the database
+_PATIENCE_S = 180  # the first start creates the database
 _LOOK_S = 0.5
 _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 
@@ -31,7 +31,7 @@ class ServerError(RuntimeError):
 
 
 def start_server(host: str, port: int, options: Sequence[str] = ()) -> bool:
-    """Start a server and return when it answers; False where one answers already. Raises ServerError."""
+    """Start a server and return when it answers; return False if a server answers already. Raises ServerError."""
     url = _url(host, port)
     if _answers(url):
         return False
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Start Prefect's server in the background and wait until it answers.",
         epilog="Further options are those of `prefect server start`. `prefect server stop` ends the server.",
     )
-    parser.add_argument("--host", default=api.host, help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", default=api.port, type=int, help="(default: %(default)s)")
+    parser.add_argument("--host", default=api.host, help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", default=api.port, type=int, help="port to listen on (default: %(default)s)")
     known, options = parser.parse_known_args(arguments)
     try:
         started = start_server(known.host, known.port, options)
@@ -81,15 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 (a command line prints)
         return 1
     url = _url(known.host, known.port)
-    says = "The server answers" if started else "A server answers already"
-    print(f"{says} at {url}.")  # noqa: T201
+    message = "The server answers" if started else "A server answers already"
+    print(f"{message} at {url}.")  # noqa: T201
     if (get_current_settings().api.url or "").rstrip("/") != url:
-        print(f"Clients ask another one: export PREFECT_API_URL={url}")  # noqa: T201
+        print(f"Clients use another server: export PREFECT_API_URL={url}")  # noqa: T201
     return 0
 
 
 def _url(host: str, port: int) -> str:
-    """Return the API's address as this host reaches it."""
+    """Return the API's address for clients on this host."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"http://{reached}:{port}/api"
 

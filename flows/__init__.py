@@ -2,7 +2,7 @@
 
 `python -m flows.train` runs this file before it imports torch, and OpenMP reads its environment once, when torch loads
 it. By default OpenMP's threads spin while they wait. They then take the cores that Prefect's server and worker need,
-and a step takes several times as long. A deployment gets the same from deployments/prefect.yaml.
+and a step takes several times as long. deployments/prefect.yaml sets the same for deployments.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The flows on a terminal: options, one live line, a table at the end, and what to type next."""
+"""The flows in a terminal: options, one live line, a table at the end, and the commands to type next."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
     """Evaluate a checkpoint from the command line; return the exit status."""
     parser = _parser("flows.evaluate", "Evaluate committed checkpoints, each once per suite.")
     parser.add_argument(
-        "--which", default="latest", help='a step, "latest", "best", or "pending": all that the suite has not seen'
+        "--which", default="latest", help='a step, "latest", "best", or "pending": all that the suite has not evaluated'
     )
-    parser.add_argument("--suite", default="quick", help="which evaluation of the program")
-    parser.add_argument("--limit", type=int, help="so many of the pending ones at most")
-    parser.add_argument("--promote", metavar="MODULE:FUNCTION", help="called with a new best checkpoint")
-    parser.add_argument("--promote-params", default="{}", metavar="JSON", help="further arguments of that function")
+    parser.add_argument("--suite", default="quick", help="name of the evaluation (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="evaluate at most this many pending checkpoints")
+    parser.add_argument("--promote", metavar="MODULE:FUNCTION", help="function to call with a new best checkpoint")
+    parser.add_argument("--promote-params", default="{}", metavar="JSON", help="further arguments for that function")
     options = _finish(parser, arguments)
     out = Screen()
     with _exit_status(out, None) as status:
@@ -102,18 +102,20 @@ def main_evaluate(evaluate: Flow, arguments: Sequence[str] | None = None) -> int
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
-    parser.add_argument("--run-key", help="names the run (default: from the program's name, byte-lm for ByteLM)")
-    parser.add_argument("--checkpoint-dir", help="its directory (default: runs/RUN_KEY)")
-    parser.add_argument("--program", default=_PROGRAM, metavar="MODULE:FACTORY", help="default: %(default)s")
-    parser.add_argument("--params", default="{}", metavar="JSON", help="arguments of the factory")
-    parser.add_argument("--seed", type=int, help="the argument `seed` of the factory")
+    parser.add_argument("--run-key", help="name of the run (default: from the program's name, byte-lm for ByteLM)")
+    parser.add_argument("--checkpoint-dir", help="directory or URL of the run (default: runs/RUN_KEY)")
+    parser.add_argument(
+        "--program", default=_PROGRAM, metavar="MODULE:FACTORY", help="program of the run (default: %(default)s)"
+    )
+    parser.add_argument("--params", default="{}", metavar="JSON", help="arguments for the factory")
+    parser.add_argument("--seed", type=int, help="argument `seed` for the factory")
     return parser
 
 
 def _train_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser("flows.train", "Train a program; started again, the same command goes on where it ended.")
+    parser = _parser("flows.train", "Train a program. Run the same command again to continue where it ended.")
     parser.add_argument("--steps", type=int, default=600, help="train until this step (default: %(default)s)")
-    parser.add_argument("--step-interval", type=int, default=100, help="save every so many (default: %(default)s)")
+    parser.add_argument("--step-interval", type=int, default=100, help="steps from save to save (default: %(default)s)")
     parser.add_argument("--batch-steps", type=int, help="steps of one Prefect task (default: as many as take 30 s)")
     return _finish(parser, arguments)
 
@@ -127,7 +129,7 @@ def _finish(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
 
 
 def _default_key(program: str) -> str:
-    """Return the key of a program's run where none is named: "pkg.module:MyModel" becomes "my-model"."""
+    """Return the default run key of a program: "pkg.module:MyModel" becomes "my-model"."""
     name = program.rpartition(":")[2].rpartition(".")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
 
@@ -167,7 +169,7 @@ def _evaluation(options: argparse.Namespace, params: dict[str, Any]) -> dict[str
 
 @contextmanager
 def _prefect(out: Console) -> Iterator[None]:
-    """Start the embedded server if one is needed, and keep Prefect's log off the screen unless its level was set."""
+    """Start the embedded server if needed, and keep Prefect's log off the screen unless the user set its level."""
     if get_current_settings().api.url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
     start_embedded_server()
@@ -175,8 +177,8 @@ def _prefect(out: Console) -> Iterator[None]:
         yield
         return
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, PrefectConsoleHandler):  # the other way, to Prefect's pages, stays open
-            handler.addFilter(_is_for_people)  # for good: it says more at exit
+        if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records
+            handler.addFilter(_is_for_people)  # never removed: Prefect logs more at exit
     tasks, warnings = logging.getLogger("prefect.task_runs"), _Warnings(out)
     tasks.addHandler(warnings)
     try:
@@ -186,14 +188,14 @@ def _prefect(out: Console) -> Iterator[None]:
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:
-    """Keep Prefect's own lines off the screen, and what the screen shows by itself: every restore and save."""
+    """Drop Prefect's own records, and those of restores and saves, which the screen shows itself."""
     if record.name.startswith("ckpt_tasks"):
         return record.levelno > logging.INFO
     return not record.name.startswith(_PREFECT_LOGS)
 
 
 class _Warnings(logging.Handler):
-    """Print the warnings of a flow run: failed attempts."""
+    """Print the warnings of a flow run, such as failed attempts."""
 
     def __init__(self, out: Console):
         super().__init__(logging.WARNING)
@@ -205,7 +207,7 @@ class _Warnings(logging.Handler):
 
 
 class _StoppedError(BaseException):
-    """SIGTERM, outside of a flow or after it."""
+    """SIGTERM outside a flow, or after it."""
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
@@ -214,10 +216,10 @@ def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[list[int]]:
-    """Turn what ends the block into an exit status and one line: 0, 1 for our errors, 130 and 143 for signals."""
+    """Turn the end of the block into an exit status and one line: 0, 1 for our errors, 130 and 143 for signals."""
     status = [0]
-    # Prefect forwards the signal to the previous handler: with the default one the process would end at once, and
-    # leave the embedded server behind.
+    # Prefect forwards SIGTERM to the previous handler. The default handler would end the process at once and leave the
+    # embedded server running.
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
         yield status
@@ -240,11 +242,11 @@ def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[l
         _print_stopped(out, options)
 
 
-# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _announce(out: Console, options: argparse.Namespace, start: int) -> EvaluationResult | None:
-    """Say where the run stands; return its evaluation where there is nothing left to do."""
+    """Print the run's position; if the run is complete, return the recorded evaluation of its newest checkpoint."""
     if start < options.steps:
         out.print(f"Run {options.run_key}: {f'goes on from step {start}' if start else 'from the beginning'}.")
         return None
@@ -278,13 +280,13 @@ def _print_stopped(out: Console, options: argparse.Namespace) -> None:
 
 
 def _without(arguments: Sequence[str], *names: str) -> list[str]:
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if not skip and not argument.startswith(tuple(f"{name}=" for name in names)) and argument not in names:
-            kept.append(argument)
+            remaining.append(argument)
         skip = not skip and argument in names
-    return kept
+    return remaining
 
 
 def _ckpt() -> str:

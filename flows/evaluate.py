@@ -15,7 +15,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.attempts import attempted_task
 from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, teller
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
 from ckpt_tasks.orchestration.starts import name_declined_starts
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
@@ -43,14 +43,15 @@ def evaluate(
     promote_params: dict[str, Any] | None = None,
     retries: int = 2,
 ) -> list[EvaluationResult]:
-    """Evaluate checkpoints by `suite`, each once, and record the results beside them.
+    """Evaluate checkpoints with `suite`, each once, and record the results beside them.
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
-    this suite has not evaluated, newest first and `limit` at most, and those that are committed until nothing has been
-    pending for `follow_s` seconds; a run that is not there yet is waited for so long. No checkpoint is pruned while it
-    is evaluated; one that is gone by then is skipped. What is recorded is returned as it is, and nothing changes.
-    `promote` ("module:function") is called with the run's best checkpoint, and `promote_params`, if it was looked at.
-    Several are evaluated side by side by the flow's task runner; what fails does so at the end of the flow.
+    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits that long for a run
+    that does not exist yet, and looks for new commits until none has been pending for `follow_s` seconds. The flow's
+    task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A checkpoint
+    is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned unchanged.
+    `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow run
+    evaluated that checkpoint or `which` names it.
     """
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     evaluator = Evaluator(
@@ -73,9 +74,9 @@ def evaluate(
     else:
         rounds = _by_name(task, choose(run, which), evaluator)
     results: list[EvaluationResult] = []
-    for found in rounds:
-        results += found
-        looked_at = [one for one in found if one.new or which != "pending"]
+    for round_results in rounds:
+        results += round_results
+        looked_at = [result for result in round_results if result.new or which != "pending"]
         if promotion is not None and looked_at:
             _promote(attempted(promotion.of_best, task_run_name="promotion"), looked_at, errors)
     name_declined_starts(run_key)
@@ -104,7 +105,7 @@ def _evaluation(evaluator: Evaluator, checkpoint: Checkpoint, step: int, suite: 
 def _promote(task: Task[..., None], looked_at: list[EvaluationResult], errors: dict[str, Exception]) -> None:
     try:
         task(looked_at)
-    except Exception as error:  # noqa: BLE001 (raised at the end: what comes is evaluated all the same)
+    except Exception as error:  # noqa: BLE001 (raised at the end: later rounds are evaluated first)
         errors["promotion"] = error
 
 
@@ -121,22 +122,22 @@ def _side_by_side(
     evaluator: Evaluator,
     errors: dict[str, Exception],
 ) -> Iterator[list[EvaluationResult]]:
-    """Evaluate round after round on the flow's task runner; put the errors aside, by their steps."""
-    on_progress, done, known = teller.get(), 0, 0
-    for todo in rounds:
-        known += len(todo)
-        futures = [task.submit(evaluator, one, one.step, evaluator.suite) for one in todo]
-        steps = {future.task_run_id: one.step for future, one in zip(futures, todo, strict=True)}
-        found = []
+    """Evaluate round after round on the flow's task runner; collect the errors by step."""
+    on_progress, done, known = evaluation_watcher.get(), 0, 0
+    for pending in rounds:
+        known += len(pending)
+        futures = [task.submit(evaluator, checkpoint, checkpoint.step, evaluator.suite) for checkpoint in pending]
+        steps = {future.task_run_id: checkpoint.step for future, checkpoint in zip(futures, pending, strict=True)}
+        results = []
         for future in as_completed(futures):
             try:
-                found.append(future.result())
-            except Exception as error:  # noqa: BLE001 (the flow raises it, once the others are done)
+                results.append(future.result())
+            except Exception as error:  # noqa: BLE001 (the flow raises it after the others)
                 errors[f"step {steps[future.task_run_id]}"] = error
             done += 1
             if on_progress:
                 on_progress(done, known)
-        yield found
+        yield results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a flow shows on a terminal: one live line while it trains, and tables at the end."""
+"""What a flow shows in a terminal: one live line while it works, and tables at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, teller
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluation_watcher
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.words import clock, fine_span, printable
@@ -27,18 +27,18 @@ _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "prun
 
 
 class Screen(Console):
-    """A console that prints texts as they are: in a metric's name brackets are no markup, and codes move no cursor."""
+    """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text to be printed; every text passes here, those in the cells of tables too."""
+        """Make a text printable; rich calls this for every text, also for the cells of tables."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
 class LiveLine:
-    """Watch the flows that the block runs: one line that changes on a terminal, a plain line now and then elsewhere."""
+    """Show the progress of flows in the block: one line that changes on a terminal, elsewhere a plain line every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
         self._out = out
@@ -61,10 +61,10 @@ class LiveLine:
             self._live.stop()
 
     def __call__(self, progress: Progress) -> None:
-        """Take one step in."""
+        """Show a completed step."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # the time before the first step is not a step's
+        if self._pace_s is None:  # the time since the start is not the first step's
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
@@ -75,7 +75,7 @@ class LiveLine:
             self._out.print(self.text(progress), soft_wrap=True)
 
     def text(self, progress: Progress) -> str:
-        """Return the line: step, metrics, speed, time left, the last commit and what training waited for it."""
+        """Return the line: step, first metric, speed, time left, the last commit and how long training waited for it."""
         parts = [f"step {progress.step}/{self._total}"]
         parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
         if progress.amount:
@@ -90,16 +90,16 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
     """Print the checkpoints of a run, oldest first."""
     table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
     newest_first = run_of(config).checkpoints()
-    metrics = sort_metrics({name for one in newest_first for name in one.metrics})[:_MOST_METRICS]
+    metrics = sort_metrics({name for checkpoint in newest_first for name in checkpoint.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "size", "took", "saved (UTC)"):
         table.add_column(name, justify="right")
-    for one in reversed(newest_first):
-        table.add_row(*_cells(one, metrics))
+    for checkpoint in reversed(newest_first):
+        table.add_row(*_cells(checkpoint, metrics))
     out.print(table)
 
 
 def print_evaluation(out: Console, result: EvaluationResult) -> None:
-    """Print what a suite measured."""
+    """Print the metrics that a suite measured on a checkpoint."""
     table = Table(title=f"Evaluation of step {result.step}, suite {result.suite}", title_justify="left")
     names = sort_metrics(result.metrics)
     for name in names:
@@ -109,21 +109,21 @@ def print_evaluation(out: Console, result: EvaluationResult) -> None:
 
 
 def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResult]) -> None:
-    """Print what a suite measured on several checkpoints, by their steps, and which of them is new."""
+    """Print the metrics that a suite measured on several checkpoints, by step, and the outcome of each."""
     table = Table(
         title=f"Evaluations by {suite}" if results else f"Nothing to evaluate by {suite}.", title_justify="left"
     )
-    metrics = sort_metrics({name for one in results for name in one.metrics})[:_MOST_METRICS]
+    metrics = sort_metrics({name for result in results for name in result.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "outcome"):
         table.add_column(name.replace("_", " "), justify="right")
-    for one in sorted(results, key=lambda one: one.step):
-        numbers = (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
-        table.add_row(str(one.step), *numbers, _OUTCOMES[one.outcome])
+    for result in sorted(results, key=lambda result: result.step):
+        numbers = (f"{result.metrics[name]:.4g}" if name in result.metrics else "" for name in metrics)
+        table.add_row(str(result.step), *numbers, _OUTCOMES[result.outcome])
     out.print(table if results else table.title)
 
 
 class EvaluationLine:
-    """Watch the evaluations of the flow that the block runs: one line that changes on a terminal, else a plain one."""
+    """Show the evaluations of the flow in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console):
         self._out = out
@@ -131,18 +131,18 @@ class EvaluationLine:
         self._shown_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._token = teller.set(self)
+        self._token = evaluation_watcher.set(self)
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        teller.reset(self._token)
+        evaluation_watcher.reset(self._token)
         if self._live:
             self._live.stop()
 
     def __call__(self, done: int, known: int) -> None:
-        """Take in how many are done, of how many that are known so far."""
+        """Show how many evaluations are done, of those known so far."""
         text = f"{done} of {known} checkpoints evaluated"
         if self._live:
             self._live.update(Text(text))
@@ -151,12 +151,13 @@ class EvaluationLine:
             self._out.print(text)
 
 
-def _cells(one: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
-    yield str(one.step)
-    yield from (f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in metrics)
-    yield f"{one.size_bytes / 2**20:.1f} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:.1f} KiB"
-    yield fine_span(one.cost_s)
-    yield one.saved_at[11:19]
+def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
+    size_bytes = checkpoint.size_bytes
+    yield str(checkpoint.step)
+    yield from (f"{checkpoint.metrics[name]:.4g}" if name in checkpoint.metrics else "" for name in metrics)
+    yield f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.1f} KiB"
+    yield fine_span(checkpoint.cost_s)
+    yield checkpoint.saved_at[11:19]
 
 
 def _smooth(mean: float | None, value: float) -> float:

@@ -1,4 +1,4 @@
-"""Train a program as a flow that can be killed anywhere: `python -m flows.train`, or the deployment `train/byte-lm`."""
+"""Train a program as a flow that may be killed anytime: `python -m flows.train`, or the deployment `train/byte-lm`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ckpt_tasks.session.parameters import effective_params
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Where the run stands, how many steps this flow run trained, and the last metrics (none if it trained none).
+    """The run's position, how many steps this flow run trained, and its last metrics (none if it trained none).
 
-    `stopped_because` says why it was stopped early; None where it was not.
+    `stopped_because` is the reason of an early stop; None without one.
     """
 
     run_key: str
@@ -59,12 +59,12 @@ def train(
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
-    The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each is one task: it restores if it
-    has to, trains, and ends with a commit; a failed one is retried up to `retries` times, after `retry_delay_seconds`
-    seconds, then twice that, and so on. Whatever ended this flow run, another one with the same `run_key` and directory
-    goes on from the newest good checkpoint; a store or an API that is away crashes a deployment's, so that it is
-    resumed. A run that is new begins with the checkpoint `fork_from` ("DIR@STEP") of another one, if that is given.
-    Where `early_stop` says so, the flow run is suspended at the end of a batch.
+    The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is one task: it restores
+    if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times, after
+    `retry_delay_seconds` seconds, then twice that, and so on. However this flow run ends, another one with the same
+    `run_key` and directory continues from the newest good checkpoint. If the store or Prefect's API does not answer, a
+    deployment's flow run crashes, so that it is resumed. A new run begins with the checkpoint `fork_from` ("DIR@STEP")
+    of another run, if given. `early_stop` suspends the flow run at the end of a batch.
     """
     with crashes_while_the_api_is_away():
         stay_as_decided()
@@ -78,8 +78,8 @@ def train(
         find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
-    # Within the block SIGTERM and Ctrl-C wait for the end of the step, and for its commit.
     crash_lost_task_runs()
+    # In this block SIGTERM and Ctrl-C wait for the end of the step and its commit.
     with (
         logged_with_the_flow_run(),
         crashes_while_the_store_is_away(reached=True),

@@ -18,7 +18,7 @@ prune = task(name="prune", cache_policy=NO_CACHE, persist_result=False)(prune_ru
 
 @dataclass(frozen=True, kw_only=True)
 class UpkeepResult:
-    """What was read back, and what was pruned; `pruned` is None where the run is training, and prunes by itself."""
+    """What was verified and what was pruned; `pruned` is None if the run is training, since it prunes by itself."""
 
     run_key: str
     verified: Verified
@@ -27,10 +27,10 @@ class UpkeepResult:
 
 @flow(name="upkeep", flow_run_name="{run_key}", persist_result=False)
 def upkeep(*, run_key: str, checkpoint: CheckpointConfig) -> UpkeepResult:
-    """Read the run `run_key` back, every byte, then prune it by the policy in `checkpoint`.
+    """Verify every byte of the run `run_key`, then prune it by the policy in `checkpoint`.
 
-    Where anything is damaged the flow run fails with all of it, after everything has been looked at and before anything
-    is pruned: what is damaged may be all that there is.
+    If anything is damaged, the flow run fails, lists every fault, and prunes nothing: a damaged checkpoint may be the
+    only one that is left.
     """
     config = config_of_run(checkpoint, run_key)
     verified = verify(config)

@@ -1,7 +1,7 @@
-"""The second line behind the automations: resume what crashed and was not resumed; the deployment `watch/byte-lm`.
+"""Resume crashed flow runs that the automations missed: the deployment `watch/byte-lm`.
 
-An automation acts on events, and an event can be lost: a server on SQLite loses some under load, and any server those
-of the moment in which it dies. This looks at states, which stay.
+An automation acts on events, and events can be lost: a server on SQLite drops some under load, and a server that dies
+loses the latest ones. This flow looks at states, which are stored.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ckpt_tasks.orchestration.early_stop import RESUMED
 
 __all__ = ["Watched", "watch"]
 
-_MOST_UNBEGUN = 10  # crashes of a run that has never begun
-_PAGE = 200  # flow runs, the most that a server gives at once
+_MOST_UNBEGUN = 10  # resumes of a flow run that has never begun
+_PAGE = 200  # the server's limit for one answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The names of the flow runs that were resumed, and of the dead ones: marked as crashed, or as cancelled."""
+    """The names of the flow runs that were resumed, marked as crashed (`dead`), and marked as cancelled."""
 
     resumed: tuple[str, ...]
     dead: tuple[str, ...]
@@ -50,12 +50,12 @@ def watch(
     pending_s: float = 3600.0,
     max_runs: int = 100,
 ) -> Watched:
-    """Resume the flow runs with `tag` that crashed `crashed_s` seconds ago or more, within a day and `max_runs` starts.
+    """Resume the flow runs with `tag` that crashed at least `crashed_s` seconds and at most a day ago.
 
-    One that never began, as where the server was too busy to let it, has no starts to count: ten times at most. One
-    that is running and has sent no heartbeat for `silent_s` seconds is marked as crashed, and resumed next time; so is
-    one that has been pending for `pending_s` seconds, as where its worker died: a cluster may need long to begin. One
-    that was to be cancelled and is silent, as its host died meanwhile, is marked as cancelled.
+    A flow run is resumed until it has started `max_runs` times; one that never began, because the server was too busy,
+    ten times. A running flow run without a heartbeat for `silent_s` seconds is marked as crashed, and resumed next
+    time. So is a flow run that is pending for `pending_s` seconds, because its worker died; a cluster may need long to
+    start a process. A flow run that was being cancelled when its host died is marked as cancelled after `silent_s`.
     """
     now = datetime.now(UTC)
     today = FlowRunFilterEndTime.model_validate({"after_": now - timedelta(days=1)})
@@ -65,23 +65,23 @@ def watch(
         for run in _runs(client, tag, StateType.CRASHED, ended=today):
             age = now - _since(run)
             if timedelta(seconds=crashed_s) <= age and _may_start(client, run, max_runs):
-                wanted: State[None] = AwaitingRetry(message=RESUMED)
-                if client.set_flow_run_state(run.id, wanted).status is SetStateStatus.ACCEPT:
+                scheduled: State[None] = AwaitingRetry(message=RESUMED)
+                if client.set_flow_run_state(run.id, scheduled).status is SetStateStatus.ACCEPT:
                     resumed.append(run.name)
                     log.warning("%s crashed %.0f s ago and is resumed", run.name, age.total_seconds())
                 else:
-                    log.warning("%s crashed, and the server does not let it go on: has it no deployment?", run.name)
+                    log.warning("%s crashed, and the server refuses to resume it: does it have a deployment?", run.name)
         silent, pending = now - timedelta(seconds=silent_s), now - timedelta(seconds=pending_s)
         why = f"No heartbeat for {silent_s:.0f} s."
         dead = [
             (run, why)
             for run in _runs(client, tag, StateType.RUNNING)
-            if str(run.id) != flow_run.id and _since(run) < silent and not _beats(client, run, silent)
+            if str(run.id) != flow_run.id and _since(run) < silent and not _sends_heartbeats(client, run, silent)
         ]
         cancelled = [
             run
             for run in _runs(client, tag, StateType.CANCELLING)
-            if _since(run) < silent and not _beats(client, run, silent)
+            if _since(run) < silent and not _sends_heartbeats(client, run, silent)
         ]
         dead += [
             (run, f"Pending for {pending_s:.0f} s.")
@@ -92,7 +92,7 @@ def watch(
             client.set_flow_run_state(run.id, Crashed(message=why))
             log.warning("%s is marked as crashed: %s", run.name, why)
         for run in cancelled:
-            client.set_flow_run_state(run.id, Cancelled(message="It was to be cancelled, and its process is gone."))
+            client.set_flow_run_state(run.id, Cancelled(message="It was being cancelled, and its process is gone."))
             log.warning("%s is marked as cancelled: its process is gone", run.name)
     return Watched(
         resumed=tuple(resumed),
@@ -104,17 +104,17 @@ def watch(
 def _runs(
     client: SyncPrefectClient, tag: str, state: StateType, ended: FlowRunFilterEndTime | None = None
 ) -> list[FlowRun]:
-    wanted = FlowRunFilter(
+    with_tag = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[tag]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
         end_time=ended,
     )
-    found: list[FlowRun] = []
+    runs: list[FlowRun] = []
     while True:
-        page = client.read_flow_runs(flow_run_filter=wanted, limit=_PAGE, offset=len(found))
-        found += page
+        page = client.read_flow_runs(flow_run_filter=with_tag, limit=_PAGE, offset=len(runs))
+        runs += page
         if len(page) < _PAGE:
-            return found
+            return runs
 
 
 def _may_start(client: SyncPrefectClient, run: FlowRun, max_runs: int) -> bool:
@@ -128,11 +128,11 @@ def _since(run: FlowRun) -> datetime:
     return run.state.timestamp
 
 
-def _beats(client: SyncPrefectClient, run: FlowRun, since: datetime) -> bool:
-    wanted = {
+def _sends_heartbeats(client: SyncPrefectClient, run: FlowRun, since: datetime) -> bool:
+    heartbeats = {
         "event": {"name": ["prefect.flow-run.heartbeat"]},
         "resource": {"id": [f"prefect.flow-run.{run.id}"]},
         "occurred": {"since": since.isoformat()},
     }
-    answer = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 1})
+    answer = client.request("POST", "/events/filter", json={"filter": heartbeats, "limit": 1})
     return bool(answer.json()["events"])

@@ -1,7 +1,7 @@
-"""What Prefect's pages show of a run while a flow run trains it: how far it is, its checkpoints, and its report.
+"""A flow run's artifacts on Prefect's pages while it trains: its progress, its checkpoints and its report.
 
-Pages observe. Where Prefect or the store cannot be reached, one warning says so, and training goes on: such a call is
-made once, is given up after seconds, and is not made again for a while.
+They never stop training. If Prefect or the store does not answer, one warning says so. A request to Prefect is sent
+once, with a timeout of 5 s. After a failure nothing is published for a minute or more.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ __all__ = ["RunPages", "artifact_key"]
 
 _PROGRESS_EVERY_S = 5.0  # an update takes 7 ms
 _REPORT_EVERY_S = 120.0
-_REPORT_PART = 1 / 2000  # of all time goes into reports at most, 15 ms of a batch of 30 s
+_REPORT_PART = 1 / 2000  # reports take at most this part of the time: 15 ms of a batch of 30 s
 _PATIENCE_S = 5.0
-_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # after a failure, twice as long after each more
+_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # after a failure; doubled after each further failure
 _MOST_ENTRIES = 1_000  # of the ledger; `ckpt report` reads more
 _BATCHES_MEASURED = 8
-_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # what stands between has answered in the server's place
+_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # a proxy answered instead of the server
 
 
 class RunPages:
     """Keep a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints" and "<run>-report".
 
-    Each is made once for a flow run, however often that is started, and then changed: the progress every 5 s at most,
-    the others every 2 min; all of them at the end of the block, unless a signal or the store ended it.
+    Each artifact is created once per flow run, even if that is started again, and then updated: the progress at most
+    every 5 s, the others at most every 2 min. All are updated at the end of the block, unless a signal or an error of
+    the store ended it.
     """
 
     def __init__(self, ckpt: Checkpointer, run_key: str, total_steps: int):
@@ -67,7 +68,7 @@ class RunPages:
         self._pause_s, self._warned = _PAUSE_S, False
 
     def __enter__(self) -> Self:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # else an attempt would take a minute
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # with retries one request could take a minute
             self._context = copy_context()
         self._client: SyncPrefectClient = get_client(sync_client=True, httpx_settings={"timeout": _PATIENCE_S})
         self._client.__enter__()
@@ -82,14 +83,14 @@ class RunPages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # A process that must stop has little time left, and a failing store would be waited for once more.
+            # A process that must stop has little time left, and a failing store would only cost another wait.
             if error is None or (isinstance(error, Exception) and not isinstance(error, StoreError)):
                 self._try(self._publish)
         finally:
             self._client.__exit__(None, None, None)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that training has come to a step; what was shown a moment ago is left as it is."""
+        """Show that training has reached `step`; do nothing if the artifacts were updated a moment ago."""
         now_s = time.monotonic()
         self._paces.append((now_s, step))
         self._step, self._metrics = step, dict(metrics)
@@ -99,21 +100,21 @@ class RunPages:
             self._try(self._show_progress)
 
     def _begin(self) -> None:
-        self._find_pages()
+        self._find_artifacts()
         checkpoints = self._ckpt.checkpoints()
         if checkpoints:
             self._step, self._metrics = checkpoints[0].step, dict(checkpoints[0].metrics)
         self._paces.append((time.monotonic(), self._step))
         self._publish()
 
-    def _find_pages(self) -> None:
+    def _find_artifacts(self) -> None:
         if not flow_run.id or flow_run.run_count < 2:
             return
-        mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run.id)]))
+        of_flow_run = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run.id)]))
         prefix = f"{artifact_key(self._key)}-"
-        for one in self._client.read_artifacts(artifact_filter=mine):
-            if one.key and one.key.startswith(prefix):
-                self._ids[one.key.removeprefix(prefix)] = one.id
+        for artifact in self._client.read_artifacts(artifact_filter=of_flow_run):
+            if artifact.key and artifact.key.startswith(prefix):
+                self._ids[artifact.key.removeprefix(prefix)] = artifact.id
 
     def _publish(self) -> None:
         self._show_progress()
@@ -128,25 +129,25 @@ class RunPages:
             self._run = run_of(self._ckpt.config)
         self._timeline = read_timeline(self._run.history, _MOST_ENTRIES, self._timeline)
         head = self._run.head()
-        report = make_report(self._key, self._run.history.store.url, self._timeline, head.state, self._kept(head))
-        name, first = in_markdown(self._key), "report" not in self._ids
+        report = make_report(self._key, self._run.history.store.url, self._timeline, head.state, self._fates(head))
+        name, is_first = in_markdown(self._key), "report" not in self._ids
         self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary}")
-        page = get_current_settings().ui_url
-        where = f"{page.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if page else None
-        description = f"The checkpoints of {name}, newest first." + (f" [The run's report]({where})" if where else "")
-        # Prefect's page shows the cells of a table as markdown, and their headings as text.
+        ui_url = get_current_settings().ui_url
+        report_url = f"{ui_url.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if ui_url else None
+        link = f" [The run's report]({report_url})" if report_url else ""
+        # Prefect's page shows the cells of a table as markdown, and its headings as text.
         rows = [{printable(name): in_markdown(cell) for name, cell in row.items()} for row in report.checkpoints]
-        self._put("checkpoints", "table", json.dumps(rows), description)
-        if first and where:
-            get_run_logger().info("Report: %s", where)
+        self._put("checkpoints", "table", json.dumps(rows), f"The checkpoints of {name}, newest first.{link}")
+        if is_first and report_url:
+            get_run_logger().info("Report: %s", report_url)
 
     def _show_progress(self) -> None:
         percentage = round(100.0 * min(1.0, self._step / self._total), 1) if self._total > 0 else 100.0
-        self._put("progress", "progress", percentage, self._said())
+        self._put("progress", "progress", percentage, self._progress_text())
         self._progress_due_s = time.monotonic() + _PROGRESS_EVERY_S
 
-    def _said(self) -> str:
-        """Return the line below the bar: step, first metric, speed and time left."""
+    def _progress_text(self) -> str:
+        """Return the line below the progress bar: step, first metric, speed and time left."""
         parts = [f"step {self._step:,} of {self._total:,}"]
         parts += [f"{in_markdown(name)} {number(self._metrics[name])}" for name in sort_metrics(self._metrics)[:1]]
         (since_s, first), (until_s, last) = self._paces[0], self._paces[-1]
@@ -157,22 +158,23 @@ class RunPages:
                 parts.append(f"ETA {clock((self._total - self._step) * pace_s)}")
         return " · ".join(parts)
 
-    def _kept(self, head: Head) -> dict[str, str]:
+    def _fates(self, head: Head) -> dict[str, str]:
+        """Return by manifest digest why the policy keeps each checkpoint, or that the next prune removes it."""
         verdicts = plan_prune(head.state, self._ckpt.config.retention_policy)
         return {
             v.manifest_digest: ", ".join(v.reasons) if v.keep else f"until the next prune: {v.reasons[0]}"
             for v in verdicts
         }
 
-    def _put(self, what: str, kind: str, data: Any, description: str) -> None:
-        """Make an artifact of this flow run, or change the one that it has."""
-        if what in self._ids:
-            self._client.update_artifact(self._ids[what], ArtifactUpdate(data=data, description=description))
+    def _put(self, name: str, kind: str, data: Any, description: str) -> None:
+        """Create the artifact "<run>-<name>" of this flow run, or update it."""
+        if name in self._ids:
+            self._client.update_artifact(self._ids[name], ArtifactUpdate(data=data, description=description))
             return
-        key = f"{artifact_key(self._key)}-{what}"
+        key = f"{artifact_key(self._key)}-{name}"
         run_id = UUID(flow_run.id) if flow_run.id else None
         new = ArtifactCreate(type=kind, key=key, data=data, description=description, flow_run_id=run_id)
-        self._ids[what] = self._client.create_artifact(new).id
+        self._ids[name] = self._client.create_artifact(new).id
 
     def _try(self, publish: Callable[[], None]) -> None:
         if time.monotonic() < self._not_before_s:
@@ -189,5 +191,5 @@ class RunPages:
 
 
 def artifact_key(run_key: str) -> str:
-    """Return a run's key as Prefect's rule for the keys of artifacts has it: lowercase letters, digits, dashes."""
+    """Return a run's key in the form that Prefect requires of artifact keys: lowercase letters, digits, dashes."""
     return re.sub(r"[^a-z0-9]+", "-", run_key.lower()).strip("-") or "run"

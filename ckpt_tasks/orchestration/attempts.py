@@ -1,13 +1,13 @@
 """Retry-aware hooks around every attempt of a task: restore before it, commit after it, discard when it fails.
 
-They run inside the attempt, in its thread, and their failure is the attempt's failure, so that Prefect retries it.
-Prefect's own state hooks would not do: they swallow exceptions, and fire once more on a crash.
+The hooks run inside the attempt, in its thread: if a hook fails, the attempt fails, and Prefect retries it.
+Prefect's own state hooks cannot do this: they swallow exceptions, and run a second time on a crash.
 
 Invariants
 
-1. A body runs on a state that is the one of `ckpt.position`, or not at all.
-2. An attempt has succeeded only when what it made is committed.
-3. Before the first body of a run begins there is a checkpoint, so that its retry has something to restore.
+1. A task's body runs only when the live state is the state of `ckpt.position`.
+2. An attempt succeeds only after the state that it produced is committed.
+3. The first body of a run begins only after a checkpoint exists, so that a retry can restore.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]
 
-# Another attempt would meet the same again, or must not be made.
+# A retry would fail in the same way, or must not happen.
 PERMANENT = (
     ConfigError,
     StateError,
@@ -60,14 +60,15 @@ PERMANENT = (
 )
 
 _LONGEST_DELAY_S = 60.0
-_MOST_RETRIES = 50  # of Prefect, for a list of delays
+_MOST_RETRIES = 50  # Prefect's limit for a list of delays
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a hook gets: the attempt's number from 1 on, steps completed, and why the last attempt ended.
+    """Describe an attempt to a hook: its number (from 1), the steps completed, and why the previous attempt failed.
 
-    `failure` is None where the attempt before did not fail in this process; `after_failure` gets this attempt's own.
+    `failure` is None if the previous attempt did not fail in this process. `after_failure` gets the failure of the
+    attempt that just failed.
     """
 
     number: int
@@ -77,9 +78,10 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptHooks:
-    """Your own functions around every attempt of a resumable task; what one raises fails the attempt.
+    """Your own functions around every attempt of a resumable task; if one raises, the attempt fails.
 
-    They are called after the restore, after the commit, and after a failed attempt was discarded and recorded.
+    `before_attempt` is called after the restore, `after_attempt` after the commit, and `after_failure` after a failed
+    attempt was discarded and recorded.
     """
 
     before_attempt: Callable[[Attempt], object] | None = None
@@ -90,7 +92,7 @@ class AttemptHooks:
 class Attempts:
     """Run a task's body between the hooks, attempt by attempt.
 
-    `counted`: an attempt whose body reported no step through `ckpt.step()` is a step of its own.
+    If `counted`, an attempt is one step when its body reported no step through `ckpt.step()`.
     """
 
     def __init__(self, session: Session, *, counted: bool, max_stalled: int, hooks: AttemptHooks | None = None):
@@ -102,7 +104,10 @@ class Attempts:
         self._streams = OwnStreams()
 
     def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Make one attempt on the random streams of training; raises what the body or a hook raised."""
+        """Make one attempt on training's random streams; raises what the body, a hook, a restore or a save raises.
+
+        Raises NoProgressError after `max_stalled` starts and failures in a row without a new committed step.
+        """
         keep_threads_out_of_streams()
         with self._streams.inside():
             return self._run(body, *args, **kwargs)
@@ -121,14 +126,14 @@ class Attempts:
             self._failed(attempt, f"{type(error).__name__}: {error}", error)
             raise
         except BaseException:
-            self.session.clean = False  # it may have come in the middle of a step
+            self.session.clean = False  # the interruption may have come in the middle of a step
             raise
         return result
 
     def _before(self, attempt: Attempt) -> Attempt:
         ckpt = self.session.ckpt
         hold_signals(ckpt, True)
-        if not self.session.clean:  # a clean session has just committed: it made progress
+        if not self.session.clean:  # a clean session has just committed, so it made progress
             self.session.restore()
             self._check_progress()
         attempt = replace(attempt, position=ckpt.position)
@@ -158,20 +163,20 @@ class Attempts:
         if error is not None:
             _clear_frames(error)
         self.session.discard()
-        if _helps(error):
+        if _is_retryable(error):
             log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
             log.warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
-        if not isinstance(error, OwnerError):  # a fenced process writes nothing, not even evidence
+        if not isinstance(error, OwnerError):  # a fenced process must not write, not even its failure
             self._note(attempt, why, error)
         _call(self._hooks.after_failure, replace(attempt, position=ckpt.position, failure=why))
-        hold_signals(ckpt, False)  # nothing trains until the next attempt, and that may be a minute away
+        hold_signals(ckpt, False)  # the next attempt may be a minute away, and nothing trains until then
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
             self.session.ckpt.record_failure(attempt=attempt.number, step=self.session.ckpt.position, why=why[:2000])
-        except CkptError as second:
+        except CkptError as record_error:
             if error is not None:
-                error.add_note(f"The failure could not be noted in the ledger: {second}")
+                error.add_note(f"The failure could not be recorded in the ledger: {record_error}")
 
 
 def resumable_task(
@@ -185,13 +190,13 @@ def resumable_task(
     hooks: AttemptHooks | None = None,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Make a function a Prefect task that goes on where its last committed attempt ended.
+    """Make a function a Prefect task that continues where its last committed attempt ended.
 
-    Before an attempt `state` is restored where it has to be: on the first use in this process, and after a failed
-    attempt. After an attempt it is committed, at the step that the body reported through `ckpt.step()`, else at the
-    position + 1. After a failed one the failure is recorded in the ledger. `hooks` are called at the same
-    points. Retries come after `retry_delay_seconds` seconds, then twice that, and so on, with jitter; what another
-    attempt cannot mend (`PERMANENT`) is never retried. `options` are those of `prefect.task`.
+    `state` is restored before the first attempt in this process and after a failed attempt. After an attempt it is
+    committed: at the step that the body reported through `ckpt.step()`, else at position + 1. A failed attempt is
+    recorded in the ledger. `hooks` run at these three points. The first retry comes after `retry_delay_seconds`, each
+    further one after twice the delay (at most 60 s), with jitter. A failure that no retry can mend (`PERMANENT`) is not
+    retried. `options` are those of `prefect.task`.
 
     Raises ConfigError for a function or an option with which the task could not be resumed.
     """
@@ -200,7 +205,9 @@ def resumable_task(
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
         if not _is_plain(function):
-            raise ConfigError(f"{function!r} cannot be a resumable task", hint="Use def, not async, and no generator.")
+            raise ConfigError(
+                f"{function!r} cannot be a resumable task", hint="Use a plain def: not async, not a generator."
+            )
 
         @wraps(function)
         def attempted(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -219,10 +226,15 @@ def attempted_task(
     retry_condition_fn: RetryCondition | None = None,
     **options: Any,
 ) -> Task[P, R]:
-    """Make a Prefect task that runs every attempt: nothing cached, nothing kept, delays that grow, with jitter."""
+    """Make a Prefect task that runs its body on every attempt: no cache, no stored result, growing delays with jitter.
+
+    Raises ConfigError for options of Prefect's cache or retries, and for retries or a delay out of range.
+    """
     unfit = sorted(name for name in options if name.startswith(("cache_", "retry_", "refresh_")))
     if unfit:
-        raise ConfigError(f"{', '.join(unfit)}: not for a resumable task", hint="A cached result would skip its body.")
+        raise ConfigError(
+            f"{', '.join(unfit)}: not allowed for a resumable task", hint="A cached result would skip its body."
+        )
     if not 0 <= retries <= _MOST_RETRIES or retry_delay_seconds < 0:
         raise ConfigError(f"{retries} retries after {retry_delay_seconds} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
     keep_prefect_out_of_forks()
@@ -233,34 +245,34 @@ def attempted_task(
         retry_delay_seconds=delays or None,
         retry_jitter_factor=1.0,
         retry_condition_fn=_retry_condition(retry_condition_fn),
-        cache_policy=NO_CACHE,  # the default policy hashes every argument, even when nothing is kept
+        cache_policy=NO_CACHE,  # the default policy hashes every argument, even if no result is stored
         **{"persist_result": False, **options},
     )
     return decorate(function)
 
 
-def _retry_condition(users: RetryCondition | None) -> RetryCondition:
-    """Return ours, and the user's where ours lets pass; a plain function in any case, as nothing else is called."""
-    if users is None:
-        return _may_help
-    if not _is_plain(users):
+def _retry_condition(of_user: RetryCondition | None) -> RetryCondition:
+    """Return a plain function that allows a retry if our condition and the user's allow it."""
+    if of_user is None:
+        return _allow_retry
+    if not _is_plain(of_user):
         raise ConfigError(
-            f"retry_condition_fn must be a plain function, not {users!r:.200}",
-            hint="Prefect calls no other callable: it would silently never retry.",
+            f"retry_condition_fn must be a plain function, not {of_user!r:.200}",
+            hint="Prefect ignores any other callable, and would never retry.",
         )
 
     def both(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-        return _may_help(task, task_run, state) and users(task, task_run, state)
+        return _allow_retry(task, task_run, state) and of_user(task, task_run, state)
 
     return both
 
 
-def _may_help(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    return _helps(state.data)
+def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    return _is_retryable(state.data)
 
 
-def _helps(error: object) -> bool:
-    """Say whether another attempt may help; what is not an exception comes from a task that returned a failed state."""
+def _is_retryable(error: object) -> bool:
+    """Return whether a retry may help. `error` is not an exception if the task returned a failed state."""
     causes = [*_causes(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 
@@ -269,15 +281,15 @@ _SESSIONS: WeakKeyDictionary[Checkpointer, StateSession] = WeakKeyDictionary()
 
 
 def _session_of(ckpt: Checkpointer, state: dict[str, Any]) -> StateSession:
-    """Return the one session of a Checkpointer: what one task's failure made dirty, another task must restore."""
-    known = _SESSIONS.get(ckpt)
-    if known is None:
-        known = _SESSIONS[ckpt] = StateSession(ckpt, state)
-    if known.state is not state:
+    """Return the session that all tasks of a Checkpointer share: when one task fails, the next task must restore."""
+    session = _SESSIONS.get(ckpt)
+    if session is None:
+        session = _SESSIONS[ckpt] = StateSession(ckpt, state)
+    if session.state is not state:
         raise ConfigError(
-            "this Checkpointer has tasks over another state already", hint="Give the same dict to all tasks of a run."
+            "this Checkpointer already has tasks with another state", hint="Give the same dict to all tasks of a run."
         )
-    return known
+    return session
 
 
 def _call(hook: Callable[[Attempt], object] | None, attempt: Attempt) -> None:
@@ -296,7 +308,7 @@ def _attempt_number() -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from."""
+    """Yield an error and the errors that it was raised from."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
@@ -306,15 +318,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Empty the frames that an error's tracebacks hold: their locals are batches, activations and models."""
+    """Clear the frames in an error's tracebacks: their locals are batches, activations and models."""
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+        current = todo.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        todo += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            todo += one.exceptions
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        todo += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            todo += current.exceptions

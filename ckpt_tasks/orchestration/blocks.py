@@ -1,8 +1,8 @@
-"""The block `CheckpointStore`: a place for checkpoints and its credentials, kept on Prefect's server under a name.
+"""The Prefect block `CheckpointStore`: a place for checkpoints and its credentials, stored on Prefect's server.
 
-Wherever a checkpoint directory is named, block://NAME/PATH names such a place (docs/decisions/0022). What is passed
-on and written down is the block's name or its URL; its secrets go from Prefect's server to the store's client, and
-nowhere else. Prefect's server and its workers import this module when they start: it brings in no torch.
+block://NAME/PATH works wherever a checkpoint directory is expected (docs/decisions/0022). Parameters, logs and the
+ledger hold the block's name or its URL; its secrets go only from Prefect's server to the store's client. Prefect's
+server and its workers import this module when they start, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -26,78 +26,77 @@ from ckpt_tasks.storage.secrets import secret_options, without_secrets
 __all__ = ["CheckpointStore", "resolve"]
 
 _RUN_KEY = "{run_key}"
-_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; anything else could be another address of its API
+_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call
 _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
 
 
 class CheckpointStore(Block):
-    """Say where checkpoints lie and how to get there; raises ConfigError, never with a secret in it.
+    """Name a place for checkpoints and its credentials; raises ConfigError, never with a secret in its message.
 
-    `secrets` are merged over `storage_options` when the store is opened.
+    `secrets` are merged over `storage_options` when the store is opened, and win.
     """
 
-    # What is wrong with a secret is said without it; and a misspelled field is not a field.
+    # Validation errors must not show a secret, and a misspelled field is an error.
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     _block_type_name = "Checkpoint Store"
     _block_type_slug = "checkpoint-store"
     _logo_url = HttpUrl(f"{_IMAGES}/block-logos/filesystem.png")
     _documentation_url = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
-    _description = "A directory or an object store for checkpoints, with its credentials: block://NAME wherever a checkpoint directory is named."  # noqa: E501 (shown in Prefect's pages)
+    _description = "A directory or an object store for checkpoints, with its credentials. Use block://NAME wherever a checkpoint directory is expected."  # noqa: E501 (shown in Prefect's pages)
     _code_example = """
 ```python
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks import CheckpointStore
 
 checkpoint_store = CheckpointStore.load("BLOCK_NAME")
-config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it when it is opened
+config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name the block here
 ```"""
 
     url: str = Field(
-        description="A directory (/data/runs) or a place in an object store (s3://bucket/runs). What follows the"
-        " block's name is added to it, or takes the place of {run_key} in it."
+        description="A directory (/data/runs) or a place in an object store (s3://bucket/runs). The path after"
+        " the block's name is added to it, or replaces {run_key} in it."
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict,
         title="Storage options",
-        description="Options of the store's file system (s3fs, adlfs, gcsfs) that are no secrets.",
+        description="Options of the store's file system (s3fs, adlfs, gcsfs) that are not secret.",
     )
     secrets: SecretDict = Field(
         default_factory=lambda: SecretDict({}),
-        description="Secret options: keys, tokens, passwords. They are merged over the others.",
+        description="Secret options: keys, tokens, passwords. They override the storage options.",
     )
     single_writer: bool = Field(
         default=False,
         title="Single writer",
-        description="Do without the store's put-if-absent: you see to it that one process at a time writes.",
+        description="Do not rely on the store's put-if-absent: you make sure that only one process writes at a time.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _without_slug(cls, values: Any) -> Any:
-        """Take back what a dump adds to the fields; its value has been compared by Prefect."""
+        """Drop `block_type_slug`, which a dump adds to the fields; Prefect has checked its value."""
         if isinstance(values, Mapping):
             return {key: value for key, value in values.items() if key != "block_type_slug"}
         return values
 
     def block_initialization(self) -> None:
-        """Refuse what would fail later, or could be read by others; Prefect calls this after validation."""
+        """Check the place and the options after validation, when Prefect calls this; raises ConfigError."""
         for where in secret_options(self.storage_options):
-            raise ConfigError(f"{where} holds a secret that everybody could read", hint="Put it under secrets.")
+            raise ConfigError(f"{where} holds a secret that everyone can read", hint="Put it under secrets.")
         scheme, separator, path = self.url.partition("://")
         if scheme == "block":
             raise ConfigError("a block cannot name another block", hint="Name an absolute directory or a URL.")
         if (not separator or scheme == "file") and not (path or self.url).startswith("/"):
             shown = without_secrets(self.url)
-            raise ConfigError(
-                f"{shown!r:.200} is not a place for every host", hint="Name an absolute directory or a URL."
-            )
+            raise ConfigError(f"{shown!r:.200} is a relative directory", hint="Name an absolute directory or a URL.")
         self.location("run" if _RUN_KEY in self.url else "").open()
 
     def location(self, below: str = "", run_key: str | None = None) -> Location:
-        """Return the block's location, or that of the run `below` it; `run_key` fills in where the URL needs one.
+        """Return the block's location, or that of the path `below` it.
 
-        Raises ConfigError where the URL needs a run and none is named, or the name leads elsewhere.
+        {run_key} in the URL becomes `below`, or `run_key` if `below` is empty. Raises ConfigError if both are empty
+        then, or if `below` is not a path below the block's place.
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -114,38 +113,38 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # does it
 
 
 def resolve(path: str, run_key: str | None) -> Location:
-    """Return the location behind block://`path`: a block's name, then perhaps a path below it.
+    """Return the location of block://`path`, which is a block's name and perhaps a path below it.
 
-    Raises ConfigError where there is no such block, StoreError where Prefect's server does not answer.
+    Raises ConfigError if there is no such block, StoreError if Prefect's server does not answer.
     """
     name, _, below = path.partition("/")
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r:.80} is not a block's name", hint="It has small letters, digits and dashes.")
+        raise ConfigError(f"{name!r:.80} is not a block's name", hint="Use lowercase letters, digits and dashes.")
     return _block(name).location(below, run_key)
 
 
 def _block(name: str) -> CheckpointStore:
     settings = get_current_settings()
     if not settings.api.url and settings.server.ephemeral.enabled:
-        from ckpt_tasks.orchestration.embedded import start_embedded_server  # brings in all of Prefect's server
+        from ckpt_tasks.orchestration.embedded import start_embedded_server  # imports all of Prefect's server
 
         start_embedded_server()
     try:
-        # Not Block.load: in a running event loop it returns a coroutine, and it sends an event to say that it was here.
+        # Not Block.load: in a running event loop it returns a coroutine, and it sends an event for every read.
         with get_client(sync_client=True) as client:
             document = client.read_block_document_by_name(name, CheckpointStore.get_block_type_slug())
     except ObjectNotFound as error:
-        made = f"CheckpointStore(url=…, secrets=…).save({name!r})"
+        creation = f"CheckpointStore(url=…, secrets=…).save({name!r})"
         raise ConfigError(
             f"Prefect's server has no block {name!r:.80} of the type checkpoint-store",
-            hint=f"Make it in Prefect's pages (Blocks, Checkpoint Store), or in Python: {made}.",
+            hint=f"Create it in Prefect's pages (Blocks, Checkpoint Store), or in Python: {creation}.",
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError) as error:
         why = without_secrets(str(error)) or type(error).__name__
         raise StoreError(
             f"the block {name!r:.80} cannot be read: {why:.300}",
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
-        ) from None  # the client's words may hold a password of that URL
+        ) from None  # the client's message may hold a password of that URL
     try:
         return CheckpointStore.model_validate(document.data)
     except ValidationError as error:
@@ -153,7 +152,7 @@ def _block(name: str) -> CheckpointStore:
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two sets of options, and the sets within them; the second one wins."""
+    """Merge options, nested ones too; those in `over` win."""
     both = {**options, **over}
     for key in options.keys() & over.keys():
         if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):

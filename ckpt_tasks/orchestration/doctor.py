@@ -1,6 +1,6 @@
-"""Ask Prefect's server what `ckpt doctor` wants to know: each thing once, within seconds, and nothing is changed.
+"""Ask Prefect's server for the facts that `ckpt doctor` judges: each question once, with a timeout of 4 s.
 
-No server is started for it: where none is configured, that is the finding.
+Nothing is changed and no server is started: if none is configured, the doctor reports that.
 """
 
 from __future__ import annotations
@@ -48,47 +48,50 @@ __all__ = ["ask_pool", "ask_server", "check_prefect", "clock_of", "read_automati
 
 _POOL = "ckpt-tasks"
 _PATIENCE_S = 4.0
-_MOST = 200  # what the server gives in one answer
+_MOST = 200  # the server's limit for one answer
 _T = TypeVar("_T")
 
 
 def check_prefect(pool: str | None = None, deployment: str | None = None) -> list[Check]:
-    """Look at the server, and at a work pool (by default that of deployments/prefect.yaml) or one deployment."""
+    """Check the server, and a work pool (default: that of deployments/prefect.yaml) or one deployment.
+
+    Raises ConfigError if the deployment does not exist, or is in no work pool.
+    """
     facts = ask_server()
     checks = [judge_server(facts), judge_fastapi(facts)]
     if facts.url is None or facts.failure is not None:
         return checks
-    found = ask_pool(pool or (None if deployment else _POOL), deployment)
-    jobs = found.jobs if found is not None else ()
+    pool_facts = ask_pool(pool or (None if deployment else _POOL), deployment)
+    jobs = pool_facts.jobs if pool_facts is not None else ()
     checks += [judge_leases(facts, jobs), *judge_automations(facts)]
     checks.append(judge_heartbeat(facts, jobs, get_current_settings().flows.heartbeat_frequency))
-    checks.append(judge_pool(found, asked=pool is not None or deployment is not None))
-    if found is not None and found.type is not None:
+    checks.append(judge_pool(pool_facts, asked=pool is not None or deployment is not None))
+    if pool_facts is not None and pool_facts.type is not None:
         tags = judge_tags(facts, jobs)
-        checks += [judge_stopping(found, jobs), judge_threads(jobs), *([] if tags is None else [tags])]
+        checks += [judge_stopping(pool_facts, jobs), judge_threads(jobs), *([] if tags is None else [tags])]
     return [*checks, judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server")]
 
 
 def ask_server() -> ServerFacts:
-    """Ask the configured server for its version, settings, automations and time."""
+    """Ask the configured server for its version, settings, automations and time; `failure` says why it gave none."""
     settings = get_current_settings()
-    known = ServerFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
+    facts = ServerFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
     if not settings.api.url:
-        return known
-    known = replace(known, url=without_secrets(settings.api.url))
-    failure, ahead_s, within_s = _look(settings.api.url)
+        return facts
+    facts = replace(facts, url=without_secrets(settings.api.url))
+    failure, ahead_s, within_s = _check_health(settings.api.url)
     if failure is not None:
-        return replace(known, failure=failure)
+        return replace(facts, failure=failure)
     try:
         with _client() as client:
-            found = str(client.request("GET", "/admin/version").json())
-            server_settings = _asked(lambda: client.request("GET", "/admin/settings").json())
-            automations = _asked(lambda: read_automations(client))
+            server_version = str(client.request("GET", "/admin/version").json())
+            server_settings = _answer(lambda: client.request("GET", "/admin/settings").json())
+            automations = _answer(lambda: read_automations(client))
     except (httpx.HTTPError, ValueError) as error:
-        return replace(known, failure=_why(error))
+        return replace(facts, failure=_why(error))
     return replace(
-        known,
-        version=found,
+        facts,
+        version=server_version,
         settings=server_settings if isinstance(server_settings, Mapping) else None,
         automations=None if automations is None else tuple(map(_automation, automations)),
         ahead_s=ahead_s,
@@ -97,27 +100,27 @@ def ask_server() -> ServerFacts:
 
 
 def ask_pool(name: str | None, deployment: str | None = None) -> PoolFacts | None:
-    """Ask for a work pool, its workers and the jobs of its deployments; None where the server does not say.
+    """Ask for a work pool, its workers and the jobs of its deployments; None if the server gives no usable answer.
 
-    With a `deployment` ("flow/name") only that one counts, and its pool where none is named. Raises ConfigError where
-    there is no such deployment, or it is in no pool.
+    With a `deployment` ("flow/name"), ask for its job only; without a `name`, for its pool. Raises ConfigError if the
+    deployment does not exist, or is in no work pool.
     """
     with _client() as client:
-        return _asked(lambda: _pool(client, name, deployment))
+        return _answer(lambda: _pool(client, name, deployment))
 
 
 def read_automations(client: SyncPrefectClient) -> list[Automation]:
-    """Read every automation of the server, however many answers that takes."""
-    found: list[Automation] = []
-    while more := client.read_automations(limit=_MOST, offset=len(found)):
-        found += more
-    return found
+    """Read all automations of the server, page by page."""
+    automations: list[Automation] = []
+    while page := client.read_automations(limit=_MOST, offset=len(automations)):
+        automations += page
+    return automations
 
 
 def clock_of(url: str) -> tuple[float | None, float]:
-    """Return how many seconds the clock of who answers at a URL is ahead of ours, and to within how many.
+    """Return how many seconds the clock of the server at a URL is ahead of ours, and the error of that in seconds.
 
-    None if no answer comes or it has no time; any answer will do, also a refusal.
+    None if no answer comes or it has no date; any answer counts, even a refusal.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust()) as client:
@@ -132,7 +135,7 @@ def clock_of(url: str) -> tuple[float | None, float]:
 
 @contextmanager
 def _client() -> Iterator[SyncPrefectClient]:
-    """Give a client that asks once, and not for longer than a person waits."""
+    """Yield a client without retries, with a short timeout."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         get_client(httpx_settings={"timeout": _PATIENCE_S}, sync_client=True) as client,
@@ -140,10 +143,10 @@ def _client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def _look(url: str) -> tuple[str | None, float | None, float]:
-    """Say why there is no server at a URL (None: there is one), and what its clock says.
+def _check_health(url: str) -> tuple[str | None, float | None, float]:
+    """Return why no server answers at a URL (None if one does), and the clock as `clock_of` returns it.
 
-    With a client without retries: Prefect's own would go on for a minute.
+    The client is not Prefect's, which would retry for a minute.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust(), follow_redirects=True) as client:
@@ -152,35 +155,36 @@ def _look(url: str) -> tuple[str | None, float | None, float]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return _why(error), None, 0.0
     if answer.status_code == 404:
-        return "answers 404: no API of Prefect is there; its address ends with /api", None, 0.0
+        return "answers 404: this is not the address of Prefect's API, which ends with /api", None, 0.0
     return None, *_ahead(answer, began_s)
 
 
 def _ahead(answer: httpx.Response, began_s: float) -> tuple[float | None, float]:
     ended_s = time.time()
     try:
-        theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5  # it is cut to the second
+        # The date is rounded down to the second: add the mean error.
+        theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
     except (KeyError, ValueError, TypeError, OverflowError):
         return None, 0.0
     return theirs_s - (began_s + ended_s) / 2, (ended_s - began_s) / 2 + 0.5
 
 
 def _trust() -> ssl.SSLContext | bool:
-    """Return whom TLS trusts, by Prefect's settings."""
+    """Return how to verify TLS certificates, by Prefect's settings."""
     settings = get_current_settings().api
     if settings.tls_insecure_skip_verify:
         return False
     return ssl.create_default_context(cafile=settings.ssl_cert_file) if settings.ssl_cert_file else True
 
 
-def _asked(question: Callable[[], _T]) -> _T | None:
-    """Return the answer, None where there is none that can be understood."""
+def _answer(question: Callable[[], _T]) -> _T | None:
+    """Return the answer; None if none comes, or none that can be read."""
     try:
         return question()
     except ConfigError:
         raise
     except (httpx.HTTPError, PrefectException, ValueError, AttributeError, TypeError, KeyError):
-        return None  # said as "the server does not say"; that it is there has been seen
+        return None  # reported as not checked; that the server runs is known by now
 
 
 def _why(error: Exception) -> str:
@@ -188,10 +192,10 @@ def _why(error: Exception) -> str:
         return f"no answer within {_PATIENCE_S:.0f} s"
     if isinstance(error, httpx.HTTPStatusError):
         code = error.response.status_code
-        refused = ": PREFECT_API_AUTH_STRING or PREFECT_API_KEY is missing or wrong" if code in (401, 403) else ""
-        return f"answers {code}{refused}"
-    words = " ".join(without_secrets(str(error)).split())
-    return f"{words:.200}" if words else type(error).__name__
+        reason = ": PREFECT_API_AUTH_STRING or PREFECT_API_KEY is missing or wrong" if code in (401, 403) else ""
+        return f"answers {code}{reason}"
+    message = " ".join(without_secrets(str(error)).split())
+    return f"{message:.200}" if message else type(error).__name__
 
 
 def _installed(package: str) -> str | None:
@@ -201,16 +205,16 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _automation(found: Automation) -> AutomationFacts:
-    trigger = found.trigger
+def _automation(automation: Automation) -> AutomationFacts:
+    trigger = automation.trigger
     within_s = trigger.within.total_seconds() if isinstance(trigger, EventTrigger) else None
     proactive = isinstance(trigger, EventTrigger) and trigger.posture == Posture.Proactive
-    return AutomationFacts(name=found.name, enabled=found.enabled, proactive=proactive, within_s=within_s)
+    return AutomationFacts(name=automation.name, enabled=automation.enabled, proactive=proactive, within_s=within_s)
 
 
 def _pool(client: SyncPrefectClient, name: str | None, deployment: str | None) -> PoolFacts:
-    found = [_deployment(client, deployment)] if deployment else []
-    name = name or (found[0].work_pool_name if found else None)
+    deployments = [_deployment(client, deployment)] if deployment else []
+    name = name or (deployments[0].work_pool_name if deployments else None)
     if not name:
         raise ConfigError(f"the deployment {deployment!r:.100} is in no work pool")
     try:
@@ -218,15 +222,15 @@ def _pool(client: SyncPrefectClient, name: str | None, deployment: str | None) -
     except ObjectNotFound:
         return PoolFacts(name=name)
     workers = client.read_workers_for_work_pool(name)
-    if not found:
+    if not deployments:
         of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[name]))
-        found = client.read_deployments(work_pool_filter=of_pool, limit=_MOST)
+        deployments = client.read_deployments(work_pool_filter=of_pool, limit=_MOST)
     return PoolFacts(
         name=name,
         type=pool.type,
         paused=pool.is_paused,
         online=sum(worker.status == WorkerStatus.ONLINE for worker in workers),
-        jobs=_jobs(client, pool, found),
+        jobs=_jobs(client, pool, deployments),
     )
 
 
@@ -239,24 +243,27 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
         ) from error
 
 
-def _jobs(client: SyncPrefectClient, pool: WorkPool, found: list[DeploymentResponse]) -> tuple[JobFacts, ...]:
+def _jobs(client: SyncPrefectClient, pool: WorkPool, deployments: list[DeploymentResponse]) -> tuple[JobFacts, ...]:
     template = pool.base_job_template
     command, env = _of_template(template, "command"), _of_template(template, "env")
-    own = JobFacts(
+    pool_job = JobFacts(
         name=f"the pool {pool.name}",
         command=command if isinstance(command, str) else None,
         env=env if isinstance(env, Mapping) else {},
         deployed=False,
     )
-    if not found:
-        return (own,)
-    only = FlowFilter(id=FlowFilterId(any_=[one.flow_id for one in found]))
-    flows = {flow.id: flow.name for flow in client.read_flows(flow_filter=only, limit=_MOST)}
-    return tuple(_job(f"{flows.get(one.flow_id, '?')}/{one.name}", one, own) for one in found)
+    if not deployments:
+        return (pool_job,)
+    of_deployments = FlowFilter(id=FlowFilterId(any_=[deployment.flow_id for deployment in deployments]))
+    flows = {flow.id: flow.name for flow in client.read_flows(flow_filter=of_deployments, limit=_MOST)}
+    return tuple(
+        _job(f"{flows.get(deployment.flow_id, '?')}/{deployment.name}", deployment, pool_job)
+        for deployment in deployments
+    )
 
 
 def _of_template(template: Mapping[str, Any], name: str) -> Any:
-    """Return what a pool's template says: a value of its own, or the default of its variable."""
+    """Return a value of a pool's job template: written there, or else the default of the variable of that name."""
     value = template.get("job_configuration", {}).get(name)
     default = template.get("variables", {}).get("properties", {}).get(name, {}).get("default")
     if isinstance(value, Mapping):
@@ -265,7 +272,7 @@ def _of_template(template: Mapping[str, Any], name: str) -> Any:
 
 
 def _job(name: str, deployment: DeploymentResponse, pool: JobFacts) -> JobFacts:
-    """Put a deployment's job variables over its pool's, as a worker does."""
+    """Merge a deployment's job variables over its pool's, as a worker does."""
     variables = deployment.job_variables or {}
     dotted = {key.removeprefix("env."): value for key, value in variables.items() if key.startswith("env.")}
     limit = deployment.global_concurrency_limit

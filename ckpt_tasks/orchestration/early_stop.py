@@ -1,11 +1,11 @@
-"""Early stop: where the evaluations of a run no longer get better, its flow run is suspended until a person resumes it.
+"""Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
 
-What a person decided stands. A flow run that was suspended and taken for crashed, because the end of its process came
-after its last heartbeat, is suspended again when it is started without a person; one that was cancelled after a crash,
-a moment before an automation resumed it, is cancelled again.
+An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
+batch ends; an automation then misses them, marks the flow run as crashed, and it is started: it is suspended again. A
+crashed flow run that a person cancels just before an automation resumes it is cancelled again.
 
-What was ever measured is in the ledger: the evaluations of checkpoints that are pruned by now are in older entries.
-A note sums up what the entries before it say, so that no process reads more than some hundreds of them.
+The ledger holds every evaluation; older entries have those of pruned checkpoints. A note sums up the entries before it,
+so that a process reads a few hundred entries at most.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from ckpt_tasks.reading.reading import run_of
 
 __all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
 
-RESUMED = "Crashed: it goes on from its newest good checkpoint."  # the message of what was resumed without a person
+# The state message of a flow run that was resumed automatically.
+RESUMED = "Crashed: it goes on from its newest good checkpoint."
 
 _NOTE = "early_stop"
 _NOTE_EVERY = 256  # ledger entries
 
 
 def stay_as_decided() -> None:
-    """End the flow run that this is called in again, where a person had suspended or cancelled it.
+    """Suspend or cancel the current flow run again if a person had done so and it was started automatically.
 
-    Suspended: it was taken for crashed since then. Cancelled: it had crashed, and was resumed all the same. A person
-    who resumes or retries it leaves other states, and then nothing is done; nor where it has no deployment.
+    Suspended: it was marked as crashed since then. Cancelled: it had crashed, and was resumed although cancelled. Does
+    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return
-    states = sorted(_states(), key=lambda one: one.timestamp)
-    starts = [(before, one) for before, one in pairwise(states) if one.is_scheduled() and one.name != "Late"]
+    states = sorted(_states(), key=lambda state: state.timestamp)
+    starts = [(before, state) for before, state in pairwise(states) if state.is_scheduled() and state.name != "Late"]
     if starts and starts[-1][0].is_cancelled() and starts[-1][1].message == RESUMED:
         _end(Cancelled(message=starts[-1][0].message))
-    ends = [(one, after) for one, after in pairwise(states) if one.is_paused() or one.name == "Resuming"]
+    ends = [(state, after) for state, after in pairwise(states) if state.is_paused() or state.name == "Resuming"]
     if ends and ends[-1][0].is_paused() and ends[-1][1].is_crashed():
         suspended = ends[-1][0]
-        key = f"suspended still at start {flow_run.run_count}"  # a key is good for once
+        key = f"suspended still at start {flow_run.run_count}"  # Prefect accepts a pause key only once
         until = suspended.state_details.pause_timeout
         _end(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
 
@@ -67,7 +68,10 @@ def _states() -> list[State[Any]]:
 
 
 def _end(state: State[Any]) -> None:
-    """Set the flow run's state, and raise what ends this process without another one; a resumed run is a new one."""
+    """Set the flow run's state, then raise Prefect's Pause or Abort, which end this process without setting another.
+
+    Returns if the server does not accept the state. A resume starts a new process.
+    """
     with get_client(sync_client=True) as client:
         answer: OrchestrationResult[Any] = client.set_flow_run_state(UUID(flow_run.id), state)
     if answer.status == SetStateStatus.ACCEPT:
@@ -75,9 +79,9 @@ def _end(state: State[Any]) -> None:
 
 
 class EarlyStopping:
-    """Watch the evaluations of a run whose owner this process is; without a `rule` nothing is watched.
+    """Watch the evaluations of a run that this process owns; without a `rule`, do nothing.
 
-    `why` says why the run was stopped, None where it was not.
+    `why` is the reason for the stop; None if the run was not stopped.
     """
 
     def __init__(self, ckpt: Checkpointer, rule: EarlyStop | None):
@@ -86,45 +90,45 @@ class EarlyStopping:
         self._rule = rule
         self._history: History | None = None
         self._values: dict[int, float] = {}
-        self._let_go_on_at = -1
+        self._resumed_at = -1
         self._next_n = 0
         self._noted_n = 0
         self._stop: Mapping[str, Any] | None = None  # noted by an earlier process of this flow run
 
     def check(self) -> bool:
-        """Say whether the run is to stop here; to be called where all is committed.
+        """Return whether the run should stop here; call it when everything is committed.
 
-        A run that goes on after it was stopped has as much patience again: only what comes after counts. Where the
-        store does not answer, the end of the next batch is soon enough.
+        A run that continues after a stop has its full patience again: only later evaluations count. If the store or
+        Prefect does not answer, return False; the end of the next batch checks again.
         """
         try:
             return self._rule is not None and self._check(self._rule)
         except (StoreError, httpx.HTTPError, PrefectException) as error:
-            get_run_logger().warning("Whether the run is to stop could not be looked up: %s", error)
+            get_run_logger().warning("Early stop was not checked: %s", error)
             return False
 
     def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
-        if self._stop is not None and not any(one.state_details.pause_key == self._pause_key for one in _states()):
-            self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"  # that process could not say so
+        if self._stop is not None and not any(state.state_details.pause_key == self._pause_key for state in _states()):
+            self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"  # that process could not suspend it
             return True
         self._stop = None
-        found, position = standing(self._values, rule, let_go_on_at=self._let_go_on_at), self._ckpt.position
-        if found.since < rule.patience:
+        result, position = standing(self._values, rule, let_go_on_at=self._resumed_at), self._ckpt.position
+        if result.since < rule.patience:
             if self._next_n - self._noted_n >= _NOTE_EVERY:
-                self._note(rule, self._let_go_on_at)
+                self._note(rule, self._resumed_at)
             return False
-        best = "no number at all" if found.best is None else f"{found.best:.6g} at step {found.best_step}"
-        why = f"{found.since} evaluations by {rule.suite} without a better {rule.metric} than {best}"
-        self._let_go_on_at = position
+        best = "no number at all" if result.best is None else f"{result.best:.6g} at step {result.best_step}"
+        why = f"{result.since} evaluations by {rule.suite} without a better {rule.metric} than {best}"
+        self._resumed_at = position
         self._note(rule, position, why=why, step=position)
         self.why = f"stopped at step {position}: {why}"
         return True
 
     def suspend(self) -> None:
-        """Suspend the flow run that this is called in if the run was stopped, for good: a person resumes it.
+        """Suspend the current flow run if the run was stopped; only a person resumes it.
 
-        Prefect can start the flow run of a deployment again, and no other: of those nothing is suspended.
+        A flow run without a deployment is not suspended, because Prefect cannot start it again.
         """
         if self.why is None:
             return
@@ -135,16 +139,16 @@ class EarlyStopping:
 
     @property
     def _pause_key(self) -> str:
-        return f"early stop at step {self._let_go_on_at}"
+        return f"early stop at step {self._resumed_at}"
 
-    def _note(self, rule: EarlyStop, let_go_on_at: int, **more: Any) -> None:
+    def _note(self, rule: EarlyStop, resumed_at: int, **more: Any) -> None:
         values = [[step, value] for step, value in kept(self._values, rule).items()]
-        fields = {**_of(rule), "let_go_on_at": let_go_on_at, "flow_run": flow_run.id, **more}
+        fields = {**_of(rule), "let_go_on_at": resumed_at, "flow_run": flow_run.id, **more}
         self._ckpt.note(_NOTE, **fields, values=values, until=self._next_n)
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:
-        """Take in what the ledger has beyond what was read before, newest first, down to what a note sums up."""
+        """Read the ledger entries that are new, newest first, down to those that the newest note sums up."""
         if self._history is None:
             self._history = run_of(self._ckpt.config).history
         next_n = self._history.head().next_n
@@ -158,9 +162,9 @@ class EarlyStopping:
                 newer = {**_measured(entry, rule), **newer}
             elif summed_up is None and _is_ours(entry, rule):
                 summed_up = {int(step): float(value) for step, value in entry.event["values"]}
-                self._let_go_on_at, self._noted_n = int(entry.event["let_go_on_at"]), entry.n
+                self._resumed_at, self._noted_n = int(entry.event["let_go_on_at"]), entry.n
                 self._stop = entry.event if _stops(entry, flow_run.id) else None
-                end = max(end, int(entry.event["until"]))  # what came between the look and the note is in neither
+                end = max(end, int(entry.event["until"]))  # the note sums up the entries below `until`
         self._values = {**(self._values if summed_up is None else summed_up), **newer}
         self._next_n = next_n
 
@@ -176,11 +180,11 @@ def _stops(entry: Entry, flow_run_id: str | None) -> bool:
 
 
 def _measured(entry: Entry, rule: EarlyStop) -> Mapping[int, float]:
-    """Return what the evaluation of an entry says of the metric, by step."""
-    one = entry.state.evaluations[-1] if entry.state.evaluations else None
-    if one is None or one.suite != rule.suite or rule.metric not in one.metrics:
+    """Return the metric's value by step from an evaluation's entry; empty for another suite or metric."""
+    evaluation = entry.state.evaluations[-1] if entry.state.evaluations else None
+    if evaluation is None or evaluation.suite != rule.suite or rule.metric not in evaluation.metrics:
         return {}
-    return {one.step: one.metrics[rule.metric]}
+    return {evaluation.step: evaluation.metrics[rule.metric]}
 
 
 def _of(rule: EarlyStop) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Prefect's embedded server, made to live exactly as long as the process that needs it.
 
-Where no API is configured, Prefect starts a server as a child. Left alone, a Ctrl-C in a terminal ends that child
-first, and the flow then waits more than a minute for an answer and reports a lost connection; after SIGKILL or SIGTERM
-the child lives on for ever, with this process' output still open, so that a reader of it waits for ever as well
-[both measured with 3.8.8]. So we start the same server ourselves, a moment before Prefect would.
+If no API is configured, Prefect starts a server as a child process. Ctrl-C in a terminal then ends that child first;
+the flow waits more than a minute for an answer and reports a lost connection. After SIGKILL or SIGTERM the child runs
+on for ever and keeps this process's output open, so that a reader of the output waits for ever too [both measured with
+3.8.8]. So we start the same server ourselves, just before Prefect would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["start_embedded_server"]
 
 _PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for the first start with its new database
 
-# Waits until either process has ended, then ends the second one: by descriptors, as a process id may be used again.
+# Wait until this process or the server has ended, then end the server. By descriptors: a process id may be reused.
 _WATCH = """
 import os, select, signal, sys
 server = os.pidfd_open(int(sys.argv[2]))
@@ -41,8 +41,8 @@ except ProcessLookupError:
 def start_embedded_server() -> bool:
     """Start Prefect's embedded server if the settings ask for one; Prefect finds it, and stops it at exit.
 
-    It gets no Ctrl-C, writes to `embedded-server.log` in Prefect's home, and ends with this process however that ends
-    (on Linux). To be called in the main thread. Returns whether a server was started.
+    Ctrl-C does not reach the server. It writes to `embedded-server.log` in Prefect's home. On Linux it ends with this
+    process, even after SIGKILL. Call this in the main thread. Returns whether a server was started.
     """
     settings = get_current_settings()
     if settings.api.url or not settings.server.ephemeral.enabled:
@@ -62,7 +62,7 @@ def start_embedded_server() -> bool:
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block SIGINT for the children that are started meanwhile: they inherit the mask, and keep it."""
+    """Block SIGINT for child processes that are started inside: they inherit the mask, and keep it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -72,17 +72,17 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Send the output of the children that are started meanwhile to a file; Prefect offers no other way."""
+    """Write the output of child processes that are started inside to a file; Prefect offers no other way."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    saved = os.dup(1), os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
         yield
     finally:
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
-        for descriptor in (*kept, log):
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        for descriptor in (*saved, log):
             os.close(descriptor)

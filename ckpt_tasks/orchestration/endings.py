@@ -1,12 +1,12 @@
-"""How a flow run ends that another process continues: quietly if that one holds the run, crashed if a store is away.
+"""End a flow run that another process continues: quietly if that process owns the run, crashed if a store is away.
 
 Prefect may start a flow run twice: a preempted one before its old process has ended, a resumed one while the pause is
-still on its way, a crashed one that two watchers report. The ledger lets one of them train. If the other ended as
-failed, its word would stand on the flow run that its sibling completes.
+still on its way, a crashed one that two watchers report. The ledger lets one of these processes train. If the other
+one ended as failed, the flow run would be shown as failed although its sibling completes it.
 
-For Prefect a failed flow run has ended. A person is notified, who mends the program or the credentials and starts
-again; a store that comes back by itself would leave a night's work to that person too. A crashed flow run is resumed by
-the automations, and by the watch behind them, as often as they are configured to.
+Prefect does not start a failed flow run again: a person must mend the program or the credentials. A store that comes
+back by itself needs no person. So that flow run ends as crashed, and the automations, or the flow `watch` behind them,
+resume it as often as they are configured to.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["crashes_while_the_api_is_away", "crashes_while_the_store_is_away", "
 
 @contextmanager
 def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None) -> Iterator[None]:
-    """Leave the flow run's state alone where the block is fenced by another process of the same flow run.
+    """Leave the flow run's state alone if another process of the same flow run has taken over the run.
 
-    It then ends with Prefect's Abort, which no state is proposed for. Any other OwnerError passes.
+    The block then ends with Prefect's Abort, which sets no state. Any other OwnerError passes through.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def _held_by(config: CheckpointConfig, flow_run_id: str | None) -> bool:
     try:
         run = run_of(config)
         owner = run.head().state.owner
-    except CkptError:  # nothing is known: the error under way is the one to report
+    except CkptError:  # the owner is unknown: report the original error
         return False
     return flow_run_id is not None and owner is not None and owner.flow_run_id == flow_run_id
 
@@ -56,36 +56,36 @@ _OVERLOADED = (408, 429)
 
 
 class _AwayError(BaseException):
-    """End a flow run by what Prefect takes for a crash: everything that is not an Exception."""
+    """Make Prefect mark the flow run as crashed, as it does for every error that is not an Exception."""
 
 
 @contextmanager
 def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
-    """End a deployment's flow run as crashed where the block ends because the store is overloaded or does not answer.
+    """End a deployment's flow run as crashed if the block fails because the store is overloaded or does not answer.
 
-    `reached`: this process has had answers from it. If not, the first start of a flow run fails, as one with a
-    misspelled endpoint must. So does what a person has to mend (credentials that have expired, a store that is full),
-    and a flow run without a deployment, which no automation resumes.
+    `reached` says that the store has answered this process before. If not, the first start of a flow run fails: its
+    endpoint may be misspelled. An error that a person has to mend (expired credentials, a full store) fails too, and so
+    does a flow run without a deployment, which no automation resumes.
     """
     try:
         yield
     except CkptError as error:
-        if not (_is_away(error) and _is_resumed(reached)):
+        if not (_is_away(error) and _will_be_resumed(reached)):
             raise
         raise _AwayError(f"the store is away: {error}") from error
 
 
 @contextmanager
 def crashes_while_the_api_is_away() -> Iterator[None]:
-    """End a deployment's flow run as crashed if the block ends because Prefect's API is overloaded or does not answer.
+    """End a deployment's flow run as crashed if the block fails because Prefect's API is overloaded or does not answer.
 
-    No start is an exception: a process that was begun by a worker has the right address.
+    The first start crashes too: a worker started the process, so the API's address is right.
     """
     try:
         yield
     except httpx.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
-        if not (0 < status < 500 and status not in _OVERLOADED) and _is_resumed(reached=True):
+        if not (0 < status < 500 and status not in _OVERLOADED) and _will_be_resumed(reached=True):
             raise _AwayError(f"Prefect's API is away: {error!r}") from error
         raise
 
@@ -93,11 +93,11 @@ def crashes_while_the_api_is_away() -> Iterator[None]:
 def _is_away(error: CkptError) -> bool:
     if isinstance(error, CommitUncertainError):
         return True
-    mended = is_expired(error) or answer_of(error)[0] == _FULL
-    return isinstance(error, StoreError) and error.transient and not mended
+    needs_person = is_expired(error) or answer_of(error)[0] == _FULL
+    return isinstance(error, StoreError) and error.transient and not needs_person
 
 
-def _is_resumed(reached: bool) -> bool:
+def _will_be_resumed(reached: bool) -> bool:
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return run is not None and run.deployment_id is not None and (reached or run.run_count > 1)

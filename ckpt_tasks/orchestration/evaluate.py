@@ -1,7 +1,7 @@
 """An evaluation: lease a checkpoint, restore its model into a fresh program, evaluate, record the result beside it.
 
-Which checkpoints have been evaluated is in the ledger, and nowhere else: an event or a schedule only says when to look.
-So a doubled event changes nothing, and the next look makes up for a lost one.
+Only the ledger says which checkpoints have been evaluated; an event or a schedule only says when to look. So a doubled
+event changes nothing, and the next look makes up for a lost event.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ __all__ = [
     "Rounds",
     "choose",
     "evaluate_checkpoint",
+    "evaluation_watcher",
     "export_best",
     "recorded_evaluation",
-    "teller",
 ]
 
-# Called with the evaluations done and known so far, for the caller that starts the flow in this thread.
-teller: ContextVar[Callable[[int, int], None] | None] = ContextVar("ckpt_tasks_teller", default=None)
-_ROUND = 16  # so many at once, then a look at what has been committed meanwhile
+# Called with the numbers of evaluations that are done and known; the caller that runs the flow in this thread sets it.
+evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
+    "ckpt_tasks_evaluation_watcher", default=None
+)
+_ROUND = 16  # checkpoints per round; each round begins with a look at new commits
 _LOOK_S = 0.5
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
-# The random streams are the process's: of evaluations in threads of one process one at a time computes.
-_COMPUTES = threading.Lock()
+# The random streams belong to the process: of several threads only one evaluation computes at a time.
+_COMPUTE_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
     """What a suite measured on a checkpoint.
 
-    `outcome` is "recorded" (by this evaluation), "known" (it had been recorded before, and nothing was changed), or
-    "pruned" (the checkpoint is gone, and nothing was measured).
+    `outcome` is "recorded" (by this evaluation), "known" (it was recorded before; nothing changed), or
+    "pruned" (the checkpoint is gone; nothing was measured).
     """
 
     step: int
@@ -76,7 +78,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Say of which run checkpoints are evaluated, by what and how: plain values, so that a task runs anywhere."""
+    """Describe how a run's checkpoints are evaluated: plain values only, so that the task can run in any process."""
 
     run_key: str
     location: Location
@@ -90,9 +92,9 @@ class Evaluator:
         return open_run(self.location, self.run_key)
 
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
-        """Open the run; None where there is none yet and only what is pending was asked for: that is nothing.
+        """Open the run. If `which` is "pending" and the run does not exist, wait `wait_s` seconds, then return None.
 
-        A run that is not there yet is waited for so long: a follower may start first.
+        A flow run that follows a run may start before it. Raises CheckpointNotFoundError for any other `which`.
         """
         until_s = time.monotonic() + wait_s
         while True:
@@ -106,14 +108,14 @@ class Evaluator:
             time.sleep(_LOOK_S)
 
     def evaluate(self, checkpoint: Checkpoint) -> EvaluationResult:
-        """Evaluate one checkpoint once, record that and send the event; one that is gone by now is "pruned"."""
+        """Evaluate a checkpoint once, record the result and send the event; the outcome is "pruned" if it is gone."""
         run = self.open()
         try:
             result = evaluate_checkpoint(run, checkpoint, self.program, self.params, self.suite, holder=self.holder)
         except CheckpointNotFoundError:
             return _result(checkpoint, self.suite, {}, "pruned")
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # their locals are models, and the error lives on in the flow
+            traceback.clear_frames(error.__traceback__)  # their locals are models, and the flow keeps the error
             raise
         if result.new:
             announce_evaluation(run, self.location.url, checkpoint, self.suite, result.metrics)
@@ -121,7 +123,7 @@ class Evaluator:
 
 
 class Rounds:
-    """Look at what is pending, some at a time: `limit` at most, until nothing new has come for `follow_s` seconds."""
+    """Find pending checkpoints round by round: `limit` in all, until none has been pending for `follow_s` seconds."""
 
     def __init__(self, limit: int | None, follow_s: float):
         if limit is not None and limit < 1:
@@ -133,15 +135,16 @@ class Rounds:
         self._follow_s = follow_s
 
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
-        """Yield what a suite has not evaluated, newest first; each checkpoint once, whatever became of it."""
+        """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails."""
         until_s = time.monotonic() + self._follow_s
         while self._limit is None or len(self.tried) < self._limit:
-            known = self.tried | {one.manifest_digest for one in run.evaluations() if one.suite == suite}
+            evaluated = {result.manifest_digest for result in run.evaluations() if result.suite == suite}
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
-            todo = [one for one in run.checkpoints() if one.manifest_digest not in known][:left]
-            if todo:
-                self.tried |= {one.manifest_digest for one in todo}
-                yield todo
+            known = self.tried | evaluated
+            pending = [one for one in run.checkpoints() if one.manifest_digest not in known][:left]
+            if pending:
+                self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
+                yield pending
                 until_s = time.monotonic() + self._follow_s
             elif time.monotonic() >= until_s:
                 return
@@ -150,7 +153,7 @@ class Rounds:
 
 
 def choose(run: Run, which: int | str) -> Checkpoint | None:
-    """Return the checkpoint that is named as `Run.find` has it, or by its identity; None where that one is pruned."""
+    """Return the checkpoint that `which` names, as in `Run.find` or by its identity; None if that identity is gone."""
     if isinstance(which, str) and _IDENTITY.fullmatch(which):
         return next((one for one in run.checkpoints() if one.manifest_digest == which), None)
     return run.find(which)
@@ -166,11 +169,11 @@ def evaluate_checkpoint(
     holder: str,
     lease_s: float = LEASE_S,
 ) -> EvaluationResult:
-    """Evaluate a checkpoint once per suite; a second call returns what is recorded and changes nothing.
+    """Evaluate a checkpoint once per suite; a second call returns the recorded result and changes nothing.
 
-    Only the program's modules are restored, into a program that is built with `params`, and with what the run records
-    of its other parameters (`effective_params`). Raises ProgramError, CheckpointNotFoundError where the checkpoint is
-    pruned by now, and what the restore raises.
+    The program is built with `params` and, for parameters not in them, with those that the run records
+    (`effective_params`). Only its modules are restored (its whole state if it has none). Raises ProgramError,
+    CheckpointNotFoundError if the checkpoint is pruned by now, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
@@ -185,17 +188,17 @@ def evaluate_checkpoint(
 
 
 def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> EvaluationResult | None:
-    """Return what is recorded of a suite for a checkpoint, None where that is nothing."""
-    for one in run.evaluations():
-        if one.suite == suite and one.manifest_digest == checkpoint.manifest_digest:
-            return _result(checkpoint, suite, one.metrics, "known")
+    """Return the recorded result of a suite for a checkpoint; None if there is none."""
+    for evaluation in run.evaluations():
+        if evaluation.suite == suite and evaluation.manifest_digest == checkpoint.manifest_digest:
+            return _result(checkpoint, suite, evaluation.metrics, "known")
     return None
 
 
 def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
-    """Evaluate on random streams of its own, which begin the same way wherever it runs."""
+    """Evaluate on separate random streams, which begin the same way in every process."""
     keep_threads_out_of_streams()
-    with _COMPUTES, OwnStreams().inside():
+    with _COMPUTE_LOCK, OwnStreams().inside():
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
             raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
@@ -218,8 +221,7 @@ def _result(checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float], ou
 class Promotion:
     """Call "module:function" `name` as function(run, checkpoint, result, **params) with the run's best checkpoint.
 
-    It is called at least once for every new best one, and may be called again for the same one: what tells them apart
-    is `checkpoint.manifest_digest`.
+    The function may be called more than once for a checkpoint; `checkpoint.manifest_digest` identifies it.
     """
 
     evaluator: Evaluator
@@ -227,26 +229,26 @@ class Promotion:
     params: Mapping[str, Any]
 
     def check(self, run: Run) -> None:
-        """Raise ConfigError where the name leads nowhere, or the run does not say what its best checkpoint is."""
+        """Raise ConfigError if the function cannot be imported, or if the run has no `best_metric`."""
         _find(self.name)
         if run.head().state.best_metric is None:
             raise ConfigError(
-                "the run does not say by which metric a checkpoint is the best", hint="Train it with best_metric."
+                "the run has no best_metric, so it has no best checkpoint", hint="Train it with best_metric."
             )
 
     def of_best(self, looked_at: Sequence[EvaluationResult]) -> None:
-        """Promote the best checkpoint if it is one of those that were looked at, leased; raise what that raises."""
-        run, results = self.evaluator.open(), {one.manifest_digest: one for one in looked_at}
+        """Call the function with the best checkpoint, leased, if that is one of `looked_at`; raise what it raises."""
+        run, results = self.evaluator.open(), {result.manifest_digest: result for result in looked_at}
         try:
             best = run.find("best")
         except CheckpointNotFoundError:
-            return  # none has the metric yet
+            return  # no checkpoint has the metric yet
         result = results.get(best.manifest_digest)
         if result is None:
             return
         with leased(run, best, f"promotion, {self.evaluator.holder}"):
             _find(self.name)(run, best, result, **self.params)
-        get_run_logger().info("Step %d is the best one, and %s was called with it", best.step, self.name)
+        get_run_logger().info("Step %d is the best checkpoint: %s was called with it", best.step, self.name)
 
 
 def _find(name: str) -> Callable[..., object]:
@@ -254,7 +256,7 @@ def _find(name: str) -> Callable[..., object]:
 
 
 def export_best(run: Run, checkpoint: Checkpoint, result: EvaluationResult, *, out: str) -> None:
-    """Write the checkpoint's modules as the safetensors file `out`, which may hold "{run_key}", over the one before.
+    """Write the checkpoint's modules to the safetensors file `out`, replacing it; "{run_key}" in `out` is filled in.
 
     Readers see the old file or the new one, never part of it.
     """

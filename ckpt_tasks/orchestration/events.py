@@ -1,7 +1,7 @@
-"""What a run tells Prefect's automations: an event for every commit, failed save, restore and evaluation.
+"""Events for Prefect's automations: one for every commit, failed save, restore and evaluation.
 
-Events are for consumers that want to act soon. They are sent once, without waiting, and may be lost: read the
-ledger for certainty, as every evaluation does. docs/EVALUATIONS.md lists the payloads.
+Events are for consumers that want to act soon. They are sent once, without waiting, and may be lost; only the ledger is
+certain. docs/EVALUATIONS.md lists the payloads.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["announce", "announce_evaluation", "asset_key"]
 
 _log = logging.getLogger("ckpt_tasks")
 _MOST_TEXT = 2000
-_MOST_KEY = 512  # of Prefect, for the key of an asset
+_MOST_KEY = 512  # Prefect's limit for the key of an asset
 _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 
 
 def announce(
     ckpt: Checkpointer, run_key: str, *, program: str | None = None, params: Mapping[str, Any] | None = None
 ) -> None:
-    """Send an event for every commit, failed save and restore of this Checkpointer; to be called in the flow.
+    """Send an event for every commit, failed save and restore of this Checkpointer; call it in the flow.
 
-    The events belong to the flow run of the caller. `program` and `params` are for evaluations of the checkpoints.
+    The events belong to the caller's flow run. `program` and `params` go into the events, for evaluations.
     """
     common = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
     made_by = {"program": program, "params": dict(params or {})}
-    context = copy_context()  # a thread makes the commits; it has no flow run context
+    context = copy_context()  # commits happen in a thread without a flow run context
 
     def send(event: str, payload: Mapping[str, Any], resource: Mapping[str, str] | None = None) -> None:
         context.copy().run(_send, event, resource or _resource(run_key), {**common, **payload})
@@ -83,12 +83,15 @@ def announce_evaluation(
 
 
 def absolute(checkpoint_dir: str) -> str:
-    """Return a directory as other processes of this host find it; URLs stay what they are."""
+    """Return a directory as an absolute path, which other processes of this host can use; leave URLs as they are."""
     return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
 
 
 def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:
-    """Return the URI under which Prefect knows a checkpoint as an asset: its place, as far as a key can say it."""
+    """Return the URI that names a checkpoint as an asset in Prefect: its place, with refused characters replaced.
+
+    A URI that is too long for Prefect becomes ckpt://RUN_KEY/ATTEMPT.
+    """
     attempt = checkpoint.manifest.rpartition("/")[0]
     place = checkpoint_dir if "://" in checkpoint_dir else f"file://{checkpoint_dir}"
     key = _NOT_IN_KEYS.sub("_", f"{place.rstrip('/')}/{attempt}")
@@ -123,5 +126,5 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics as JSON has them: what is not a number in JSON as the text that float() reads back."""
+    """Return metrics as JSON values: NaN and infinities as texts, which float() reads back."""
     return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}

@@ -1,6 +1,6 @@
-"""What a start of a flow run tidies up: task states of earlier starts, and log lines for its page.
+"""What a start of a flow run does for Prefect's pages: end lost task runs, name declined flow runs, forward the log.
 
-A process that was killed could not say how its task runs ended: on Prefect's pages they stay "Running" for ever.
+A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from prefect.states import Crashed
 __all__ = ["crash_lost_task_runs", "logged_with_the_flow_run", "name_declined_starts"]
 
 _DECLINED = ": not needed, one is at work"
-_PAGE = 200  # the most that a server gives at once
+_PAGE = 200  # the server's limit for one answer
 _log = logging.getLogger("ckpt_tasks")
 
 
 def crash_lost_task_runs() -> int:
-    """Mark as crashed what earlier starts of the flow run that this is called in left running; return how many.
+    """Mark the task runs as crashed that earlier starts of this flow run left unfinished; return how many.
 
-    The page of a run observes: where Prefect's API does not answer, a warning says so, and training goes on.
+    If Prefect's API does not answer, log a warning and return 0: the pages must not stop training.
     """
     start = flow_run.run_count
     if not flow_run.id or start < 2:
         return 0
     try:
         with get_client(sync_client=True) as client:
-            lost = [one for one in _unfinished(client, UUID(flow_run.id)) if one.flow_run_run_count < start]
-            for one in lost:
-                message = f"The process of start {one.flow_run_run_count} ended within it; start {start} goes on."
-                client.set_task_run_state(one.id, Crashed(message=message), force=True)
+            lost = [run for run in _unfinished(client, UUID(flow_run.id)) if run.flow_run_run_count < start]
+            for run in lost:
+                message = (
+                    f"The process of start {run.flow_run_run_count} ended during this task; start {start} goes on."
+                )
+                client.set_task_run_state(run.id, Crashed(message=message), force=True)
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("Task runs of earlier starts may still be shown as running: %s", error)
         return 0
@@ -74,12 +76,12 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 
 
 def name_declined_starts(name: str) -> int:
-    """Name the flow runs of this deployment that were cancelled because this one was at work; return how many.
+    """Rename the flow runs of this deployment that were cancelled because this one was at work; return how many.
 
-    A flow run that never began has the random name that Prefect made for it. An API that is away leaves it so.
+    They never began, so they have random names from Prefect, and keep them if Prefect's API does not answer.
     """
     try:
-        if deployment.id is None:  # Prefect may ask its API for it
+        if deployment.id is None:  # reading this may call the API
             return 0
         cancelled = FlowRunFilter(
             deployment_id=FlowRunFilterDeploymentId(any_=[UUID(deployment.id)]),
@@ -89,20 +91,20 @@ def name_declined_starts(name: str) -> int:
             newest = client.read_flow_runs(
                 flow_run_filter=cancelled, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=_PAGE
             )
-            declined = [one for one in newest if not one.run_count and not one.name.endswith(_DECLINED)]
-            for one in declined:
-                client.update_flow_run(one.id, name=f"{one.parameters.get('run_key', name)}{_DECLINED}")
+            declined = [run for run in newest if not run.run_count and not run.name.endswith(_DECLINED)]
+            for run in declined:
+                client.update_flow_run(run.id, name=f"{run.parameters.get('run_key', name)}{_DECLINED}")
     except (httpx.HTTPError, PrefectException) as error:
-        get_run_logger().warning("Flow runs that were declined keep their random names: %s", error)
+        get_run_logger().warning("Declined flow runs keep their random names: %s", error)
         return 0
     return len(declined)
 
 
 @contextmanager
 def logged_with_the_flow_run() -> Iterator[None]:
-    """Send what the logger `ckpt_tasks` says meanwhile, INFO and above, to the logs of the flow run as well.
+    """Also send the records of the logger `ckpt_tasks`, INFO and above, to the flow run's logs.
 
-    A thread makes the commits; it has no flow run context.
+    Prefect's own logging needs a flow run context, and commits happen in a thread without one.
     """
     handler, level = _Handler(flow_run.id), _log.level
     _log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""A step-batch: one Prefect task that restores if it has to, trains up to a step, and ends with a commit."""
+"""A step-batch: one Prefect task that restores if needed, trains up to a step, and ends with a commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_STALLED_ATTEMPTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What a batch leaves behind: the steps it trained, the last metrics, how long it took, what its commit cost."""
+    """The result of a batch: its steps, its last metrics, its time, and how long training waited for its commit."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class BatchResult:
 
 
 def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
-    """Make the task that trains from one step to another; it is called directly, so that signals reach it."""
+    """Make the task that trains from one step to another; call it, do not submit it, so that signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
     def steps(start: int, end: int) -> BatchResult:
@@ -48,7 +48,7 @@ def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: floa
         get_run_logger().info("Step %d committed after %.1f s: %s", done.end, done.seconds, report or "no metrics")
         return done
 
-    name = "steps {start} to {end}"  # a dash of any length but ASCII's is left out on the page of a run
+    name = "steps {start} to {end}"  # Prefect's page of a run drops every dash but ASCII's
     return attempted_task(
         steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
     )
@@ -57,7 +57,7 @@ def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: floa
 def run_in_batches(
     batch: Task[[int, int], BatchResult], session: LocalSession, total_steps: int, length: BatchLength
 ) -> Iterator[BatchResult]:
-    """Train to `total_steps`, one task per batch; a batch that follows a good one restores nothing."""
+    """Train to `total_steps`, one task per batch; a batch after a successful one restores nothing."""
     position, last = position_of_run(session.ckpt.config, total_steps), None
     while position < total_steps:
         end = length.end(position, total_steps, step_s=session.step_s, last=last)

@@ -1,4 +1,4 @@
-"""Upkeep of a run that may be training meanwhile: read everything back, and remove what its policy no longer keeps."""
+"""Upkeep of a run, even while it trains: verify everything, and remove what its policy no longer keeps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was read back: the steps whose checkpoints are good, the bytes that they have, and what is wrong."""
+    """What was verified: the steps of the good checkpoints, their size in all, and every fault."""
 
     steps: tuple[int, ...]
     size_bytes: int
     faults: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return a summary in one line."""
         good = f"{len(self.steps)} checkpoints are good, {self.size_bytes / 2**20:,.1f} MiB were read"
         return f"{good}; {len(self.faults)} faults: {'; '.join(self.faults)}" if self.faults else good
 
@@ -38,34 +38,34 @@ class Pruned:
 
 
 def verify_run(config: CheckpointConfig) -> Verified:
-    """Read every checkpoint of a run back, and what lies beside them; a checkpoint that is pruned meanwhile is none.
+    """Verify every checkpoint, ledger entry and evaluation of a run; leave out checkpoints that are pruned meanwhile.
 
-    Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another.
+    Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run.
     """
-    found = verify_run_directory(run_of(config).history)
-    checkpoints = found.checkpoints.values()
+    run_faults = verify_run_directory(run_of(config).history)
+    checkpoints = run_faults.checkpoints.values()
     good = [checkpoint for checkpoint, faults in checkpoints if not faults]
     damaged = [f"step {checkpoint.step}: {fault}" for checkpoint, faults in checkpoints for fault in faults]
     return Verified(
-        steps=tuple(sorted(one.step for one in good)),
-        size_bytes=sum(one.size_bytes for one in good),
-        faults=(*damaged, *found.damaged),
+        steps=tuple(sorted(checkpoint.step for checkpoint in good)),
+        size_bytes=sum(checkpoint.size_bytes for checkpoint in good),
+        faults=(*damaged, *run_faults.damaged),
     )
 
 
 def check_good(verified: Verified, run_key: str) -> None:
-    """Raise IntegrityError, with every fault, where anything is damaged."""
+    """Raise IntegrityError with every fault, if there is any."""
     if verified.faults:
         raise IntegrityError(
             f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
-            hint="`ckpt verify` lists the damage; a restore passes over it. Nothing was pruned.",
+            hint="`ckpt verify` lists the damage; a restore skips it. Nothing was pruned.",
         )
 
 
 def prune_run(config: CheckpointConfig) -> Pruned | None:
-    """Remove what the policy no longer keeps; None where the run is training, as it prunes after its own saves.
+    """Remove what the policy no longer keeps; return None if the run is training, since it prunes after its saves.
 
-    What may be training elsewhere is left alone, however long it has shown no life.
+    A run that may be training on another host is left alone, however long it has been silent.
     """
     if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
         return None
@@ -76,6 +76,6 @@ def prune_run(config: CheckpointConfig) -> Pruned | None:
         except OwnedError:
             return None
     return Pruned(
-        kept=tuple(sorted(one.step for one in verdicts if one.keep)),
-        removed=tuple(sorted(one.step for one in verdicts if not one.keep)),
+        kept=tuple(sorted(verdict.step for verdict in verdicts if verdict.keep)),
+        removed=tuple(sorted(verdict.step for verdict in verdicts if not verdict.keep)),
     )

@@ -1,4 +1,4 @@
-"""A byte-level transformer that learns the source of Python's standard library: plain PyTorch, any files instead."""
+"""A byte-level transformer in plain PyTorch. It learns the source of Python's standard library, or any other files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 from ckpt_tasks.state.sampler import ResumableSampler
 
 _BYTES: Final = 256
-_HELD_OUT_PARTS: Final = 20  # one file in so many is held out
+_HELD_OUT_PARTS: Final = 20  # one file in this many is held out
 _LEFT_OUT: Final = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _QUICK_BYTES: Final = 1 << 16
 
 
 class Text(Dataset[Tensor]):
-    """Windows side by side: each int64 of shape (context + 1,), the inputs and the targets one byte later."""
+    """Adjacent windows of the data, each an int64 tensor of shape (context + 1,): inputs, and targets one byte later."""
 
     def __init__(self, data: bytes, context: int):
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -40,7 +40,7 @@ class Text(Dataset[Tensor]):
 
 
 class Block(nn.Module):
-    """Causal attention, then a feed-forward layer, each normalised before and added to what comes in."""
+    """Causal attention, then a feed-forward layer; each has a layer norm before it and a residual connection."""
 
     def __init__(self, d_model: int, n_heads: int, dropout: float):
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict each next byte; the embedding of the bytes is the output layer too."""
+    """Predict each next byte; the embedding and the output layer share their weights."""
 
     def __init__(self, context: int, d_model: int, n_layers: int, n_heads: int, dropout: float):
         super().__init__()
@@ -81,11 +81,11 @@ class Transformer(nn.Module):
         self.head.weight = self.bytes.weight
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                into_the_sum = name.endswith(("out.weight", "feed.2.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * n_layers) if into_the_sum else 0.02)
+                is_residual = name.endswith(("out.weight", "feed.2.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * n_layers) if is_residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map bytes, int64 (batch, time), to the logits of what follows each, float32 (batch, time, 256)."""
+        """Map bytes, int64 (batch, time), to the logits of each next byte, float32 (batch, time, 256)."""
         x = self.dropout(self.bytes(tokens) + self.places.weight[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -94,11 +94,11 @@ class Transformer(nn.Module):
 
 
 class ByteLM:
-    """Train a byte-level transformer, and say how well it predicts files that it has not seen.
+    """Train a byte-level transformer, and measure how well it predicts files that it has not seen.
 
-    `data` is a directory (all files in it) or a glob; without it, the standard library's source. `max_bytes` caps what
-    is read. One file in twenty is held out, by a hash of its name. `lr` rises over `warmup_steps`, then falls as a
-    cosine to a tenth at `decay_steps`. All losses are in nats per byte. Raises ValueError for data that is too small.
+    `data` is a directory (all files in it) or a glob; without it, the standard library's source. `max_bytes` limits how
+    much is read. A hash of the names chooses one file in twenty to be held out. `lr` rises over `warmup_steps`, then
+    falls along a cosine to a tenth at `decay_steps`. Losses are in nats per byte. Raises ValueError for too little data.
     """
 
     unit = "bytes"
@@ -171,18 +171,19 @@ class ByteLM:
     def evaluate(self, suite: str) -> dict[str, float]:
         """Measure the loss on held-out files: "quick" on 64 KiB of them, "full" on all.
 
-        "unigram_entropy" is that of the same bytes, the lowest loss without any context. ValueError on another suite.
+        "unigram_entropy" is the lowest loss that a model without context can reach on the same bytes. Raises ValueError
+        for another suite.
         """
         if suite not in {"quick", "full"}:
-            raise ValueError(f'there is no suite {suite!r}: "quick" and "full" are')
+            raise ValueError(f'there is no suite {suite!r}: use "quick" or "full"')
         context, windows = self.held_out.context, len(self.held_out)
         stride = max(1, windows * context // _QUICK_BYTES) if suite == "quick" else 1
         chosen = iter(range(0, windows, stride))
         total, counts, training = 0.0, torch.zeros(_BYTES, dtype=torch.int64), self.model.training
         self.model.eval()
         try:
-            while several := list(islice(chosen, self.batch_size)):
-                batch = torch.stack([self.held_out[index] for index in several])
+            while indices := list(islice(chosen, self.batch_size)):
+                batch = torch.stack([self.held_out[index] for index in indices])
                 total += self._loss(batch).item() * batch[:, 1:].numel()
                 counts += torch.bincount(batch[:, 1:].flatten(), minlength=_BYTES)
         finally:
@@ -200,10 +201,10 @@ class ByteLM:
 
 
 def read(data: str | None, max_bytes: int) -> tuple[bytes, bytes]:
-    """Read the files and return training bytes and held-out bytes, each file ended by a zero byte.
+    """Read the files and return training bytes and held-out bytes, with a zero byte after each file.
 
-    Both the order of the files and which are held out depend on nothing but their names relative to the directory (for
-    a glob, to the part of it before the first wildcard), so that where the data lies makes no difference.
+    The order of the files and the choice of held-out files depend only on their names relative to the directory (for a
+    glob, to the part before the first wildcard), so the data may be moved. Raises ValueError for fewer than two files.
     """
     named = sorted((hashlib.blake2b(name.encode()).digest(), path) for name, path in _files(data))
     if len(named) < 2:
@@ -220,7 +221,7 @@ def _files(data: str | None) -> Iterator[tuple[str, Path]]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = []
         for folder, inner, names in os.walk(root):
-            inner[:] = set(inner) - _LEFT_OUT  # os.walk goes down into what is left
+            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders that stay in this list
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
     elif glob.has_magic(data):
         parts = Path(data).parts

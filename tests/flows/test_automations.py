@@ -23,7 +23,7 @@ def nothing() -> None:
 def resuming(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the server resume what crashed, after 10 seconds (the least that it allows) in the place of 20."""
     monkeypatch.setattr(automations, "_RESUME_AFTER_S", 10)
-    automations.apply(automations.wanted())
+    automations.apply(automations.build_automations())
     time.sleep(3)  # the server looks for new automations every now and then
     yield
     automations.remove()

@@ -18,7 +18,7 @@ from prefect.workers.process import ProcessWorker
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.orchestration.doctor import check_prefect
 from ckpt_tasks.policy.health import Check
-from deployments.automations import apply, remove, wanted
+from deployments.automations import apply, build_automations, remove
 
 JOB: dict[str, Any] = {
     "command": "prefect flow-run execute",
@@ -74,7 +74,7 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     }
     assert (before["zombies"].verdict, before["resuming"].verdict) == ("wrong", "wrong")
     assert before["work pool"].verdict in ("not checked", "ok", "wrong")  # another test may have made it
-    apply(wanted())
+    apply(build_automations())
     after = checks()
     assert (after["zombies"].verdict, after["resuming"].verdict) == ("ok", "ok")
     assert "after 90 s" in after["zombies"].seen
@@ -87,11 +87,11 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
 @pytest.mark.slow
 def test_many_automations_hide_none(client: SyncPrefectClient) -> None:
     """Behind hundreds of other people's automations ours are found, by the doctor and when they are applied again."""
-    one = wanted()[0]
+    one = build_automations()[0]
     others = [client.create_automation(one.model_copy(update={"name": f"a {n:03}"})) for n in range(200)]
     try:
-        apply(wanted())
-        assert {outcome.what for outcome in apply(wanted())} == {"as it was"}
+        apply(build_automations())
+        assert {outcome.status for outcome in apply(build_automations())} == {"as it was"}
         assert checks()["resuming"].verdict == "ok"
     finally:
         for other in others:
@@ -118,7 +118,7 @@ def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
 
 def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
     """Every deployment of the pool is looked at, with its variables over the pool's; a named one by itself."""
-    apply(wanted())
+    apply(build_automations())
     good = deploy(client, pool, "good", JOB, tags=["ckpt-tasks"])
     found = checks(pool)
     assert {found[name].verdict for name in ("preemption", "heartbeat", "tags")} == {"ok"}
