@@ -38,7 +38,7 @@ class Screen(Console):
 
 
 class LiveLine:
-    """Show the progress of flows in the block: one line that changes on a terminal, elsewhere a plain line every 10 s."""
+    """Show the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
         self._out = out
@@ -75,7 +75,7 @@ class LiveLine:
             self._out.print(self.text(progress), soft_wrap=True)
 
     def text(self, progress: Progress) -> str:
-        """Return the line: step, first metric, speed, time left, the last commit and how long training waited for it."""
+        """Return the line: step, first metric, speed, time left, last commit and how long training waited for it."""
         parts = [f"step {progress.step}/{self._total}"]
         parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
         if progress.amount:

@@ -26,7 +26,7 @@ _QUICK_BYTES: Final = 1 << 16
 
 
 class Text(Dataset[Tensor]):
-    """Adjacent windows of the data, each an int64 tensor of shape (context + 1,): inputs, and targets one byte later."""
+    """Adjacent windows of the data, each int64 of shape (context + 1,): the inputs, and the targets one byte later."""
 
     def __init__(self, data: bytes, context: int):
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -98,7 +98,8 @@ class ByteLM:
 
     `data` is a directory (all files in it) or a glob; without it, the standard library's source. `max_bytes` limits how
     much is read. A hash of the names chooses one file in twenty to be held out. `lr` rises over `warmup_steps`, then
-    falls along a cosine to a tenth at `decay_steps`. Losses are in nats per byte. Raises ValueError for too little data.
+    falls along a cosine to a tenth at `decay_steps`. Losses are in nats per byte. Raises ValueError if the
+    data is too small.
     """
 
     unit = "bytes"
