@@ -133,7 +133,7 @@ def _named(*states: str) -> set[str]:
 
 
 def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
-    """Make the server's automations of this project equal to these: create, change or remove, by name; idempotent."""
+    """Create, change or remove automations by name until the server has exactly these; return what happened to each."""
     outcomes = []
     with get_client(sync_client=True) as client:
         existing = _ours(client)

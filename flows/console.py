@@ -41,7 +41,7 @@ _PROGRAM = "flows.programs.byte_lm:ByteLM"
 
 
 def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) -> int:
-    """Train from the command line; return the exit status: 0 means that the run is complete."""
+    """Train a run and evaluate its newest checkpoint from the command line; return the exit status, 0 if complete."""
     options = _train_options(arguments)
     out = Screen()
     with _exit_status(out, options) as status:
@@ -188,7 +188,7 @@ def _prefect(out: Console) -> Iterator[None]:
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:
-    """Drop Prefect's own records, and those of restores and saves, which the screen shows itself."""
+    """Log filter: drop Prefect's own records and our INFO records (restores, saves), which the screen shows itself."""
     if record.name.startswith("ckpt_tasks"):
         return record.levelno > logging.INFO
     return not record.name.startswith(_PREFECT_LOGS)
@@ -216,7 +216,7 @@ def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _exit_status(out: Console, options: argparse.Namespace | None) -> Iterator[list[int]]:
-    """Turn the end of the block into an exit status and one line: 0, 1 for our errors, 130 and 143 for signals."""
+    """Yield a list whose item becomes the exit status: 0, 1 after an error (printed), 130 or 143 after a signal."""
     status = [0]
     # Prefect forwards SIGTERM to the previous handler. The default handler would end the process at once and leave the
     # embedded server running.

@@ -272,7 +272,7 @@ def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 
 def _is_retryable(error: object) -> bool:
-    """Return whether a retry may help. `error` is not an exception if the task returned a failed state."""
+    """Return whether a retry may help: not after a `PERMANENT` error, unless its next restore `rolls_back`."""
     causes = [*_causes(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 

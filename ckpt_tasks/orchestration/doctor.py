@@ -144,7 +144,7 @@ def _client() -> Iterator[SyncPrefectClient]:
 
 
 def _check_health(url: str) -> tuple[str | None, float | None, float]:
-    """Return why no server answers at a URL (None if one does), and the clock as `clock_of` returns it.
+    """Return why no server answers at a URL (None if one does), and its clock's offset and error, as `clock_of` does.
 
     The client is not Prefect's, which would retry for a minute.
     """

@@ -46,7 +46,8 @@ def stay_as_decided() -> None:
     """Suspend or cancel the current flow run again if a person had done so and it was started automatically.
 
     Suspended: it was marked as crashed since then. Cancelled: it had crashed, and was resumed although cancelled. Does
-    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment.
+    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment. Otherwise raises
+    Prefect's Pause or Abort, which end this process.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return

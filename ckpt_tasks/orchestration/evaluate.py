@@ -141,7 +141,7 @@ class Rounds:
             evaluated = {result.manifest_digest for result in run.evaluations() if result.suite == suite}
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             known = self.tried | evaluated
-            pending = [one for one in run.checkpoints() if one.manifest_digest not in known][:left]
+            pending = [each for each in run.checkpoints() if each.manifest_digest not in known][:left]
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
                 yield pending
@@ -155,7 +155,7 @@ class Rounds:
 def choose(run: Run, which: int | str) -> Checkpoint | None:
     """Return the checkpoint that `which` names, as in `Run.find` or by its identity; None if that identity is gone."""
     if isinstance(which, str) and _IDENTITY.fullmatch(which):
-        return next((one for one in run.checkpoints() if one.manifest_digest == which), None)
+        return next((each for each in run.checkpoints() if each.manifest_digest == which), None)
     return run.find(which)
 
 
