@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.tenure import Tenure
-from ckpt_tasks.errors import OwnerError, StateError
+from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
+from ckpt_tasks.errors import CkptError, OwnerError, StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
+from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.ranks.exchange import all_or_none, find_exchange
+from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport, restore_newest
 from ckpt_tasks.saving.committer import Line
@@ -28,8 +34,12 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import Position, SaveSchedule, check_step, point
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.capture import capture, warn_of_unsaved
+from ckpt_tasks.state.placements import World
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.upkeep.pruning import Pruner
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer", "hold_signals"]
 
@@ -55,7 +65,14 @@ class Checkpointer:
     handlers: saves, restores and waits raise ConfigError there, and the end of the block does nothing.
     """
 
-    def __init__(self, config: CheckpointConfig, *, take_over: bool = False, flow_run_id: str | None = None):
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        take_over: bool = False,
+        flow_run_id: str | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
         self.config = config
         self.last_restore: RestoreReport | None = None
         self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
@@ -64,14 +81,20 @@ class Checkpointer:
         self._history = History(self._location.open())
         self._take_over = take_over
         self._flow_run_id = flow_run_id
-        self._tenure: Tenure | None = None
+        self._tenure: Tenure | Following | None = None
         self._interrupt = Interrupt()
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
-        self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir)
+        self._ranks = find_exchange(process_group)
+        self._horizon = Horizon(self._ranks, config.flush_timeout_s)
+        self._agreed = 0  # how often the ranks have agreed
+        alone = self._ranks.size == 1
+        self._cache = SnapshotCache(
+            self._history.store, config.memory_dir if alone else None, config.local_dir if alone else None
+        )
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
-        self._saver = Saver(self._history, config, self._cache, self._pruner, self._schedule)
+        self._saver = Saver(self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks)
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._finite = FiniteMetrics(config.on_non_finite)
@@ -129,13 +152,13 @@ class Checkpointer:
         self._own()
         self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
-        known = candidates = self.checkpoints()
-        in_memory = self._cache.found(known)
+        known, candidates = self._candidates(step)
+        in_memory = self._cache.found(known) if self._ranks.size == 1 else []
         if step is not None or self._finite.failed_step is not None:
-            candidates = self._finite.older(known) if step is None else [self.run.find(step)]
             digests = {checkpoint.manifest_digest for checkpoint in candidates}
             in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
+            self._horizon.begin(0)
             self._knows_line = True
             self._saver.restored(None)
             self._at.restored(0, None)  # steps that were never committed are taken again
@@ -143,8 +166,17 @@ class Checkpointer:
             return 0
         damaged, self._damaged = self._damaged, ()
         chosen, report, cached = restore_newest(
-            self._history.store, candidates, state, run_key=self.config.run_key, damaged=damaged, in_memory=in_memory
+            self._history.store,
+            candidates,
+            state,
+            run_key=self.config.run_key,
+            damaged=damaged,
+            in_memory=in_memory,
+            ranks=self._ranks,
+            topic=f"restore/{self._next_number()}",
+            deadline_s=self.config.flush_timeout_s,
         )
+        self._horizon.begin(chosen.step)
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
         if step is None and (failed_step := self._finite.went_back(chosen.step)) is not None:
@@ -180,8 +212,7 @@ class Checkpointer:
         step = check_step(step, self._at.step)
         self._raise_failure()
         now = point(step, epoch)
-        ending = self._interrupt.pending is not None
-        due = self._schedule.due(self._at.last, now)
+        due, ending = self._due(now)
         taken = due or ending
         self._finite.check(step, metrics or {}, saving=taken)
         self._at.stepped(now)
@@ -189,7 +220,7 @@ class Checkpointer:
             keep = ending or self.config.retention_policy.preserves(step)
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._saver.unprepared:
-            self._saver.prepare(capture(state))
+            self._saver.prepare(capture(state, world=World(self._ranks.rank, self._ranks.size)))
         if ending:
             self._saver.wait()
         self._deliver_signal()
@@ -311,11 +342,12 @@ class Checkpointer:
         """Call a listener after every commit, failed save and restore from now on."""
         self._saver.listeners.add(listener)
 
-    def _own(self) -> Tenure:
+    def _own(self) -> Tenure | Following:
         """Take the run directory, unless this process holds it."""
         self._process.check()
         if self._tenure is None:
-            self._tenure = Tenure(
+            make = partial(
+                Tenure,
                 self._history,
                 self.config,
                 self._cache,
@@ -324,7 +356,10 @@ class Checkpointer:
                 single_writer=self._location.single_writer,
                 take_over=self._take_over,
                 flow_run_id=self._flow_run_id,
+                world_size=self._ranks.size,
             )
+            deadline_s = self.config.owner_timeout_s + self.config.flush_timeout_s
+            self._tenure = take(self._ranks, self._next_number(), make, self._line, deadline_s)
             self._damaged = self._tenure.damaged
             self._knows_line = False
             self._take_over = False  # once only: a later owner is not fenced by this process
@@ -339,20 +374,58 @@ class Checkpointer:
         interim = interim and self.config.has_interval
         started_s = time.perf_counter()
         with gc_paused():
-            captured = capture(state)
+            captured = capture(state, world=World(self._ranks.rank, self._ranks.size))
             groups = encode_groups(captured)  # refuses an unsupported value before anything is written
             if self.last_commit is None:
                 warn_of_unsaved(state)
         with self._saver.turn():
             committer = self._own().committer
             if not self._knows_line:
-                committer.check_line()
+                with all_or_none(self._ranks, f"line/{self._next_number()}", self.config.flush_timeout_s) as confirm:
+                    committer.check_line()
+                    confirm()
                 self._knows_line = True
             saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
             self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
-    def _held(self) -> Tenure:
+    def _candidates(self, step: int | None) -> tuple[list[Checkpoint], list[Checkpoint]]:
+        """Return the live checkpoints, and those to be tried: as rank 0 finds them."""
+        word: bytes | BaseException = b""
+        known: list[Checkpoint] = []
+        candidates = known
+        if self._ranks.rank == 0:
+            try:
+                known = candidates = self.checkpoints()
+                if step is not None or self._finite.failed_step is not None:
+                    candidates = self._finite.older(known) if step is None else [self.run.find(step)]
+                if self._ranks.size == 1:
+                    return known, candidates
+                word = json.dumps([[checkpoint_item(c) for c in group] for group in (known, candidates)]).encode()
+            except CkptError as error:
+                word = error
+        topic = f"candidates/{self._next_number()}"
+        told = json.loads(self._ranks.agree(topic, word, lambda words: words[0], self.config.flush_timeout_s))
+        known, candidates = ([read_checkpoint(item) for item in group] for group in told)
+        return known, candidates
+
+    def _due(self, now: SavePoint) -> tuple[bool, bool]:
+        """Say whether a save is due at this step, and whether a signal is pending; the same in all ranks."""
+        due, pending = self._schedule.steady(self._at.last, now), self._interrupt.pending
+        wish = None if pending is None else f"signal {pending}"
+        if wish is None and not due and self._ranks.rank == 0 and self._schedule.due(self._at.last, now):
+            wish = "save"
+        order = self._horizon.at(now.step, wish)
+        if order is not None and order.startswith("signal "):
+            self._interrupt.pending = int(order.partition(" ")[2])
+            return due, True
+        return due or order == "save", False
+
+    def _next_number(self) -> int:
+        self._agreed += 1
+        return self._agreed
+
+    def _held(self) -> Tenure | Following:
         """Return the present ownership; raises StateError if there is none."""
         self._process.check()
         if self._tenure is None:

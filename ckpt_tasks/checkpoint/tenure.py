@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ckpt_tasks.format.ledger import Owner, State
+from ckpt_tasks.format.records import read_owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
-from ckpt_tasks.saving.committer import Committer, Line
+from ckpt_tasks.ranks.exchange import Exchange
+from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["Tenure"]
+__all__ = ["Following", "Tenure", "take"]
+
+
+class Following:
+    """The ownership that rank 0 holds, as another rank knows it; see `Tenure`."""
+
+    damaged: tuple[str, ...] = ()
+
+    def __init__(self, told: bytes, line: Line, world_size: int):
+        said = json.loads(told)
+        self.run_key: str = said["run_key"]
+        self.owner = read_owner(said["owner"])
+        self.committer: Follower = Follower(self.owner, self.run_key, line, world_size)
+
+    def check(self) -> None:
+        """Do nothing: rank 0 has the heartbeat, and its commit fails."""
+
+    def note(
+        self, name: str, fields: Mapping[str, Any], change: Callable[[State], State] = lambda state: state
+    ) -> None:
+        """Do nothing: rank 0 writes the event once."""
+
+    def beat(self) -> None:
+        """Do nothing."""
+
+    def quiet(self) -> None:
+        """Do nothing."""
+
+
+def take(ranks: Exchange, number: int, make: Callable[[], Tenure], line: Line, deadline_s: float) -> Tenure | Following:
+    """Take a run directory in rank 0, and tell the other ranks; raises in all ranks what it raises in rank 0."""
+    tenure: Tenure | None = None
+    word: bytes | BaseException = b""
+    if ranks.rank == 0:
+        try:
+            tenure = make()
+            word = json.dumps({"run_key": tenure.run_key, "owner": asdict(tenure.owner)}).encode()
+        except BaseException as error:
+            if ranks.size == 1:
+                raise
+            word = error
+    told = ranks.agree(f"own/{number}", word, lambda words: words[0], deadline_s)
+    return tenure if tenure is not None else Following(told, line, ranks.size)
 
 
 class Tenure:
@@ -35,6 +81,7 @@ class Tenure:
         single_writer: bool,
         take_over: bool,
         flow_run_id: str | None,
+        world_size: int = 1,
     ):
         cache.check()
         key = config.run_key or history.store.url.rstrip("/").rpartition("/")[2]
@@ -43,7 +90,7 @@ class Tenure:
         self.damaged = damage(history)
         me, best = identify(flow_run_id), (config.best_metric, config.best_mode)
         owner = acquire(history, me, take_over=take_over, timeout_s=config.owner_timeout_s, best=best)
-        self.committer = Committer(history, owner, self.run_key, pruner, line)
+        self.committer = Committer(history, owner, self.run_key, pruner, line, world_size=world_size)
         try:
             history.store.keep_room()
             pruner.new_owner()

@@ -28,6 +28,7 @@ __all__ = [
     "ALIGNMENT",
     "MAX_DIMENSIONS",
     "MAX_HEADER_BYTES",
+    "MIN_REGION_BYTES",
     "REGION_BYTES",
     "STORED_DTYPES",
     "ImageLayout",
@@ -43,6 +44,7 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 16 << 20  # a reader takes memory for it before it can know that the file is honest
 MAX_DIMENSIONS = 64  # of a tensor in torch
 REGION_BYTES = 16 << 20  # what is digested, and can be read again, on its own
+MIN_REGION_BYTES = 1 << 18  # where many ranks write: another number of them reads little more than it wants
 
 
 class StoredDtype(NamedTuple):
@@ -108,11 +110,11 @@ class Slot(NamedTuple):
     begin: int
     end: int
 
-    def regions(self) -> list[tuple[Box, int, int]]:
-        """Cut the tensor into regions of at most REGION_BYTES: (box, begin, end) in bytes of the file."""
+    def regions(self, region_bytes: int = REGION_BYTES) -> list[tuple[Box, int, int]]:
+        """Cut the tensor into regions of at most `region_bytes`: (box, begin, end) in bytes of the file."""
         itemsize = STORED_DTYPES[self.spec.dtype].nbytes
         found, begin = [], self.begin
-        for box in blocks(self.spec.shape, REGION_BYTES // itemsize):
+        for box in blocks(self.spec.shape, region_bytes // itemsize):
             end = begin + box.size * itemsize
             found.append((box, begin, end))
             begin = end
@@ -126,15 +128,18 @@ class ImageLayout:
     header: bytes
     slots: tuple[Slot, ...]
     size_bytes: int
+    region_bytes: int = REGION_BYTES
 
     @cached_property
     @gc_paused()
     def regions(self) -> list[tuple[TensorSpec, Box, int, int]]:
         """What is digested on its own, all of it, as in the file: (spec, box, begin, end)."""
-        return [(slot.spec, box, begin, end) for slot in self.slots for box, begin, end in slot.regions()]
+        return [
+            (slot.spec, box, begin, end) for slot in self.slots for box, begin, end in slot.regions(self.region_bytes)
+        ]
 
 
-def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
+def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) -> ImageLayout:
     """Lay tensors out in one file, by falling element size and otherwise in the order given.
 
     Raises UnsupportedStateError for a dtype or a name that cannot be stored and for a header over 16 MiB.
@@ -158,7 +163,8 @@ def plan_image(specs: Iterable[TensorSpec]) -> ImageLayout:
     if start - 8 > MAX_HEADER_BYTES:
         raise UnsupportedStateError(f"the names of {len(ordered)} tensors need a header of {len(text)} bytes")
     header = struct.pack("<Q", start - 8) + text.ljust(start - 8)
-    return ImageLayout(header, tuple(Slot(spec, start + b, start + e) for spec, b, e in offsets), start + begin)
+    slots = tuple(Slot(spec, start + b, start + e) for spec, b, e in offsets)
+    return ImageLayout(header, slots, start + begin, region_bytes)
 
 
 def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:

@@ -9,10 +9,9 @@ objects are made for who looks at the rows.
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import compress, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +23,16 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.image import MAX_DIMENSIONS, REGION_BYTES, STORED_DTYPES
+from ckpt_tasks.format.image import MAX_DIMENSIONS, MIN_REGION_BYTES, REGION_BYTES, STORED_DTYPES
 from ckpt_tasks.format.keys import is_group, is_shard
-from ckpt_tasks.format.regions import Box, tiling_fault
+from ckpt_tasks.format.regions import Box
+from ckpt_tasks.format.tiling import row_major_faults, untiled
 
 __all__ = [
     "MAX_INDEX_BYTES",
     "MAX_REGIONS",
     "Index",
     "IndexRow",
-    "coverage_faults",
     "read_index",
     "write_index",
 ]
@@ -41,7 +40,7 @@ __all__ = [
 MAX_INDEX_BYTES = 256 << 20
 MAX_REGIONS = 1 << 20
 _MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
-_FREE_CUTS = 64  # blocks() makes regions of a third of REGION_BYTES and more
+_FREE_CUTS = 4096  # of a small tensor that many ranks share; else regions have MIN_REGION_BYTES, or a third of them
 _MAX_BYTES = 2.0**62  # of a tensor; what is larger overflows in torch, even where one of its extents is 0
 _MAX_ELEMENTS = 2.0**57  # of a region: as many bytes as a number of 64 bits counts, whatever the dtype
 _HUGE = 2.0**200
@@ -190,14 +189,55 @@ class Index:
         self._refuse(misplaced, "a region is too large, or does not lie where its dtype can")
         self._refuse((size_bytes == 0) & (extent * nbytes > _MAX_BYTES), "an empty tensor is too large")
 
-    def coverage_faults(self) -> list[str]:
-        """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
+    def coverage_faults(self, *, whole: bool = True) -> list[str]:
+        """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype.
+
+        `whole`: one rank wrote all of it, so that the regions of a tensor in one object are its elements in order.
+        """
+        tensor = self._tensors_of_rows()
         # Nearly all, of 10⁵, have one region, and it is the tensor.
         odd = self._full.some(self._full.numbers != self._shape.numbers) | self._offset.some(self._offset.numbers != 0)
-        if len({*self.keys}) < len(self):
-            often = {key for key, times in Counter(self.keys).items() if times > 1}
-            odd |= np.fromiter((key in often for key in self.keys), np.bool_, len(self))
-        return coverage_faults(compress(self.rows, odd)) if odd.any() else []
+        odd |= np.bincount(tensor)[tensor] > 1
+        rows = np.flatnonzero(odd)
+        faults: dict[int, str] = {}
+        for dims in np.flatnonzero(np.bincount(self._full.lengths[rows])).tolist():
+            of_dims = rows[self._full.lengths[rows] == dims]
+            of_dims = of_dims[np.lexsort((self._begin[of_dims], tensor[of_dims]))]
+            faults |= self._faults_of(of_dims, tensor[of_dims], dims, whole=whole)
+        first = dict(zip(tensor[::-1].tolist(), range(len(tensor) - 1, -1, -1), strict=True)) if faults else {}
+        by_row = sorted((first[number], why) for number, why in faults.items())
+        return [f"{self.keys[row]}: {why}" for row, why in by_row]
+
+    def _tensors_of_rows(self) -> npt.NDArray[np.int64]:
+        """Number the tensors, and return that of every row."""
+        keys = self._key.dictionary_encode()
+        codes = self._group.codes * max(1, len(keys.dictionary)) + keys.indices.to_numpy()
+        numbers: npt.NDArray[np.int64] = np.unique(codes, return_inverse=True)[1]
+        return numbers
+
+    def _faults_of(
+        self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
+    ) -> dict[int, str]:
+        """Say by tensor what is wrong with rows of `dims` dimensions, in the order of tensors and bytes."""
+        full, offset, shape = (column.matrix(rows, dims) for column in (self._full, self._offset, self._shape))
+        starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
+        counts = np.diff(np.r_[starts, len(rows)])
+        first, group = np.repeat(starts, counts), np.repeat(np.arange(len(starts)), counts)
+        dtype = self._dtype.codes[rows]
+        other = (full != full[first]).any(axis=1) | (dtype != dtype[first])
+        faults = dict.fromkeys(tensor[other].tolist(), "its regions disagree on shape or dtype")
+        same = ~np.isin(tensor, tensor[other])
+        for number in untiled(tensor[same], full[same], offset[same], shape[same]).tolist():
+            faults[number] = "its regions leave a hole, overlap or lie outside of it"
+        size_bytes = np.add.reduceat(self._end[rows] - self._begin[rows], starts)
+        for number in tensor[starts[counts > _FREE_CUTS + 3 * (size_bytes // MIN_REGION_BYTES)]].tolist():
+            faults.setdefault(number, f"{int((tensor == number).sum())} regions, too many for its bytes")
+        if whole:
+            place = self._object.codes[rows]
+            together = ~np.logical_or.reduceat(place != place[first], starts)[group]
+            for number in np.unique(tensor[together & row_major_faults(full, offset, shape, first)]).tolist():
+                faults.setdefault(number, "its regions do not lie in the order of its elements")
+        return faults
 
     def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
         """List every object (name → where its data begin and end) that its regions do not fill, one after the other.
@@ -218,45 +258,6 @@ class Index:
     def _refuse(self, bad: npt.NDArray[np.bool_], why: str) -> None:
         if bad.any():
             raise IntegrityError(why, key=self.keys[int(bad.argmax())])
-
-
-def coverage_faults(rows: Iterable[IndexRow]) -> list[str]:
-    """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype."""
-    uncut: dict[str, IndexRow] = {}  # nearly all, of 10⁵: one region that is the tensor
-    tensors: dict[str, list[IndexRow]] = {}
-    for row in rows:
-        key, (offset, shape) = row.full_key, row.box
-        if key not in uncut and key not in tensors and shape == row.tensor_shape and not any(offset):
-            uncut[key] = row
-        elif key in uncut:
-            tensors[key] = [uncut.pop(key), row]
-        else:
-            tensors.setdefault(key, []).append(row)
-    faults = []
-    for key, found in tensors.items():
-        first = found[0]
-        if any(row.tensor_shape != first.tensor_shape or row.dtype != first.dtype for row in found):
-            faults.append(f"{key}: its regions disagree on shape or dtype")
-            continue
-        fault = tiling_fault(first.tensor_shape, (row.box for row in found)) or _cut_fault(found)
-        if fault:
-            faults.append(f"{key}: {fault}")
-    return faults
-
-
-def _cut_fault(found: list[IndexRow]) -> str | None:
-    """Say that a tensor's regions lie in another order than its elements, or that it is cut into far too many.
-
-    A restore reads what lies together in one go, and comparing two tensors meets all pairs of their regions.
-    """
-    if len({row.object for row in found}) == 1:
-        lying = [row.box for row in sorted(found, key=lambda row: row.begin)]
-        if lying != sorted(lying):
-            return "its regions do not lie in the order of its elements"
-    size_bytes = sum(row.end - row.begin for row in found)
-    if len(found) <= _FREE_CUTS + 3 * size_bytes // REGION_BYTES:
-        return None
-    return f"{len(found)} regions for {size_bytes} bytes"
 
 
 class _Words:
@@ -303,6 +304,12 @@ class _Lists:
             places = begins[self.lengths == length]
             lists[int(length)] = zip(*(self.numbers[places + n].tolist() for n in range(length)), strict=True)
         return [next(lists[length]) for length in self.lengths.tolist()]
+
+    def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """Return the lists of some rows, all of this length, as a matrix."""
+        begins = (self.ends - self.lengths)[rows]
+        matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
+        return matrix
 
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Say for every row whether what is `said` of each number is true of one in its list."""

@@ -20,6 +20,7 @@ from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, w
 __all__ = ["FORMAT_VERSION", "MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
 
 FORMAT_VERSION = 1
+RANKS_VERSION = 2  # of a manifest that more than one rank wrote
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_GROUPS = 4096
 
@@ -41,7 +42,8 @@ class ObjectRecord(NamedTuple):
 class Manifest:
     """What one checkpoint is made of.
 
-    `groups` maps each group to {"kind", "tree"}; `index` and `objects` name what was written; `world_size` is the
+    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one for each rank; `index` and `objects`
+    name what was written; `world_size` is the
     number of ranks that wrote; `environment` says which versions wrote it, for people.
     """
 
@@ -64,7 +66,7 @@ class Manifest:
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
         body = {
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSION if self.world_size == 1 else RANKS_VERSION,
             "run_key": self.run_key,
             "step": self.step,
             "attempt": self.attempt,
@@ -95,7 +97,7 @@ class Manifest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
         try:
             body = parse_json(data)
-            check_version(body["version"], name)
+            check_version(body["version"], name, newest=RANKS_VERSION)
             if len(body["groups"]) > MAX_GROUPS:
                 raise ValueError(f"{len(body['groups'])} groups, more than {MAX_GROUPS}")
             manifest = cls(
@@ -105,7 +107,7 @@ class Manifest:
                 world_size=whole(body["world_size"]),
                 index=_record(body["index"]),
                 objects=tuple(_record(record) for record in body["objects"]),
-                groups={_group(group): _saved(saved) for group, saved in body["groups"].items()},
+                groups={_group(group): _saved(saved, body) for group, saved in body["groups"].items()},
                 metrics={str(k): float(v) for k, v in body["metrics"].items()},
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
@@ -116,13 +118,13 @@ class Manifest:
         return manifest
 
 
-def check_version(version: Any, name: str) -> None:
+def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:
     """Raise FormatVersionError unless this version of the format is one that this code reads."""
     if type(version) is not int or version < 1:
         raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
-    if version > FORMAT_VERSION:
+    if version > newest:
         raise FormatVersionError(
-            f"format version {version!r:.40} is newer than {FORMAT_VERSION}, the newest that this code reads",
+            f"format version {version!r:.40} is newer than {newest}, the newest that this code reads",
             key=name,
             hint="Upgrade ckpt-tasks.",
         )
@@ -152,8 +154,12 @@ def _group(name: str) -> str:
     return name
 
 
-def _saved(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**group, "kind": text(group["kind"]), "tree": group["tree"]}
+def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    if body["version"] == FORMAT_VERSION or "trees" not in group:
+        return {**group, "kind": text(group["kind"]), "tree": group["tree"]}
+    if type(group["trees"]) is not list or len(group["trees"]) != body["world_size"]:
+        raise ValueError(f"{body['world_size']} ranks do not have {len(group['trees'])} trees")
+    return {**group, "kind": text(group["kind"])}
 
 
 def _metric_out(value: float) -> float | str:

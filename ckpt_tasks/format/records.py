@@ -37,6 +37,7 @@ __all__ = [
     "Owner",
     "Seal",
     "attempt_object",
+    "checkpoint_item",
     "read_checkpoint",
     "read_evaluation",
     "read_lease",
@@ -176,6 +177,11 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
     return Checkpoint(**{**item, **checked})
 
 
+def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `read_checkpoint` reads, as JSON can hold it: metrics as texts, since one may be NaN."""
+    return {**asdict(checkpoint), "metrics": {name: repr(value) for name, value in checkpoint.metrics.items()}}
+
+
 def read_lease(item: Mapping[str, Any]) -> Lease:
     """Read a lease."""
     texts = {name: text(item[name]) for name in ("id", "manifest_digest", "holder")}
@@ -258,8 +264,7 @@ class Seal:
 
     def to_bytes(self) -> bytes:
         """Write the seal as JSON with its own digest."""
-        checkpoint = {**asdict(self.checkpoint), "metrics": {k: repr(v) for k, v in self.checkpoint.metrics.items()}}
-        body = {**asdict(self), "checkpoint": checkpoint, "version": SEAL_VERSION}
+        body = {**asdict(self), "checkpoint": checkpoint_item(self.checkpoint), "version": SEAL_VERSION}
         return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
 
     @classmethod

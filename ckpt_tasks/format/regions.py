@@ -1,4 +1,4 @@
-"""Boxes of a tensor: how a tensor is cut into regions, and the proof that regions cover it exactly.
+"""Boxes of a tensor: how a tensor is cut into regions.
 
 A region is a box (offset, shape). Cutting a tensor into blocks of bounded size lets a reader verify and read again
 a part of it, and lets several threads work on one tensor. Every block is contiguous in row-major order.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "blocks", "tiling_fault"]
+__all__ = ["Box", "blocks", "blocks_in_order", "intersection"]
 
 
 class Box(NamedTuple):
@@ -48,45 +48,26 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
     return found
 
 
-def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Say why the boxes do not tile a tensor of this shape exactly, each contiguous in row-major order; else None.
-
-    Exactly: each box inside, no element twice, no element missing. An empty tensor is tiled by one box, itself.
-    """
-    shape = tuple(shape)
-    found = sorted(boxes)
-    for box in found:
-        if len(box.offset) != len(shape) or len(box.shape) != len(shape):
-            return f"a region with {len(box.shape)} dimensions in a tensor with {len(shape)}"
-        if any(o < 0 or n < 0 or o + n > full for o, n, full in zip(box.offset, box.shape, shape, strict=True)):
-            return f"the region {box.offset}+{box.shape} lies outside of {shape}"
-    if 0 in shape:
-        return None if found == [Box((0,) * len(shape), shape)] else "an empty tensor must have one region, itself"
-    if any(0 in box.shape for box in found):
-        return "an empty region in a tensor that is not empty"
-    at = 0  # contiguous boxes that follow each other tile: nothing has to be compared with all others
-    for box in found:
-        if not _is_contiguous(box, shape):
-            return f"the region {box.offset}+{box.shape} is not contiguous in row-major order"
-        begin = _place(box.offset, shape)
-        if begin != at:
-            what = "leave a hole before" if begin > at else "overlap at"
-            return f"the regions {what} {box.offset}+{box.shape}"
+def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Say whether boxes are a tensor's elements in row-major order, without a gap."""
+    at = 0
+    for box in boxes:
+        axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))
+        place = 0
+        for first, full in zip(box.offset, shape, strict=True):
+            place = place * full + first
+        if box.shape[axis + 1 :] != shape[axis + 1 :] or place != at:
+            return False
         at += box.size
-    return None if at == math.prod(shape) else f"the regions hold {at} of {math.prod(shape)} elements"
+    return at == math.prod(shape)
 
 
-def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
-    axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))
-    return box.shape[axis + 1 :] == shape[axis + 1 :]
-
-
-def _place(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return where an element stands in row-major order."""
-    place = 0
-    for first, full in zip(index, shape, strict=True):
-        place = place * full + first
-    return place
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box of the elements that two boxes share; None where they share none."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = (min(i + n, j + m) for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))
+    return Box(offset, shape) if all(extent > 0 for extent in shape) else None
 
 
 def _indices(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:

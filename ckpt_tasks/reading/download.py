@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.regions import Box, blocks_in_order, intersection
 from ckpt_tasks.policy.ranges import Span, merge_spans
 from ckpt_tasks.reading.opening import READ_BYTES, verify_run
+from ckpt_tasks.state.placements import ALONE, is_sharded, local_of, place_of
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
@@ -26,44 +29,67 @@ _IN_FLIGHT = 8
 _PAGE = 4096
 
 _Read = tuple[str, Span, list[IndexRow]]
+_Pair = tuple[torch.Tensor, str]
 
 
 class DownloadedTensors:
-    """The tensors of `rows`, fetched from a store as a whole; see `TensorSource`."""
+    """The tensors of `rows`, fetched from a store as a whole; see `TensorSource`.
+
+    A tensor may be cut into boxes that many ranks wrote, and a DTensor takes the box of it that is this rank's. Only
+    regions that hold an element of what is asked for are read.
+    """
 
     def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
         self._store = store
         self._rows = sorted(rows, key=lambda row: (row.object, row.begin))
-        self._first: dict[str, IndexRow] = {}
+        self._by_key: dict[str, list[IndexRow]] = {}
         for row in self._rows:
-            self._first.setdefault(row.full_key, row)
+            self._by_key.setdefault(row.full_key, []).append(row)
         self._memory = {name: _Laid(rows) for name, rows in _by_object(self._rows)}
         self._fetched: set[IndexRow] = set()
-        self._fills: list[tuple[torch.Tensor, str]] = []
+        self._fills: list[_Pair] = []
 
     def like(self, key: str) -> torch.Tensor:
-        row = self._first[key]
+        row = self._by_key[key][0]
         return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
 
     def read(self, key: str) -> torch.Tensor:
-        self._get([row for row in self._rows if row.full_key == key])
-        return self._at(key)
+        self._get(self._by_key[key])
+        if _in_order(self._by_key[key]):
+            return self._view(self._by_key[key][0], self._by_key[key][0].tensor_shape)
+        values = torch.empty_like(self.like(key), device="cpu")
+        self.copy([(values, key)])
+        return values
 
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
 
-    def fetch(self) -> None:
-        self._get(self._rows)
+    def fetch(self, pairs: Sequence[_Pair] = ()) -> None:
         fills, self._fills = self._fills, []
+        wanted: dict[str, list[Box]] = {}
+        for into, key in (*fills, *pairs):
+            wanted.setdefault(key, []).append(_box_of(into, key))
+        self._get([row for row in self._rows if row.full_key not in wanted or _meets(row, wanted[row.full_key])])
         self.copy(fills)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        copy_all([(into, self._at(key)) for into, key in pairs])
+    def copy(self, pairs: Sequence[_Pair]) -> None:
+        copy_all([piece for into, key in pairs for piece in self._pieces(into, key)])
 
-    def _at(self, key: str) -> torch.Tensor:
-        row = self._first[key]
+    def _pieces(self, into: torch.Tensor, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parts of a tensor to be filled, each with its values."""
+        rows = self._by_key[key]
+        if not is_sharded(into) and _in_order(rows):
+            yield into, self._view(rows[0], rows[0].tensor_shape)
+            return
+        box, local = _box_of(into, key), local_of(into).detach()
+        for row in rows:
+            common = intersection(row.box, box)
+            if common is not None:
+                yield _within(local, common, box), _within(self._view(row), common, row.box)
+
+    def _view(self, row: IndexRow, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         laid = self._memory[row.object]
-        return tensor_at(laid.memory, row.dtype, row.tensor_shape, row.begin - laid.base)
+        return tensor_at(laid.memory, row.dtype, row.box.shape if shape is None else shape, row.begin - laid.base)
 
     def _get(self, rows: Sequence[IndexRow]) -> None:
         reads = [*_reads([row for row in rows if row not in self._fetched], self._store.gap_bytes)]
@@ -81,6 +107,31 @@ class DownloadedTensors:
                 return
             if not again:
                 raise IntegrityError(faults[0])
+
+
+def _box_of(into: torch.Tensor, key: str) -> Box:
+    return place_of(into, key, ALONE).box
+
+
+def _meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
+    return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
+
+
+def _within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
+    """View a box of a tensor, where the tensor itself is the box `of`."""
+    for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
+        if extent != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, begin - base, extent)
+    return tensor
+
+
+def _in_order(rows: Sequence[IndexRow]) -> bool:
+    """Say whether the regions of a tensor are its elements in order, one after the other in one object."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first.box.shape == first.tensor_shape
+    boxes = blocks_in_order([row.box for row in rows], first.tensor_shape)
+    return boxes and all(b.object == a.object and b.begin == a.end for a, b in pairwise(rows))
 
 
 class _Laid:

@@ -58,7 +58,7 @@ class StoredTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
 
-    def fetch(self) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
         fills, self._fills = self._fills, []
         filled = {key for _, key in fills}
         rest = [row for key, rows in self._rows.items() if key not in filled for row in rows]

@@ -42,7 +42,8 @@ READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
 class SavedGroup:
     """One group of a checkpoint: its kind, and its tree, decoded on demand (format/tree.py)."""
 
-    def __init__(self, name: str, manifest: Manifest, index: Index):
+    def __init__(self, name: str, manifest: Manifest, index: Index, rank: int = 0):
+        self._rank = rank
         self.kind: str = manifest.groups[name]["kind"]
         self._name = name
         self._manifest = manifest
@@ -50,9 +51,25 @@ class SavedGroup:
 
     @cached_property
     def tree(self) -> Any:
-        """The tree, decoded; raises IntegrityError where it is none of its kind, or names what the index lacks."""
+        """The tree of the rank that opened it, decoded.
+
+        Raises IntegrityError where it is none of its kind, or names what the index lacks.
+        """
+        return self._decoded(self._encoded[self._rank if len(self._encoded) > 1 else 0])
+
+    def check(self) -> None:
+        """Raise IntegrityError where the tree of a rank is none of its kind, or names what the index lacks."""
+        for encoded in self._encoded:
+            self._decoded(encoded)
+
+    @property
+    def _encoded(self) -> Sequence[Any]:
+        group = self._manifest.groups[self._name]
+        return group["trees"] if "trees" in group else [group["tree"]]
+
+    def _decoded(self, encoded: Any) -> Any:
         with gc_paused():
-            tree = decode(self._manifest.groups[self._name]["tree"])
+            tree = decode(encoded)
             check_group(self._name, self.kind, tree)
             tensors = self._index.tensors
             for ref in tensor_refs(tree):
@@ -76,7 +93,7 @@ class Opened:
     def check_trees(self) -> None:
         """Raise IntegrityError where the tree of a group is not what a save writes."""
         for group in self.groups.values():
-            _ = group.tree
+            group.check()
 
     @property
     def rows(self) -> tuple[IndexRow, ...]:
@@ -89,13 +106,17 @@ class Opened:
         return self.index.tensors
 
 
-def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
-    """Read manifest and index and check them against each other; raise IntegrityError or StoreError."""
+def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> Opened:
+    """Read manifest and index and check them against each other; raise IntegrityError or StoreError.
+
+    `rank` and `world_size` say who opens it: the random streams are those of this rank if as many ranks saved them, and
+    else rank 0's.
+    """
     with gc_paused():
-        return _open(store, checkpoint)
+        return _open(store, checkpoint, rank, world_size)
 
 
-def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
+def _open(store: ReadableStore, checkpoint: Checkpoint, rank: int, world_size: int) -> Opened:
     manifest = read_good(store, lambda: _manifest(store, checkpoint))
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
@@ -108,10 +129,11 @@ def _open(store: ReadableStore, checkpoint: Checkpoint) -> Opened:
     of = manifest.index
     index = read_good(store, lambda: read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name))
     objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}
-    faults = index.coverage_faults() or index.object_faults(objects)
+    rank = rank if world_size == manifest.world_size else 0
+    faults = index.coverage_faults(whole=manifest.world_size == 1) or index.object_faults(objects)
     if faults:
         raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=of.name, step=checkpoint.step)
-    return Opened(manifest, index, {name: SavedGroup(name, manifest, index) for name in manifest.groups})
+    return Opened(manifest, index, {name: SavedGroup(name, manifest, index, rank) for name in manifest.groups})
 
 
 def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:

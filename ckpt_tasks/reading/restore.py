@@ -23,13 +23,16 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
+from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ranks.exchange import ALONE, Exchange, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.state.capture import plan_restore
 from ckpt_tasks.state.restore_parts import TensorSource
+from ckpt_tasks.state.rng import RNG, seed_streams
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
@@ -64,6 +67,7 @@ class RestoreReport:
     """What a restore did: the step, where from, how many tensors and bytes, and what it passed over and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
+    `derived_streams`: another number of ranks saved it, so the random streams of every rank but 0 begin anew.
     """
 
     step: int
@@ -73,6 +77,7 @@ class RestoreReport:
     seconds: float
     skipped: tuple[tuple[int, str], ...] = ()
     damaged: tuple[str, ...] = ()
+    derived_streams: bool = False
 
 
 def restore_newest(
@@ -84,23 +89,33 @@ def restore_newest(
     run_key: str | None = None,
     damaged: tuple[str, ...] = (),
     in_memory: Sequence[_Snapshot] = (),
+    ranks: Exchange = ALONE,
+    topic: str = "restore",
+    deadline_s: float = 0.0,
 ) -> tuple[Checkpoint, RestoreReport, _Snapshot | None]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
-    the others each before storage.
+    the others each before storage. All `ranks` restore one checkpoint, or none; `topic` is what they agree under.
 
     Returns the checkpoint, what was done, and the snapshot of this host that it came from.
     A store that fails (StoreError) is not a damaged checkpoint: that is raised, for a retry to try the newest again.
     """
     skipped: list[tuple[int, str]] = []
-    for checkpoint, cached in _sources(candidates, in_memory):
+    for number, (checkpoint, cached) in enumerate(_sources(candidates, in_memory)):
+        at, source = (store, None) if cached is None else (cached.store, cached.tensors)
         try:
-            if cached is None:
-                report = restore_one(store, checkpoint, state, partial=partial, run_key=run_key)
-            else:
+            with all_or_none(ranks, f"{topic}/{number}", deadline_s) as confirm:
                 report = restore_one(
-                    cached.store, checkpoint, state, partial=partial, run_key=run_key, source=cached.tensors
+                    at,
+                    checkpoint,
+                    state,
+                    partial=partial,
+                    run_key=run_key,
+                    source=source,
+                    confirm=confirm,
+                    rank=ranks.rank,
+                    world_size=ranks.size,
                 )
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
@@ -155,14 +170,20 @@ def restore_one(
     partial: bool = False,
     run_key: str | None = None,
     source: Callable[[Any, Sequence[IndexRow]], TensorSource] | None = None,
+    confirm: Callable[[], None] = lambda: None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
+
+    `confirm` is as in RestorePlan.apply. If another number of ranks saved it, the random streams of every rank but 0
+    are seeded from rank 0's and the rank.
 
     Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
     RunMismatchError where it is not of the run `run_key`; the target is untouched then.
     """
     started = time.perf_counter()
-    opened = open_checkpoint(store, checkpoint)
+    opened = open_checkpoint(store, checkpoint, rank, world_size)
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     try:
@@ -175,12 +196,18 @@ def restore_one(
     for record in opened.manifest.objects:
         if record.name in names:
             check_header(store, record)
-    source = source or (StoredTensors if store.near else DownloadedTensors)
-    plan.apply(source(store, wanted))
+    alone = world_size == opened.manifest.world_size == 1
+    source = source or (StoredTensors if store.near and alone else DownloadedTensors)
+    plan.apply(source(store, wanted), confirm)
+    derived = not partial and world_size != opened.manifest.world_size
+    if derived and rank:
+        streams = canonical_json(opened.manifest.groups[RNG])
+        seed_streams(int(digest_hex(streams + str(rank).encode())[:16], 16))
     return RestoreReport(
         step=checkpoint.step,
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
         tensors=len(plan.keys),
         size_bytes=sum(row.end - row.begin for row in wanted),
         seconds=time.perf_counter() - started,
+        derived_streams=derived,
     )

@@ -84,9 +84,11 @@ class PreparedCheckpoint:
 def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedCheckpoint:
     """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
 
-    Raises IntegrityError where a rank or a region is missing and UnsupportedStateError where one would be too large.
+    Raises IntegrityError where a rank or a region is missing, UnsupportedStateError where one would be too large, and
+    StateError where ranks have drifted apart.
     """
     rows, objects = _combine(parts, saving.world_size)
+    groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
     index_bytes = write_index(rows)
     place = attempt_prefix(saving.attempt) + INDEX_NAME
     manifest = Manifest(
@@ -96,7 +98,7 @@ def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedChe
         world_size=saving.world_size,
         index=ObjectRecord(place, len(index_bytes), digest_hex(index_bytes), len(index_bytes)),
         objects=tuple(objects),
-        groups=saving.groups,
+        groups=groups,
         metrics=dict(saving.metrics),
         created_at=now_iso(),
         environment={
@@ -205,3 +207,23 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[list[IndexRow]
         raise IntegrityError(f"ranks {ranks} handed in their parts, 0 to {world_size - 1} were expected")
     rows = [row for part in sorted(parts, key=lambda part: part.rank) for row in part.rows]
     return rows, [record for part in parts for record in part.objects]
+
+
+def _combine_groups(
+    groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
+) -> dict[str, Mapping[str, object]]:
+    """Return rank 0's groups, those of each rank with every rank's tree; the others must be the same on all ranks."""
+    ordered = sorted(parts, key=lambda part: part.rank)
+    first = ordered[0]
+    for part in ordered:
+        for name in first.digests.keys() | part.digests.keys() | first.trees.keys() | part.trees.keys():
+            if first.digests.get(name) != part.digests.get(name) or (name in first.trees) != (name in part.trees):
+                raise StateError(
+                    f"rank {part.rank} and rank 0 have different values: the ranks have drifted apart",
+                    key=name,
+                    hint="Make it the same on every rank, or leave it out of the state.",
+                )
+    return {
+        name: {"kind": group["kind"], "trees": [part.trees[name] for part in ordered]} if name in first.trees else group
+        for name, group in groups.items()
+    }

@@ -19,7 +19,7 @@ from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["Committer", "Line"]
+__all__ = ["Committer", "Follower", "Line"]
 
 
 @dataclass
@@ -40,21 +40,62 @@ class Line:
         """The identity of `parent`."""
         return self.parent.manifest_digest if self.parent is not None else None
 
-    def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
+    def committed(self, checkpoint: Checkpoint, stored: Stored | None) -> None:
         """Continue from a checkpoint that this process has committed."""
-        self.stored = checkpoint.manifest_digest, stored
+        self.stored = None if stored is None else (checkpoint.manifest_digest, stored)
         self.last_commit = self.parent = checkpoint
         self.known_n = checkpoint.n
 
 
-class Committer:
-    """Commit what ranks have written, as one owner of the run directory."""
+class Follower:
+    """What a rank other than 0 knows of the owner: enough to name the objects that it writes."""
 
-    def __init__(self, history: History, owner: Owner, run_key: str, pruner: Pruner, line: Line):
+    def __init__(self, owner: Owner, run_key: str, line: Line, world_size: int = 1):
         self.owner = owner
         self.line = line
-        self._history = history
         self._run_key = run_key
+        self._world_size = world_size
+        self._saves = 0
+
+    def check_line(self) -> None:
+        """Do nothing: rank 0 does."""
+
+    def release(self) -> bool:
+        """Do nothing: rank 0 does."""
+        return True
+
+    def new_saving(
+        self,
+        step: int,
+        groups: Mapping[str, Mapping[str, object]],
+        *,
+        metrics: Mapping[str, float],
+        epochs: int | None,
+        interim: bool,
+    ) -> Saving:
+        """Name a new attempt to save a step."""
+        self._saves += 1
+        return Saving(
+            attempt=new_attempt(step, self.owner, self._saves),
+            run_key=self._run_key,
+            owner=self.owner,
+            groups=groups,
+            metrics=checked_metrics(metrics),
+            epochs=epochs,
+            interim=interim,
+            world_size=self._world_size,
+            number=self._saves,
+        )
+
+
+class Committer(Follower):
+    """Commit what ranks have written, as one owner of the run directory."""
+
+    def __init__(
+        self, history: History, owner: Owner, run_key: str, pruner: Pruner, line: Line, *, world_size: int = 1
+    ):
+        super().__init__(owner, run_key, line, world_size)
+        self._history = history
         self._pruner = pruner
 
     def check_line(self) -> None:
@@ -69,26 +110,6 @@ class Committer:
                 f"{self._history.store.url} holds checkpoints up to step {max(c.step for c in state.live)}",
                 hint="Call restore() first, or use another directory.",
             )
-
-    def new_saving(
-        self,
-        step: int,
-        groups: Mapping[str, Mapping[str, object]],
-        *,
-        metrics: Mapping[str, float],
-        epochs: int | None,
-        interim: bool,
-    ) -> Saving:
-        """Name a new attempt to save a step."""
-        return Saving(
-            attempt=new_attempt(step, self.owner),
-            run_key=self._run_key,
-            owner=self.owner,
-            groups=groups,
-            metrics=checked_metrics(metrics),
-            epochs=epochs,
-            interim=interim,
-        )
 
     @contextmanager
     def choosing_base(self) -> Iterator[Checkpoint | None]:

@@ -5,22 +5,26 @@ Nothing here knows a ledger. The committer's half is `commit.py`.
 
 from __future__ import annotations
 
-import secrets
+import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.image import TensorSpec
+from ckpt_tasks.format.index import IndexRow, read_index, write_index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.format.regions import Box
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.snapshot.snapshot import Image, Places
 from ckpt_tasks.state.capture import Captured
 
 __all__ = [
+    "OF_RANK",
     "RankPart",
     "Saving",
     "Stored",
@@ -32,6 +36,7 @@ __all__ = [
     "reuse",
 ]
 
+OF_RANK = ("rng", "generator")  # kinds of groups that each rank has of its own
 _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
 
 
@@ -41,11 +46,37 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank wrote of one attempt: its index rows and its objects."""
+    """What one rank hands in for one attempt: its index rows, its objects, and its state without the tensors.
+
+    `trees` are the groups that each rank has of its own (random streams and generators), and `digests` (hex) say what
+    the others are: they must be the same on all ranks.
+    """
 
     rank: int
     rows: tuple[IndexRow, ...]
     objects: tuple[ObjectRecord, ...]
+    trees: Mapping[str, object] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def with_groups(self, groups: Mapping[str, Mapping[str, object]]) -> RankPart:
+        """Return the part with what `encode_groups` made of this rank's groups."""
+        trees = {name: group["tree"] for name, group in groups.items() if group["kind"] in OF_RANK}
+        digests = {name: digest_hex(canonical_json(group)) for name, group in groups.items() if name not in trees}
+        return replace(self, trees=trees, digests=digests)
+
+    def to_bytes(self) -> bytes:
+        """Write the part for rank 0."""
+        body = {"rank": self.rank, "objects": self.objects, "trees": self.trees, "digests": self.digests}
+        return json.dumps(body, allow_nan=False).encode("ascii") + b"\n" + write_index(self.rows)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankPart:
+        """Read what a rank of this training wrote."""
+        head, _, index = data.partition(b"\n")
+        body = json.loads(head)
+        objects = tuple(ObjectRecord(*record) for record in body["objects"])
+        rows = read_index(index, digest=digest_hex(index), name=f"the part of rank {body['rank']}").rows
+        return cls(body["rank"], rows, objects, body["trees"], body["digests"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +91,7 @@ class Saving:
     epochs: int | None = None
     interim: bool = False
     world_size: int = 1
+    number: int = 0  # of the saves of this owner
 
 
 class Stored(NamedTuple):
@@ -80,9 +112,12 @@ class Stored(NamedTuple):
         )
 
 
-def new_attempt(step: int, owner: Owner) -> Attempt:
-    """Name a new try to save a step."""
-    return Attempt(step, owner.epoch, secrets.token_hex(8))
+def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
+    """Name an owner's next try to save a step; every rank finds the same name.
+
+    The owner's id is a random nonce, so the name is unique for ever.
+    """
+    return Attempt(step, owner.epoch, digest_hex(f"{owner.id}/{owner.epoch}/{number}".encode())[:16])
 
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
@@ -90,9 +125,11 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
-def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
+def digest_image(
+    attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0, places: Places | None = None
+) -> RankPart:
     """Digest one image of a snapshot; raises SupersededError as soon as it is given up."""
-    name, header = attempt_prefix(attempt) + image.name, image.layout.header
+    name, header, group = attempt_prefix(attempt) + image.name, image.layout.header, image.group
     digests: list[bytes] = []
     for _, _, begin, end in image.layout.regions:
         if given_up():
@@ -100,10 +137,19 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
         digests.append(digest_bytes(image.bytes[begin:end]))
     with gc_paused():
         rows = tuple(
-            IndexRow(image.group, *spec, box, name, begin, end, digest)
+            IndexRow(group, spec.name, spec.dtype, *_placed(spec, box, group, places), name, begin, end, digest)
             for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
         )
     return RankPart(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+
+
+def _placed(spec: TensorSpec, box: Box, group: str, places: Places | None) -> tuple[tuple[int, ...], Box]:
+    """Return the shape of the whole tensor, and the box of it that a region is."""
+    place = places.get(f"{group}/{spec.name}") if places else None
+    if place is None:
+        return spec.shape, box
+    full_shape, offset = place
+    return full_shape, Box(tuple(map(operator.add, offset, box.offset)), box.shape)
 
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:

@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
-from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.saving.commit import PreparedCheckpoint
-from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
@@ -37,9 +37,9 @@ _LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run i
 
 
 class Committed(NamedTuple):
-    """The checkpoint exists; `entry` is the ledger entry that committed it."""
+    """The checkpoint exists."""
 
-    entry: Entry
+    checkpoint: Checkpoint
 
 
 class Superseded(NamedTuple):
@@ -66,7 +66,7 @@ class Snapshot:
     """
 
     slot: str
-    committer: Committer
+    committer: Committer | Follower
     saving: Saving
     images: ImageSet
     stall_s: float
@@ -82,11 +82,15 @@ class Snapshot:
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
 
-    def wait_prepared(self) -> PreparedCheckpoint:
+    def wait_digested(self) -> None:
         """Wait until the snapshot is digested; raise the error that digesting ended with."""
         self.known.wait()
         if self.error is not None:
             raise self.error
+
+    def wait_prepared(self) -> PreparedCheckpoint:
+        """Wait until the snapshot is digested, and return the checkpoint that it would become."""
+        self.wait_digested()
         assert self.prepared is not None
         return self.prepared
 
@@ -95,15 +99,18 @@ class Pipeline:
     """Run `seal` and `flush` for every snapshot, each in a thread; a flush is stuck after `timeout_s` without progress.
 
     `seal` also gets the snapshot in the other slot if storage does not have it. `sealed` is called afterwards, when
-    the slot may be filled again. `flush` returns the ledger entry of its commit, or raises.
+    the slot may be filled again. `flush` returns the checkpoint that it committed, or raises. `tells_superseded`: it is
+    called for a snapshot that was replaced, too, which other ranks may be about to commit.
     """
 
     def __init__(
         self,
         seal: Callable[[Snapshot, Snapshot | None], None],
         sealed: Callable[[Snapshot], None],
-        flush: Callable[[Snapshot], Entry],
+        flush: Callable[[Snapshot], Checkpoint],
         timeout_s: float,
+        *,
+        tells_superseded: bool = False,
     ):
         self._seal = seal
         self._sealed = sealed
@@ -121,6 +128,8 @@ class Pipeline:
         self._held: str | None = None
         self._in_slot: dict[str, Snapshot] = {}
         self._superseded: list[int] = []
+        self._tells_superseded = tells_superseded
+        self._replaced: list[Snapshot] = []
 
     @property
     def stuck(self) -> bool:
@@ -168,6 +177,8 @@ class Pipeline:
                 waiting.given_up = True
                 self._waiting = None
                 self._superseded.append(waiting.saving.attempt.step)
+                if self._tells_superseded:
+                    self._replaced.append(waiting)
                 slot = waiting.slot
             else:  # the flush thread is about to take up the waiting one; the newest sealed one stays
                 slot = self.next_slot()
@@ -293,7 +304,10 @@ class Pipeline:
                     self._running = False
                     self._changed.notify_all()
                     return
+                replaced, self._replaced = self._replaced, []
                 self._changed.notify_all()
+            for older in replaced:
+                self._outcome_of(older)
             outcome = self._outcome_of(snapshot)
             with self._changed:
                 snapshot.outcome, self._flushing = outcome, None

@@ -36,8 +36,10 @@ class RankSaver:
     The plan of the images, and the memory that they lie in, are kept while names, dtypes and shapes stay the same.
     """
 
-    def __init__(self, cache: SnapshotCache):
+    def __init__(self, cache: SnapshotCache, rank: int = 0, world_size: int = 1):
         self._cache = cache
+        self._rank = rank
+        self._world_size = world_size
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # by slot
@@ -52,11 +54,17 @@ class RankSaver:
 
     def fits(self, captured: Captured) -> bool:
         """Say whether the plan is for a state of this structure."""
-        return self._plan is not None and self._plan.fits(captured.tensors, captured.frozen)
+        return self._plan is not None and self._plan.fits(captured.tensors, captured.frozen, captured.places)
 
     def plan(self, captured: Captured) -> None:
         """Plan images for a state of this structure."""
-        self._plan = plan_snapshot(captured.tensors, captured.frozen)
+        self._plan = plan_snapshot(
+            captured.tensors,
+            captured.frozen,
+            rank=self._rank,
+            world_size=self._world_size,
+            places=captured.places,
+        )
         self._cache.make_room(sum(self._plan.sizes.values()))
 
     def forget(self) -> None:
@@ -96,7 +104,7 @@ class RankSaver:
     ) -> Iterator[tuple[RankPart, RankPart]]:
         """Digest image by image; give each one's part as written, and with what can be reused of `base`."""
         for image in images.images:
-            part = digest_image(attempt, image, given_up)
+            part = digest_image(attempt, image, given_up, self._rank, images.places)
             yield part, reuse(part, base)
 
     def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:
@@ -140,7 +148,7 @@ class RankSaver:
                 part = written
                 store.put(attempt_prefix(attempt) + image.name, [image.bytes])
             parts.append(part)
-        return joined(parts), as_planned
+        return joined(parts, self._rank), as_planned
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
         """Return a slot's images, made if need be; the caller holds `_taking`."""

@@ -5,6 +5,7 @@ Training waits for `snapshot` only. `_seal` and `_flush` run in the pipeline's t
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -12,12 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.ledger import Checkpoint, Entry, State
+from ckpt_tasks.format.records import Seal, checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ranks.exchange import ALONE, Exchange
 from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
-from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError, joined
@@ -49,16 +51,21 @@ class Saver:
         cache: SnapshotCache,
         pruner: Pruner,
         schedule: SaveSchedule,
+        *,
+        ranks: Exchange = ALONE,
     ):
         self.listeners = Listeners()
-        self.committer: Committer | None = None
+        self.committer: Committer | Follower | None = None
+        self._ranks = ranks
         self._history = history
         self._config = config
         self._cache = cache
         self._pruner = pruner
         self._schedule = schedule
-        self._rank = RankSaver(cache)
-        self._pipeline = Pipeline(self._seal, self._take_other, self._flush, config.flush_timeout_s)
+        self._rank = RankSaver(cache, ranks.rank, ranks.size)
+        self._pipeline = Pipeline(
+            self._seal, self._take_other, self._flush, config.flush_timeout_s, tells_superseded=ranks.size > 1
+        )
         pruner.in_use = lambda: frozenset(s.base for s in self._pipeline.under_way if s.base is not None)
         self._early = False  # the newest snapshot is of step 0: an optimizer makes its state in its first step
         self._warned_stuck = False
@@ -77,7 +84,7 @@ class Saver:
 
     def snapshot(
         self,
-        committer: Committer,
+        committer: Committer | Follower,
         saving: Saving,
         captured: Captured,
         *,
@@ -188,6 +195,10 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         committer, attempt = snapshot.committer, snapshot.saving.attempt
+        if self._ranks.size > 1 or not isinstance(committer, Committer):
+            for digested in self._rank.digest(attempt, snapshot.images, None, lambda: snapshot.given_up):
+                snapshot.digested.put(digested)
+            return
         with committer.choosing_base() as base:
             snapshot.base = base.manifest_digest if base is not None else None
         parts: list[RankPart] = []
@@ -206,10 +217,12 @@ class Saver:
         if not snapshot.given_up and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
-    def _flush(self, snapshot: Snapshot) -> Entry:
+    def _flush(self, snapshot: Snapshot) -> Checkpoint:
         step = snapshot.saving.attempt.step
         try:
-            entry = self._write_and_commit(snapshot)
+            checkpoint, entry = (
+                self._commit_alone(snapshot) if self._ranks.size == 1 else self._commit_together(snapshot)
+            )
         except SupersededError:
             raise  # not a failure
         except Exception as error:
@@ -217,15 +230,17 @@ class Saver:
                 error.step = step
             self.listeners.failed(step, error)
             raise
-        self.listeners.committed(entry.state.live[-1], time.monotonic() - snapshot.taken_s)
-        self._schedule.learn(entry)
-        if self._cache.copies is not None:
-            self._cache.copies.retain(entry.state.live)
-        snapshot.committer.prune_behind(entry)
-        return entry
+        self.listeners.committed(checkpoint, time.monotonic() - snapshot.taken_s)
+        if entry is not None and isinstance(snapshot.committer, Committer):
+            self._schedule.learn(entry)
+            if self._cache.copies is not None:
+                self._cache.copies.retain(entry.state.live)
+            snapshot.committer.prune_behind(entry)
+        return checkpoint
 
-    def _write_and_commit(self, snapshot: Snapshot) -> Entry:
+    def _commit_alone(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry]:
         committer, attempt = snapshot.committer, snapshot.saving.attempt
+        assert isinstance(committer, Committer)
         admitted = committer.admit()  # a fenced process writes nothing
         _, state = admitted
         try:
@@ -243,6 +258,56 @@ class Saver:
         except CkptError:
             committer.abandon(attempt)
             raise
+        entry = self._commit(committer, snapshot, admitted, prepared)
+        return entry.state.live[-1], entry
+
+    def _commit_together(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry | None]:
+        """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks."""
+        committer, saving = snapshot.committer, snapshot.saving
+        entries: list[Entry] = []
+        word: bytes | BaseException
+        try:
+            admitted = committer.admit() if isinstance(committer, Committer) else None
+            word = self._written(snapshot)
+        except SupersededError:
+            word = b""
+        except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
+            word = error
+
+        def decide(words: list[bytes]) -> bytes:
+            if not all(words):
+                return b""  # some rank has a newer snapshot
+            assert isinstance(committer, Committer)
+            assert admitted is not None
+            prepared = prepare_checkpoint(saving, [RankPart.from_bytes(part) for part in words])
+            committer.put_manifest(prepared)
+            entries.append(self._commit(committer, snapshot, admitted, prepared))
+            return json.dumps(checkpoint_item(entries[0].state.live[-1])).encode()
+
+        topic = f"save/{saving.owner.epoch}/{saving.number}"
+        try:
+            answer = self._ranks.agree(topic, word, decide, self._config.flush_timeout_s)
+        except CkptError:
+            if isinstance(committer, Committer):
+                committer.abandon(saving.attempt)
+            raise
+        if not answer:
+            raise SupersededError
+        checkpoint = read_checkpoint(json.loads(answer))
+        if not entries:
+            committer.line.committed(checkpoint, None)
+        return checkpoint, entries[0] if entries else None
+
+    def _written(self, snapshot: Snapshot) -> bytes:
+        digested = iter(snapshot.digested.get, None)
+        attempt, store = snapshot.saving.attempt, self._history.store
+        part, _ = self._rank.put(store, attempt, snapshot.images, digested=digested, keeps=lambda name: False)
+        snapshot.wait_digested()
+        return part.with_groups(snapshot.saving.groups).to_bytes()
+
+    def _commit(
+        self, committer: Committer, snapshot: Snapshot, admitted: tuple[Head, State], prepared: PreparedCheckpoint
+    ) -> Entry:
         superseded = self._pipeline.superseded
         flush_s = round(time.monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}

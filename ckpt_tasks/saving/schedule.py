@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import deque
+from dataclasses import replace
 from statistics import median
 from typing import SupportsIndex
 
@@ -82,6 +83,10 @@ class SaveSchedule:
         self.cadence: LearningCadence | None = None
         self._history = history
         self._config = config
+
+    def steady(self, last: SavePoint, now: SavePoint) -> bool:
+        """Say whether a snapshot is due by steps or epochs, which is the same in every rank."""
+        return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Say whether a snapshot is due."""

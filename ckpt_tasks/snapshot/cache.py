@@ -266,7 +266,7 @@ class MappedTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
 
-    def fetch(self) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
         share = -(-len(self._rows) // (4 * _READERS)) or 1
         shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
         in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")

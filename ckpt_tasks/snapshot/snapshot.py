@@ -14,7 +14,17 @@ from operator import eq
 import torch
 
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.image import STORED_DTYPES, ImageLayout, Slot, TensorSpec, plan_image, plan_parts
+from ckpt_tasks.format.image import (
+    MIN_REGION_BYTES,
+    REGION_BYTES,
+    STORED_DTYPES,
+    ImageLayout,
+    Slot,
+    TensorSpec,
+    plan_image,
+    plan_parts,
+)
+from ckpt_tasks.format.index import MAX_REGIONS
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.state.memcpy import LARGE_BYTES, Move, copy_tensors
@@ -24,22 +34,26 @@ __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
 
 MAX_SHARD_BYTES = 2 << 30
 
+Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
 
 @dataclass(frozen=True)
 class SnapshotPlan:
     """The files of one state structure: (group, name, layout) each; `signature` says which structure.
 
-    `devices` names the files whose tensors come from CUDA devices, and one such device for each.
+    `devices` names the files whose tensors come from CUDA devices, and one such device for each. `places` has the whole
+    tensor's shape and the offset of every tensor that is a part of one.
     """
 
     signature: tuple[_Described, ...]
     files: tuple[tuple[str, str, ImageLayout], ...]
     devices: Mapping[str, torch.device] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
 
-    def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str]) -> bool:
+    def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str], places: Places) -> bool:
         """Say whether this is the plan for these tensors."""
         same = map(eq, self.signature, _described(tensors, frozen))
-        return len(self.signature) == len(tensors) and all(same)
+        return len(self.signature) == len(tensors) and self.places == places and all(same)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,6 +81,7 @@ class ImageSet:
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
         self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
+        self.places = plan.places
         self._devices = bool(plan.devices)
         self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 
@@ -113,6 +128,7 @@ def plan_snapshot(
     *,
     rank: int = 0,
     world_size: int = 1,
+    places: Places | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SnapshotPlan:
     """Lay out one file per group: several where a group is large, and others for what is frozen."""
@@ -123,8 +139,9 @@ def plan_snapshot(
         groups.setdefault(group, ([], []))[still].append(
             TensorSpec(key, str(dtype).removeprefix("torch."), tuple(shape))
         )
+    region_bytes = REGION_BYTES if world_size == 1 else _region_bytes(tensors, world_size)
     files = tuple(
-        (group, shard_name(group, rank, world_size, number), plan_image(specs))
+        (group, shard_name(group, rank, world_size, number), plan_image(specs, region_bytes))
         for group, kinds in groups.items()
         for number, specs in enumerate(part for specs in kinds for part in plan_parts(specs, max_shard_bytes))
     )
@@ -135,7 +152,15 @@ def plan_snapshot(
         for slot in layout.slots
         if (key := f"{group}/{slot.spec.name}") in there
     }
-    return SnapshotPlan(signature, files, devices)
+    return SnapshotPlan(signature, files, devices, places or {})
+
+
+def _region_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
+    """Return how large a region is at most, so that all ranks together have fewer than half of MAX_REGIONS."""
+    total_bytes, region_bytes = world_size * sum(t.nbytes for t in tensors.values()), MIN_REGION_BYTES
+    while region_bytes < REGION_BYTES and total_bytes // region_bytes + world_size * len(tensors) > MAX_REGIONS // 2:
+        region_bytes *= 2
+    return region_bytes
 
 
 # Dtypes that few kernels know: their bits are copied as what they are. This torch may not have all of them.

@@ -22,6 +22,7 @@ from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import Gradients, capture_module, named_parameters, parameter_names, takes_part, unwrapped
 from ckpt_tasks.state.optimizers import capture_optimizer, is_ordinary
+from ckpt_tasks.state.placements import ALONE, World, reshard
 from ckpt_tasks.state.plain import refuse_copies_of_state
 from ckpt_tasks.state.restore_parts import Captured, GroupState
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
@@ -36,16 +37,18 @@ __all__ = ["Captured", "GroupState", "RestorePlan", "capture", "may_draw", "plan
 _ORDER = ("module", "optimizer", "stateful", "generator", "plain")
 
 
-def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
+def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
     Draws no random number and changes nothing. Other threads may draw meanwhile: streams are put back only around an
     object of the user's own that is asked for its state, and only those that moved. Tensors that are one (same memory,
-    dtype, shape and strides) are stored once, also across groups. Raises UnsupportedStateError with the path
+    dtype, shape and strides) are stored once, also across groups.
+    In a `world` of many ranks the tensors are what this rank writes. Raises UnsupportedStateError with the path
     ("group/name/…") of what cannot be stored.
     """
     state = flat(state)
-    tensors = TensorSet()
+    reshard(modules_of(state).values())
+    tensors = TensorSet(world)
     found: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
@@ -56,9 +59,10 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
                 found[name] = _capture_group(state[name], name, names, tensors)
     groups = {name: found[name] for name in state}
     if rng:
-        groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
+        with tensors.of_rank():
+            groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
     still = {name for name, parameter in parameters if not parameter.requires_grad}
-    return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)))
+    return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)), tensors.places)
 
 
 def may_draw(value: Any) -> bool:
@@ -78,7 +82,8 @@ def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: Ten
     if kind == "optimizer":
         return GroupState(kind, capture_optimizer(value, name, names, tensors))
     if kind == "generator":
-        return GroupState(kind, capture_generator(value, name, tensors))
+        with tensors.of_rank():
+            return GroupState(kind, capture_generator(value, name, tensors))
     if kind == "stateful":
         return GroupState(kind, pack(value.state_dict(), name, tensors))
     packed = pack(value, name, tensors)

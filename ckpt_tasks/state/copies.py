@@ -13,6 +13,7 @@ import torch
 
 from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.restore_parts import HeldTensors, Stored, TensorSource
 from ckpt_tasks.state.tensors import expanded, identity, may_overlap, same_bits
 from ckpt_tasks.state.values import unpack
@@ -84,12 +85,17 @@ class Copies:
             known = _shown(wanted.live)
             before = first.setdefault(known, wanted) if known else wanted
             if before is wanted:
-                different.append(wanted)
+                different += [] if is_sharded(wanted.live) else [wanted]  # shards are memory of their own
             elif before.key != wanted.key and not same_bits(source.read(wanted.key), source.read(before.key)):
                 why = f"it is tied to {before.place} here, but they differ in the checkpoint"
                 raise StateMismatchError(why, key=wanted.place)
         for cluster in _clusters(different):
             self._check(cluster)
+
+    @property
+    def pairs(self) -> list[tuple[torch.Tensor, str]]:
+        """What `write` copies: the live tensors, each with its key."""
+        return [(live, key) for _, live, key in self._wanted]
 
     def write(self) -> None:
         """Copy."""

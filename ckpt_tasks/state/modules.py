@@ -189,7 +189,15 @@ def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
 
 def takes_part(module: nn.Module) -> bool:
     kind: Any = type(module)
-    return any(getattr(module, name, None) for name in _HOOKS) or _overrides(kind)
+    return any(not _is_torchs(hook) for name in _HOOKS for hook in getattr(module, name, {}).values()) or _overrides(
+        kind
+    )
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Say whether torch.distributed has set a hook: FSDP's put the parameters into shards, and change no value."""
+    function = getattr(hook, "hook", hook)  # torch wraps those that get the module
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 
 @cache

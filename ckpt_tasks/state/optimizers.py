@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
+from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
@@ -119,7 +120,7 @@ class OptimizerPart:
                 if name in self._tree["state"]:
                     at = partial(_device, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
                     place, entry = f"{self._group}/{name}", self._tree["state"][name]
-                    self._state[parameter] = self._values(place, entry, live.get(parameter, {}), at)
+                    self._state[parameter] = self._values(place, entry, live.get(parameter, {}), at, parameter)
             device = members[0][1].device if members and options.get("capturable") else torch.device("cpu")
             at = partial(_anywhere, device=device)
             made = self._values(f"{self._group}/param_groups/{n}", options, live_options, at)
@@ -139,16 +140,25 @@ class OptimizerPart:
             live.update({**made, **kept})
 
     def _values(
-        self, place: str, saved: Mapping[str, Any], live: Mapping[str, Any], at: Callable[[str], torch.device]
+        self,
+        place: str,
+        saved: Mapping[str, Any],
+        live: Mapping[str, Any],
+        at: Callable[[str], torch.device],
+        parameter: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         made = {}
         for key, value in saved.items():
-            old = live.get(key)
-            if type(value) is TensorRef and type(old) is torch.Tensor and self._can_take(old, value):
+            old: Any = live.get(key)
+            if (
+                type(value) is TensorRef
+                and (type(old) is torch.Tensor or is_sharded(old))
+                and self._can_take(old, value)
+            ):
                 self._copies.want(f"{place}/{key}", old, value)
                 made[key] = old
             else:
-                made[key] = unpack(value, partial(self._make, device=at(key)), old)
+                made[key] = unpack(value, partial(self._make, device=at(key), model=parameter), old)
         return made
 
     def _can_take(self, live: torch.Tensor, ref: TensorRef) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.state.placements import is_sharded, like, local_of
 from ckpt_tasks.state.tensors import TensorSet, allocate, copy_all, difference
 from ckpt_tasks.state.values import pack, unpack
 
@@ -43,8 +44,8 @@ class TensorSource(Protocol):
     def fill(self, into: torch.Tensor, key: str) -> None:
         """Fill a new tensor, which is not visible yet, by the end of `fetch`."""
 
-    def fetch(self) -> None:
-        """Fill, and verify whatever is not filled; raise IntegrityError or StoreError."""
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
+        """Fill, and verify whatever is not filled; raise IntegrityError or StoreError. `pairs` will be copied."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         """Copy into live tensors of the stored shapes, on any device."""
@@ -65,7 +66,7 @@ class HeldTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         copy_all([(into, self._tensors[key])])
 
-    def fetch(self) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
         """Do nothing: everything is here."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
@@ -97,12 +98,13 @@ class Captured:
     """A state as it is now: the trees of its groups, and its live tensors by full key, detached and not copied.
 
     `frozen` are the keys of parameters that take no gradient: they lie in files of their own, which need not be written
-    again.
+    again. `places` has the whole tensor's shape and the offset of each tensor that is a part of one.
     """
 
     groups: dict[str, GroupState]
     tensors: dict[str, torch.Tensor]
     frozen: frozenset[str] = frozenset()
+    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -185,8 +187,16 @@ class Maker:
         self._source = source
         self._made: dict[tuple[TensorRef, torch.device], torch.Tensor] = {}
 
-    def __call__(self, ref: TensorRef, live: Any, device: torch.device | None = None) -> Any:
-        """Make one: on `device`, or else where the live tensor in its place is, or else on the CPU."""
+    def __call__(
+        self, ref: TensorRef, live: Any, device: torch.device | None = None, model: torch.Tensor | None = None
+    ) -> Any:
+        """Make one: on `device`, or else where the live tensor in its place is, or else on the CPU.
+
+        Where a DTensor is in its place, or `model` is one of its shape, a DTensor with the same placements.
+        """
+        model = live if is_sharded(live) else model
+        if model is not None and is_sharded(model) and model.shape == self._source.like(ref.key).shape:
+            return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # an array may share its memory
@@ -195,6 +205,15 @@ class Maker:
             self._source.fill(self._made[plain, device], ref.key)
         made = self._made[plain, device]
         return made.numpy() if ref.array else made
+
+    def _sharded(self, ref: TensorRef, model: torch.Tensor) -> torch.Tensor:
+        local = local_of(model)
+        if (ref, local.device) not in self._made:
+            dtype = self._source.like(ref.key).dtype
+            made = like(torch.empty(local.shape, dtype=dtype, device=local.device), model)
+            self._source.fill(made, ref.key)
+            self._made[ref, local.device] = made
+        return self._made[ref, local.device]
 
 
 def needed_keys(group: str, tree: Any, stored: Stored) -> set[str]:

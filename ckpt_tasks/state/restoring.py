@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,8 +54,11 @@ class RestorePlan:
         self._parts = dict(parts)
         self._copies = copies
 
-    def apply(self, source: TensorSource) -> None:
+    def apply(self, source: TensorSource, confirm: Callable[[], None] = lambda: None) -> None:
         """Restore from a source of the stored tensors.
+
+        `confirm` is called before anything is changed, and again once the code of the user's has run; what it raises
+        leaves the target as it was.
 
         Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where
         values do not fit or are damaged; the target is as it was then. A plan is applied once.
@@ -65,8 +68,9 @@ class RestorePlan:
             for part in parts.values():
                 part.prepare(source)
             self._copies.prepare(source)
-            source.fetch()
-            _write_guarded(parts)
+            source.fetch(self._copies.pairs)
+            confirm()
+            _write_guarded(parts, confirm)
             self._copies.write()
             for name, part in parts.items():
                 if part.guard is None and name != RNG:
@@ -75,7 +79,7 @@ class RestorePlan:
             parts[RNG].write()
 
 
-def _write_guarded(parts: Mapping[str, RestorePart]) -> None:
+def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], None]) -> None:
     guarded = [(name, part, part.guard) for name, part in parts.items() if part.guard is not None]
     for _, _, guard in guarded:
         guard.keep()
@@ -91,6 +95,12 @@ def _write_guarded(parts: Mapping[str, RestorePart]) -> None:
                 raise  # it says itself what differs
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
+    try:
+        confirm()
+    except BaseException as error:
+        for fault in _undo_all([(name, guard) for name, _, guard in reversed(guarded)]):
+            error.add_note(fault)
+        raise
 
 
 def _undo_all(guards: list[tuple[str, Rollback]]) -> list[str]:

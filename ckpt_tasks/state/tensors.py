@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef, new_ref
 from ckpt_tasks.state.memcpy import copy_tensors
+from ckpt_tasks.state.placements import ALONE, World, is_sharded, local_of, place_of, share
 
 __all__ = [
     "DTYPES",
@@ -52,11 +54,27 @@ class TensorSet:
 
     `tensors` are the live ones, detached and not copied. Two tensors with the same memory, dtype, shape and strides
     are one: the second refers to the first one's key.
+
+    Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and its share of
+    what several ranks hold. `places` has the whole tensor's shape and the offset of the part, where it is a part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.world = world
+        self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
+        self._of_rank = False
+
+    @contextmanager
+    def of_rank(self) -> Iterator[None]:
+        """Take what is added in the block as this rank's own, under keys with the rank's number."""
+        self._of_rank = self.world.size > 1
+        try:
+            yield
+        finally:
+            self._of_rank = False
 
     def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
         """Take a tensor in and return what stands for it in a tree.
@@ -65,7 +83,12 @@ class TensorSet:
         that autograd still knows; else it is restored in place, and a subclass is fine as long as it holds its data
         itself. Raises UnsupportedStateError with the key.
         """
+        if self._of_rank:
+            group, _, rest = key.partition("/")
+            key = f"{group}/{self.world.rank:05d}/{rest}"
         refuse(tensor, key, exact=exact)
+        if is_sharded(tensor):
+            return self._add_sharded(tensor, key)
         flag = tensor.requires_grad
         if flag:
             tensor = tensor.detach()
@@ -74,17 +97,42 @@ class TensorSet:
         known = identity(tensor)
         first = self._known.get(known) if known is not None else None
         if first is None:
-            first = key if key not in self.tensors and not key.endswith(_RESERVED) else self._free_key(key)
-            self.tensors[first] = tensor
+            first = self._take(tensor, key)
             if known is not None:
                 self._known[known] = first
         if not (array or flag) and (known is None or known[3] is None):
             return new_ref((first, False, None, False))
         return TensorRef(first, array=array, stride=strides(tensor), requires_grad=exact and flag)
 
+    def _add_sharded(self, tensor: torch.Tensor, key: str) -> TensorRef:
+        known = identity(tensor)
+        first = self._known.get(known) if known is not None else None
+        if first is None:
+            first = self._take(tensor, key)
+            if known is not None:
+                self._known[known] = first
+        return new_ref((first, False, None, False))
+
+    def _take(self, tensor: torch.Tensor, key: str) -> str:
+        first = key if key not in self._keys and not key.endswith(_RESERVED) else self._free_key(key)
+        self._keys.add(first)
+        if (self.world.size == 1 or self._of_rank) and not is_sharded(tensor):
+            self.tensors[first] = tensor
+            return first
+        place = place_of(tensor, first, self.world)
+        box = share(place, first, tensor.dtype.itemsize)
+        if box is not None:
+            part = local_of(tensor).detach()
+            for axis, (begin, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
+                part = part.narrow(axis, begin - place.box.offset[axis], extent)
+            self.tensors[first] = part
+            if box.shape != place.full_shape:
+                self.places[first] = (place.full_shape, box.offset)
+        return first
+
     def _free_key(self, key: str) -> str:
         number = 2
-        while f"{key}~{number}" in self.tensors:
+        while f"{key}~{number}" in self._keys:
             number += 1
         return f"{key}~{number}"
 
@@ -92,6 +140,9 @@ class TensorSet:
 def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
     """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
     kind = type(tensor)
+    if is_sharded(tensor):
+        tensor = local_of(tensor)
+        kind, exact = type(tensor), False
     if (
         (kind is torch.Tensor or kind is torch.nn.Parameter)
         and tensor.dtype in DTYPES
@@ -132,10 +183,11 @@ def _holds_its_data(kind: type) -> bool:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Say which memory a tensor shows and how; None where it has no memory."""
-    pointer = tensor.data_ptr()  # 0 where there are no elements
+    local = local_of(tensor)
+    pointer = local.data_ptr()  # 0 where there are no elements
     if not pointer:
         return None
-    steps = None if tensor.is_contiguous() else tensor.stride()
+    steps = None if local.is_contiguous() else local.stride()
     return pointer, tensor.dtype, tensor.shape, steps
 
 
@@ -165,6 +217,7 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 
 def may_overlap(tensor: torch.Tensor) -> bool:
     """Say whether two elements of a tensor may lie in the same memory, as in an expanded or unfolded one."""
+    tensor = local_of(tensor)
     if tensor.is_contiguous():
         return False
     reach = 0

@@ -1,0 +1,98 @@
+"""Whether boxes tile their tensors exactly: every element once, none outside. For 10⁶ boxes at once, as columns.
+
+The proof is by signed corners. A box has 2ⁿ corners, each with a sign: minus if an odd number of its coordinates are
+upper ends. Boxes tile a tensor exactly if their signed corners add up to those of the tensor itself, because the signed
+corners determine how often each element is covered. A dimension that none of a tensor's boxes cuts adds nothing and is
+left out, so that n boxes cost O(n log n) however many dimensions the tensor has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MAX_CORNERS", "row_major_faults", "untiled"]
+
+MAX_CORNERS = 1 << 24  # of all boxes together: 10⁶ boxes that are cut along four dimensions
+
+Numbers = npt.NDArray[np.int64]
+
+
+def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> Numbers:
+    """Return the numbers of the tensors that their boxes do not tile.
+
+    `tensor` (int64, shape (n,)) numbers the tensor of every box, in rising order; `full`, `offset` and `shape` (int64,
+    (n, d)) are the tensor's shape, and the box's first index and extent, of tensors that all have d dimensions. The
+    rows of one tensor have one `full`. A tensor without elements is tiled by one box, itself; any other by boxes that
+    have elements. Boxes cut along so many dimensions that they have more than MAX_CORNERS corners are refused.
+    """
+    if not len(tensor):
+        return tensor
+    starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
+    counts = np.diff(np.r_[starts, len(tensor)])
+    group = np.repeat(np.arange(len(starts)), counts)  # 0, 1, 2 … for the tensors that are here
+    outside = ((offset < 0) | (shape < 0) | (offset > full) | (shape > full - offset)).any(axis=1)
+    empty_box, empty = (shape == 0).any(axis=1), (full[starts] == 0).any(axis=1)
+    itself = ((offset == 0) & (shape == full)).all(axis=1)
+    bad = np.logical_or.reduceat(outside | (empty_box & ~empty[group]), starts)
+    bad |= empty & ((counts != 1) | ~itself[starts])
+    bad |= (counts == 1) & ~itself[starts]
+    rest = (counts > 1) & ~bad & ~empty
+    cut = np.logical_or.reduceat((offset != 0) | (shape != full), starts)  # by tensor and dimension
+    dims = cut.sum(axis=1)
+    corners_left = MAX_CORNERS
+    for count in np.unique(dims[rest]).tolist():
+        chosen = np.flatnonzero(rest & (dims == count))
+        corners = int(counts[chosen].sum()) << count if count < 40 else MAX_CORNERS + 1
+        if corners > corners_left:
+            bad[chosen] = True
+            continue
+        corners_left -= corners
+        rows = np.flatnonzero(np.isin(group, chosen))
+        axes = np.argsort(~cut, axis=1, kind="stable")[group[rows], :count]
+        begin, extent, whole = (np.take_along_axis(column[rows], axes, axis=1) for column in (offset, shape, full))
+        bad[_unbalanced(group[rows], begin, begin + extent, whole)] = True
+    return tensor[starts[bad]]
+
+
+def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numbers) -> npt.NDArray[np.bool_]:
+    """Say of every box whether it is not contiguous in row-major order, or comes before the box in front of it.
+
+    `first` has the number of the row with which the row's tensor begins; the rest is as in `untiled`.
+    """
+    if not full.shape[1]:
+        return np.zeros(len(full), np.bool_)
+    inner = np.zeros(shape.shape, np.bool_)  # the dimensions behind the first one in which the box has an extent
+    inner[:, 1:] = np.cumsum(shape != 1, axis=1)[:, :-1] > 0
+    faults: npt.NDArray[np.bool_] = (inner & (shape != full)).any(axis=1)
+    step = np.zeros_like(offset)
+    step[1:] = offset[1:] - offset[:-1]
+    ahead = np.take_along_axis(step, (step != 0).argmax(axis=1)[:, None], axis=1)[:, 0]
+    faults |= (ahead <= 0) & (np.arange(len(full)) != first)
+    return faults
+
+
+def _unbalanced(group: Numbers, begin: Numbers, end: Numbers, whole: Numbers) -> Numbers:
+    """Return the groups whose boxes' signed corners are not those of the tensor."""
+    first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+    groups = np.r_[group, group[first]]
+    low, high = np.r_[begin, np.zeros_like(whole[first])], np.r_[end, whole[first]]
+    weight = np.r_[np.ones(len(group), np.int64), np.full(len(first), -1, np.int64)]
+    dims = low.shape[1]
+    columns: list[list[Numbers]] = [[] for _ in range(dims)]
+    signs = []
+    for corner in range(1 << dims):
+        upper = [bool(corner >> axis & 1) for axis in range(dims)]
+        for axis, is_upper in enumerate(upper):
+            columns[axis].append((high if is_upper else low)[:, axis])
+        signs.append(-weight if sum(upper) % 2 else weight)
+    places = [np.tile(groups, 1 << dims), *(np.concatenate(column) for column in columns)]
+    order = np.lexsort(places[::-1])
+    places = [place[order] for place in places]
+    is_new = np.zeros(len(order), np.bool_)
+    is_new[0] = True
+    for place in places:
+        is_new[1:] |= place[1:] != place[:-1]
+    starts = np.flatnonzero(is_new)
+    sums = np.add.reduceat(np.concatenate(signs)[order], starts)
+    return np.unique(places[0][starts[sums != 0]])

@@ -1,0 +1,237 @@
+"""How the ranks of one training agree: each hands in a word, rank 0 decides, and every rank gets the same answer.
+
+Invariants
+
+1. `agree` returns the same answer in every rank, or raises in every rank that is alive, within the deadline.
+2. No collective of torch is called here: a rank may be anywhere in the program's own collectives meanwhile.
+3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
+
+One process is the case of one rank: nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ckpt_tasks import errors
+from ckpt_tasks.errors import CkptError, StoreError
+
+__all__ = ["ALONE", "Alone", "Exchange", "StoreExchange", "all_or_none", "find_exchange"]
+
+_PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
+_POLL_S = 0.002
+_MARGIN = 1.5  # rank 0 gives up first, and says which rank it waits for
+
+Decide = Callable[[list[bytes]], bytes]
+
+
+class Exchange(Protocol):
+    """What the ranks of one training tell each other."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
+        """Hand in this rank's word on a topic, used once; return rank 0's answer, `decide` of the words by rank.
+
+        An exception as the word, in any rank, or raised by `decide`, is raised in all ranks. Raises StoreError where a
+        rank says nothing for `deadline_s`.
+        """
+
+    def post(self, topic: str, data: bytes) -> None:
+        """Leave a word on a topic for `look`, in place of the last one."""
+
+    def look(self, topic: str) -> bytes | None:
+        """Return the last word on a topic, of whichever rank; does not wait."""
+
+
+class Alone:
+    """The one rank of a training in one process."""
+
+    rank = 0
+    size = 1
+
+    def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
+        """Decide at once."""
+        if isinstance(word, BaseException):
+            raise word
+        return decide([word])
+
+    def post(self, topic: str, data: bytes) -> None:
+        """Tell nobody."""
+
+    def look(self, topic: str) -> bytes | None:
+        """Return None."""
+        return None
+
+
+ALONE = Alone()
+
+
+class StoreExchange:
+    """Ranks that share a c10d store; `name` is of one Checkpointer, the same in all ranks."""
+
+    def __init__(self, store: Any, rank: int, size: int, name: str):
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._name = name
+        self._clients = threading.local()
+
+    def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
+        """Decide in rank 0, and wait for its answer in the others."""
+        topic = f"{self._name}/{topic}"
+        if self.rank == 0:
+            return self._decide(topic, word, decide, deadline_s)
+        with _reaching(topic):
+            self._put(f"{topic}/{self.rank}", _sealed(word))
+            answer = self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, "rank 0")
+        return _opened(answer)
+
+    def post(self, topic: str, data: bytes) -> None:
+        """Set a key."""
+        with _reaching(topic):
+            self._client().set(f"{self._name}/{topic}", data)
+
+    def look(self, topic: str) -> bytes | None:
+        """Get a key, if it is set."""
+        with _reaching(topic):
+            client, key = self._client(), f"{self._name}/{topic}"
+            return bytes(client.get(key)) if client.check([key]) else None
+
+    def _decide(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
+        answer: bytes | BaseException
+        end_s = time.monotonic() + deadline_s
+        try:
+            with _reaching(topic):
+                said = [
+                    self._get(f"{topic}/{rank}", max(0.0, end_s - time.monotonic()), f"rank {rank}")
+                    for rank in range(1, self.size)
+                ]
+            if isinstance(word, BaseException):
+                raise word
+            answer = decide([word, *(_opened(data, rank) for rank, data in enumerate(said, start=1))])
+        except BaseException as error:
+            answer = error
+            raise
+        finally:
+            with _reaching(topic):
+                for rank in range(1, self.size):
+                    self._put(f"{topic}/answer/{rank}", _sealed(answer))
+        return answer
+
+    def _client(self) -> Any:
+        client = getattr(self._clients, "store", None)
+        if client is None:
+            client = self._clients.store = self._store.clone()
+        return client
+
+    def _put(self, key: str, data: bytes) -> None:
+        store, pieces = self._client(), range(0, len(data), _PIECE_BYTES)
+        for begin in pieces[1:]:
+            store.set(f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
+        store.set(key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])  # last: it says that all of them are there
+
+    def _get(self, key: str, deadline_s: float, from_whom: str) -> bytes:
+        store, end_s = self._client(), time.monotonic() + deadline_s
+        poll_s = max(_POLL_S, self.size * 1e-4)
+        while not store.check([key]):  # not wait(): torch prints a warning where that runs into its timeout
+            if time.monotonic() > end_s:
+                error = StoreError(f"{from_whom} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
+                error.hint = "It hangs, is slow or has ended: look at its log."
+                raise error
+            time.sleep(poll_s)
+        head = bytes(store.get(key))
+        pieces = [head[6:], *(bytes(store.get(f"{key}+{n}")) for n in range(1, int(head[:6])))]
+        for n in range(1, int(head[:6])):
+            store.delete_key(f"{key}+{n}")
+        store.delete_key(key)
+        return b"".join(pieces)
+
+
+_made = 0
+
+
+def find_exchange(group: Any = None) -> Exchange:
+    """Return the exchange of a process group, of torch's default one if it is initialised, or of one rank alone.
+
+    Every rank must call it the same number of times.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return ALONE
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    if size == 1:
+        return ALONE
+    global _made
+    _made += 1
+    c10d = distributed.distributed_c10d
+    store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
+    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}")
+
+
+@contextmanager
+def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[Callable[[], None]]:
+    """Run a block that every rank completes, or none: it calls what this gives each time before it changes something.
+
+    An exception in any rank is raised in all ranks, there or at the end of the block.
+    """
+    count, asking = 0, False
+
+    def confirm(word: bytes | BaseException = b"") -> None:
+        nonlocal count, asking
+        count, asking = count + 1, True
+        exchange.agree(f"{topic}/{count}", word, lambda words: b"", deadline_s)
+        asking = False
+
+    try:
+        yield confirm
+    except BaseException as error:
+        if not asking:
+            confirm(error)
+        raise
+
+
+@contextmanager
+def _reaching(topic: str) -> Iterator[None]:
+    """Raise StoreError where torch cannot reach the c10d store."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
+        raise StoreError(f"the ranks cannot reach each other: {error!s:.200}", key=topic) from error
+
+
+def _sealed(word: bytes | BaseException) -> bytes:
+    if not isinstance(word, BaseException):
+        return b"=" + word
+    kind = type(word).__name__ if isinstance(word, CkptError) else "StateError"
+    said = {name: value for name, value in vars(word).items() if _is_plain(value)}
+    return b"!" + json.dumps({"message": str(word), **said, "kind": kind}).encode()
+
+
+def _opened(data: bytes, rank: int | None = None) -> bytes:
+    """Return a word; raise the exception that stands in its place, under the name of its rank."""
+    if data[:1] == b"=":
+        return data[1:]
+    said = json.loads(data[1:])
+    error: CkptError = getattr(errors, said.pop("kind"))(said.pop("message"))
+    for name, value in said.items():
+        setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
+    if rank is not None and not error.message.startswith("rank "):
+        error.message = f"rank {rank}: {error.message}"
+    raise error
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | tuple | list)

@@ -1,0 +1,103 @@
+"""The horizon: ranks run only up to a step that rank 0 has granted, so that what one asks for falls on one step.
+
+A save that is due by the clock, and a signal, are known in one rank only. Rank 0 puts them behind the last step that it
+has granted, which no rank has passed, and grants further. It grants half a second of steps ahead: a rank reads a key
+some twenty times a second, and waits only where it is that far ahead of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.ranks.exchange import Exchange
+
+__all__ = ["Horizon"]
+
+_AHEAD_S = 0.5
+_LOOK_S = 0.05
+_MOST_AHEAD = 10_000
+_KEPT = 8  # of the orders; older ones were carried out everywhere before rank 0 granted so far
+
+
+class Horizon:
+    """Say at every step what all ranks do there; `begin` first, at the same point of the program in all ranks."""
+
+    def __init__(self, exchange: Exchange, deadline_s: float):
+        self._exchange = exchange
+        self._deadline_s = deadline_s
+        self._begun = 0
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Start from a step that all ranks have reached: a restore."""
+        self._begun += 1
+        self._until = step
+        self._orders: list[tuple[int, str]] = []
+        self._done = step
+        self._asked = [""]  # by this rank: the wishes so far, and the one that is not granted yet
+        self._heard: dict[int, int] = {}  # by rank 0: how many wishes of each rank
+        self._looked_s = 0.0
+        self._last: tuple[int, float] | None = None
+        self._step_s = 1.0
+
+    def at(self, step: int, wish: str | None) -> str | None:
+        """Return what is to be done at a step, if anything; a `wish` is granted there or at a later one.
+
+        Raises StoreError where rank 0 grants no step for too long.
+        """
+        if self._exchange.size == 1:
+            return wish
+        if self._exchange.rank == 0:
+            self._grant(step, wish)
+        else:
+            self._ask(step, wish)
+        order = next((order for at, order in self._orders if self._done < at <= step), None)
+        if order is not None:
+            self._done, self._asked[-1] = step, ""
+        return order
+
+    def _grant(self, step: int, wish: str | None) -> None:
+        now_s = time.monotonic()
+        if self._last is not None and step > self._last[0]:
+            self._step_s = (now_s - self._last[1]) / (step - self._last[0])
+        self._last = step, now_s
+        ahead = max(1, min(_MOST_AHEAD, int(_AHEAD_S / max(self._step_s, 1e-9))))
+        wishes = [wish] if wish else []
+        if now_s - self._looked_s > _LOOK_S or step >= self._until:
+            self._looked_s = now_s
+            wishes += self._hear()
+        new = [wish for wish in wishes if all(at <= self._done or order != wish for at, order in self._orders)]
+        if new:
+            self._orders = [*self._orders[1 - _KEPT :], (max(self._until + 1, step), new[0])]
+        elif step < self._until - ahead // 2:
+            return
+        self._until = max(self._until, step) + ahead
+        self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
+
+    def _hear(self) -> list[str]:
+        wishes = []
+        for rank in range(1, self._exchange.size):
+            number, _, wish = (self._exchange.look(f"wish/{self._begun}/{rank}") or b"0").decode().partition(" ")
+            if int(number) > self._heard.get(rank, 0):
+                self._heard[rank] = int(number)
+                wishes.append(wish)
+        return wishes
+
+    def _ask(self, step: int, wish: str | None) -> None:
+        if wish and wish != self._asked[-1]:
+            self._asked.append(wish)
+            self._exchange.post(f"wish/{self._begun}/{self._exchange.rank}", f"{len(self._asked)} {wish}".encode())
+        end_s = time.monotonic() + self._deadline_s
+        while step > self._until or time.monotonic() - self._looked_s > _LOOK_S:
+            self._looked_s = time.monotonic()
+            word = self._exchange.look(f"grant/{self._begun}")
+            if word is not None:
+                until, orders = json.loads(word)
+                self._until, self._orders = until, [(at, order) for at, order in orders]
+            if step > self._until:
+                if time.monotonic() > end_s:
+                    hint = "It hangs, is slow or has ended: look at its log."
+                    raise StoreError(f"rank 0 has granted no step for {self._deadline_s:.0f} s", step=step, hint=hint)
+                time.sleep(0.001)

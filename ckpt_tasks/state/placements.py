@@ -1,0 +1,168 @@
+"""Where the part of a tensor that this rank holds lies in the whole tensor. The only module that knows DTensor.
+
+A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
+of equal extent, the last ones shorter or empty. Where FSDP has cut what tensor parallelism had cut before, torch marks
+that by a `_StridedShard`, and the cuts were made from right to left. There torch's own offset is wrong for uneven
+shards (github.com/pytorch/pytorch issue 161368). So the box is computed here and compared with the extent of the part
+itself; a part that does not agree is refused.
+
+Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.format.regions import Box
+
+__all__ = ["ALONE", "Place", "World", "is_sharded", "like", "local_of", "place_of", "reshard", "share"]
+
+_CUT_BYTES = 1 << 18  # a replicated box below this is written by one rank, a larger one is cut
+
+
+class World(NamedTuple):
+    """This rank and how many there are."""
+
+    rank: int
+    size: int
+
+
+ALONE = World(0, 1)
+
+
+class Place(NamedTuple):
+    """The shape of a whole tensor, this rank's box of it, and which of how many replicas of the box this rank has."""
+
+    full_shape: tuple[int, ...]
+    box: Box
+    replica: int
+    replicas: int
+
+
+def is_sharded(value: Any) -> bool:
+    """Say whether a value is a DTensor; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
+    """Return where this rank's part of a tensor lies; a plain tensor is whole on every rank of the world.
+
+    Raises UnsupportedStateError with the key where that cannot be proved.
+    """
+    shape = tuple(tensor.shape)
+    if not is_sharded(tensor) or 0 in shape:
+        return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 1)
+    offset, extent = [0] * len(shape), [*shape]
+    for dim in range(len(shape)):
+        for mesh_dim in _order_of_cuts(placements, mesh.shape, dim, key):
+            chunk = -(-extent[dim] // mesh.shape[mesh_dim])
+            begin = min(extent[dim], coordinate[mesh_dim] * chunk)
+            offset[dim] += begin
+            extent[dim] = min(chunk, extent[dim] - begin)
+    local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
+    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part
+        why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
+        raise UnsupportedStateError(f"{why} cannot be stored", key=key)
+    return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
+
+
+def share(place: Place, key: str, itemsize: int, turn: int = 0) -> Box | None:
+    """Return the part of a box that this replica writes; None where it writes nothing of it.
+
+    A large box is cut into as many parts as it has replicas; a small one is written by one of them, chosen by the key.
+    `turn` 1 gives the share of the next replica.
+    """
+    offset, shape = place.box
+    replica, replicas = (place.replica + turn) % place.replicas, place.replicas
+    if 0 in shape and 0 not in place.full_shape:
+        return None  # an empty shard
+    axis = next((axis for axis, extent in enumerate(shape) if extent >= replicas), None)
+    if replicas == 1:
+        return place.box
+    if axis is None or math.prod(shape) * itemsize < _CUT_BYTES:
+        return place.box if zlib.crc32(key.encode()) % replicas == replica else None
+    begin, end = (shape[axis] * n // replicas for n in (replica, replica + 1))
+    return Box(
+        (*offset[:axis], offset[axis] + begin, *offset[axis + 1 :]), (*shape[:axis], end - begin, *shape[axis + 1 :])
+    )
+
+
+def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Make a tensor with a DTensor's mesh, placements and shape of a new local part."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(model, DTensor)
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Put the parameters of FSDP modules back into shards, as they are between steps."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in modules:
+        for inner in module.modules():
+            if isinstance(inner, fsdp.FSDPModule):
+                inner.reshard()
+
+
+def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:
+    """List the mesh dimensions that cut a tensor's dimension, in the order in which they did."""
+    for placement in placements:
+        if not (placement.is_replicate() or placement.is_shard() or _is_strided(placement)):
+            raise UnsupportedStateError(
+                f"a tensor with the placement {placement} cannot be stored",
+                key=key,
+                hint="Reduce it first: redistribute() it to Replicate() or Shard().",
+            )
+    cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate() and placement.dim == dim]
+    if not any(_is_strided(placements[n]) for n in cuts):
+        return cuts
+    before = 1
+    for n in reversed(cuts):
+        if (placements[n].split_factor if _is_strided(placements[n]) else 1) != before:
+            raise UnsupportedStateError(
+                f"a tensor with the placements {tuple(placements)}, cut in an unknown order, cannot be stored",
+                key=key,
+            )
+        before *= sizes[n]
+    return cuts[::-1]
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
+    """Return which of how many replicas this rank is, over all mesh dimensions that do not cut the tensor."""
+    replica, replicas = 0, 1
+    for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
+        if placement.is_replicate():
+            replica, replicas = replica * size + at, replicas * size
+    root = mesh._get_root_mesh()
+    if root is not mesh and root.mesh_dim_names and mesh.mesh_dim_names:
+        own = {name for names in mesh.mesh_dim_names for name in names.split("_")} | {*mesh.mesh_dim_names}
+        for name, at, size in zip(root.mesh_dim_names, root.get_coordinate(), root.shape, strict=True):
+            if name not in own:
+                replica, replicas = replica * size + at, replicas * size
+    return replica, replicas
