@@ -24,6 +24,7 @@ class Following:
     """The ownership that rank 0 holds, as another rank knows it; see `Tenure`."""
 
     damaged: tuple[str, ...] = ()
+    heartbeat = None
 
     def __init__(self, told: bytes, line: Line, world_size: int):
         said = json.loads(told)

@@ -18,16 +18,17 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import (
     ConfigError,
-    FormatVersionError,
     IntegrityError,
     UnsupportedStateError,
 )
@@ -104,13 +105,22 @@ class ExportReport:
 
 
 class _Shard(NamedTuple):
-    """One file to write: its header, and where in it each region goes, in bytes."""
+    """One file to write: its header, and where in it each region goes, in bytes.
+
+    `gathered` has the regions of tensors that lie in it in strips, and where the whole tensor goes.
+    """
 
     name: str
     header: bytes
     places: Mapping[IndexRow, int]
+    gathered: Sequence[tuple[Sequence[IndexRow], int]]
     tensors: tuple[str, ...]
     size_bytes: int
+
+    @property
+    def rows(self) -> list[IndexRow]:
+        """All regions."""
+        return [*self.places, *(row for rows, _ in self.gathered for row in rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +137,7 @@ class ExportPlan:
     @property
     def read_bytes(self) -> int:
         """The sum of all sizes that `on_progress` gets."""
-        return sum(row.end - row.begin for shard in self.shards for row in shard.places)
+        return sum(row.end - row.begin for shard in self.shards for row in shard.rows)
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ def plan_export(
 
 def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None = None) -> ExportReport:
     """Write what was planned and return the plan's report; `on_progress` and errors as of `export_checkpoint`."""
-    objects = {row.object for shard in plan.shards for row in shard.places}
+    objects = {row.object for shard in plan.shards for row in shard.rows}
     for record in plan.opened.manifest.objects:
         if record.name in objects:
             check_header(store, record)
@@ -236,8 +246,25 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
 def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None:
     """Write one file; every region is verified between its read and its write."""
     write_at(fd, shard.header, 0)
-    runs = merge_runs(shard.places)
-    buffer = memoryview(mmap.mmap(-1, max(run[-1].end - run[0].begin for run in runs) + ALIGNMENT))
+    for run, data in _verified(store, shard.places):
+        for row in run:
+            write_at(fd, data[row.begin - run[0].begin : row.end - run[0].begin], shard.places[row])
+        on_progress(len(data))
+    for rows, place in shard.gathered:
+        tensor = np.empty((*rows[0].tensor_shape, STORED_DTYPES[rows[0].dtype].nbytes), np.uint8)
+        for run, data in _verified(store, rows):
+            for row in run:
+                box = tuple(slice(begin, begin + extent) for begin, extent in zip(*row.box, strict=True))
+                values = np.frombuffer(data[row.begin - run[0].begin : row.end - run[0].begin], np.uint8)
+                tensor[box] = values.reshape(*row.box.shape, -1)
+            on_progress(len(data))
+        write_at(fd, tensor.reshape(-1).data, place)
+
+
+def _verified(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
+    """Read regions, as many at once as lie together, and yield them with their bytes."""
+    runs = merge_runs(rows)
+    buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
     for run in runs:
         begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
         data = buffer[begin % ALIGNMENT :][:size_bytes]  # aligned as in the file: direct reads
@@ -245,9 +272,7 @@ def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None
         faults = verify_run(run, data)
         if faults:
             raise IntegrityError(faults[0])
-        for row in run:
-            write_at(fd, data[row.begin - begin : row.end - begin], shard.places[row])
-        on_progress(size_bytes)
+        yield run, data
 
 
 def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
@@ -350,24 +375,25 @@ def _shard(selection: _Selection, name: str) -> _Shard:
         raise
     moved = len(header) - len(layout.header)
     begins = {slot.spec.name: slot.begin + moved for slot in layout.slots}
-    places = {
-        row: begins[spec.name] + _bytes_before(row)
-        for key, spec in selection.specs.items()
-        for row in selection.rows[key]
-    }
-    return _Shard(name, header, places, (*begins,), layout.size_bytes + moved)
+    places, gathered = {}, []
+    for key, spec in selection.specs.items():
+        rows, begin = selection.rows[key], begins[spec.name]
+        if all(map(_is_contiguous, rows)):
+            places.update({row: begin + _bytes_before(row) for row in rows})
+        else:
+            gathered.append((rows, begin))
+    return _Shard(name, header, places, gathered, (*begins,), layout.size_bytes + moved)
+
+
+def _is_contiguous(row: IndexRow) -> bool:
+    """Say whether a region is one range of its tensor's bytes."""
+    extents = row.box.shape
+    first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
+    return extents[first + 1 :] == row.tensor_shape[first + 1 :]
 
 
 def _bytes_before(row: IndexRow) -> int:
-    """Say how much of its tensor, in C order, lies before a region; raise FormatVersionError on a scattered one."""
-    extents = row.box.shape
-    first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
-    if extents[first + 1 :] != row.tensor_shape[first + 1 :]:
-        raise FormatVersionError(
-            "the tensor is cut across its rows, which this version cannot put together",
-            key=row.full_key,
-            hint="Upgrade ckpt-tasks.",
-        )
+    """Say how much of its tensor, in C order, lies before a contiguous region."""
     elements = 0
     for offset, extent in zip(row.box.offset, row.tensor_shape, strict=True):
         elements = elements * extent + offset

@@ -22,6 +22,7 @@ from ckpt_tasks.format.digests import Digest
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
 from ckpt_tasks.state.memcpy import is_plain
+from ckpt_tasks.state.placements import local_pairs
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
@@ -59,7 +60,7 @@ class StoredTensors:
         self._fills.append((into, key))
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        fills, self._fills = self._fills, []
+        fills, self._fills = local_pairs(self._fills), []
         filled = {key for _, key in fills}
         rest = [row for key, rows in self._rows.items() if key not in filled for row in rows]
         checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
@@ -67,7 +68,7 @@ class StoredTensors:
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         try:
-            _run(self._reads(pairs))
+            _run(self._reads(local_pairs(pairs)))
         except (IntegrityError, ObjectNotFoundError) as error:
             # It was verified a moment ago, so no older one is asked: a retry verifies again, and falls back if it must.
             raise StoreError(

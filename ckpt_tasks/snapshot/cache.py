@@ -35,6 +35,7 @@ from ckpt_tasks.snapshot.memory import (
     private_root,
     sweep,
 )
+from ckpt_tasks.state.placements import local_pairs
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.tensors import copy_all, tensor_at
@@ -274,7 +275,7 @@ class MappedTensors:
         self.copy(fills)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        copy_all([(into, self._at(key)) for into, key in pairs])
+        copy_all([(into, self._at(key)) for into, key in local_pairs(pairs)])
 
     def _at(self, key: str) -> torch.Tensor:
         row = self._first[key]

@@ -23,7 +23,7 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.regions import Box
 
-__all__ = ["ALONE", "Place", "World", "is_sharded", "like", "local_of", "place_of", "reshard", "share"]
+__all__ = ["ALONE", "Place", "World", "is_sharded", "like", "local_of", "local_pairs", "place_of", "reshard", "share"]
 
 _CUT_BYTES = 1 << 18  # a replicated box below this is written by one rank, a larger one is cut
 
@@ -56,6 +56,13 @@ def is_sharded(value: Any) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, and any other tensor as it is."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
+    """Return pairs with this rank's part in place of every DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return pairs  # there may be 10⁵
+    return [(local_of(tensor), key) for tensor, key in pairs]
 
 
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:

@@ -64,13 +64,13 @@ class HeldTensors:
         return self._tensors[key]
 
     def fill(self, into: torch.Tensor, key: str) -> None:
-        copy_all([(into, self._tensors[key])])
+        self.copy([(into, key)])
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
         """Do nothing: everything is here."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        copy_all([(live, self._tensors[key]) for live, key in pairs])
+        copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
@@ -165,7 +165,7 @@ class Rollback:
 
     def __init__(self, target: Any, group: str, state: Any):
         self._target = target
-        self._live = TensorSet()
+        self._live = TensorSet(None)
         self._state = state
         self._tree = pack(state, group, self._live)
         self._kept: dict[str, torch.Tensor] = {}

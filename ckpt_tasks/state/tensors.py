@@ -57,9 +57,10 @@ class TensorSet:
 
     Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and its share of
     what several ranks hold. `places` has the whole tensor's shape and the offset of the part, where it is a part.
+    Without a `world` it takes every tensor as it is.
     """
 
-    def __init__(self, world: World = ALONE) -> None:
+    def __init__(self, world: World | None = ALONE) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.world = world
@@ -70,7 +71,7 @@ class TensorSet:
     @contextmanager
     def of_rank(self) -> Iterator[None]:
         """Take what is added in the block as this rank's own, under keys with the rank's number."""
-        self._of_rank = self.world.size > 1
+        self._of_rank = self.world is not None and self.world.size > 1
         try:
             yield
         finally:
@@ -83,7 +84,7 @@ class TensorSet:
         that autograd still knows; else it is restored in place, and a subclass is fine as long as it holds its data
         itself. Raises UnsupportedStateError with the key.
         """
-        if self._of_rank:
+        if self._of_rank and self.world is not None:
             group, _, rest = key.partition("/")
             key = f"{group}/{self.world.rank:05d}/{rest}"
         refuse(tensor, key, exact=exact)
@@ -116,7 +117,7 @@ class TensorSet:
     def _take(self, tensor: torch.Tensor, key: str) -> str:
         first = key if key not in self._keys and not key.endswith(_RESERVED) else self._free_key(key)
         self._keys.add(first)
-        if (self.world.size == 1 or self._of_rank) and not is_sharded(tensor):
+        if self.world is None or ((self.world.size == 1 or self._of_rank) and not is_sharded(tensor)):
             self.tensors[first] = tensor
             return first
         place = place_of(tensor, first, self.world)

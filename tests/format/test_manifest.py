@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.manifest import FORMAT_VERSION, MAX_GROUPS, Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import MAX_GROUPS, RANKS_VERSION, Manifest, ObjectRecord
 
 MANIFEST = Manifest(
     run_key="lm",
@@ -77,7 +77,7 @@ def test_other_bytes_are_refused_before_they_are_parsed() -> None:
 def test_a_newer_version_is_refused_with_what_to_do() -> None:
     """P59: a manifest of a newer format says so and what to do, whatever else is in it."""
     with pytest.raises(FormatVersionError, match="Upgrade"):
-        read(changed(lambda body: body.update(version=FORMAT_VERSION + 1)))
+        read(changed(lambda body: body.update(version=RANKS_VERSION + 1)))
     with pytest.raises(FormatVersionError):
         read(json.dumps({"version": 99, "everything": "else"}).encode())
 

@@ -21,7 +21,7 @@ def parts_of() -> tuple[Saving, RankPart]:
     plan = plan_snapshot(captured.tensors, captured.frozen)
     images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
     owner = owner_of(1)
-    attempt = new_attempt(1, owner)
+    attempt = new_attempt(1, owner, 1)
     saving = Saving(attempt=attempt, run_key="run", owner=owner, groups=encode_groups(captured), metrics={})
     return saving, joined([digest_image(attempt, image, lambda: False) for image in images.images])
 

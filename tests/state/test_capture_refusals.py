@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.state.placements import local_of
 from ckpt_tasks.state.tensors import same_bits
 from tests.support.roundtrip import Holder, one_rank, restore, same_module, save
 
@@ -69,12 +70,26 @@ def test_what_has_no_plain_values_is_refused_by_name(make: Any, said: str) -> No
         restore(save({"model": nn.Sequential(Holder(odd=torch.ones(3)))}), {"model": fresh})
 
 
-def test_a_dtensor_is_refused_by_name() -> None:
-    """P7: a distributed tensor is not stored as if this rank's part were all of it."""
+def test_a_dtensor_of_one_rank_is_whole() -> None:
+    """P7: a distributed tensor is stored under its whole shape, and comes back into one or into a plain tensor."""
     with one_rank():
-        tensor = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(UnsupportedStateError, match="DTensor") as caught:
-            capture({"model": Holder(odd=tensor)})
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.arange(3.0), mesh, [Shard(0)])
+        saved = save({"model": Holder(odd=tensor)})
+        fresh = Holder(odd=distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
+        restore(saved, {"model": fresh})
+        assert torch.equal(local_of(fresh.get_buffer("odd")), torch.arange(3.0))
+        plain = Holder(odd=torch.zeros(3))
+        restore(saved, {"model": plain})
+        assert torch.equal(plain.get_buffer("odd"), torch.arange(3.0))
+
+
+def test_a_tensor_that_is_not_reduced_is_refused_by_name() -> None:
+    """P7: a DTensor whose parts still have to be added up has no values to store."""
+    with one_rank():
+        partial = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
+        with pytest.raises(UnsupportedStateError, match="redistribute") as caught:
+            capture({"model": Holder(odd=partial)})
     assert caught.value.key == "model/odd"
 
 
