@@ -1,0 +1,86 @@
+"""A small training in every form of parallelism, and what tests want to know of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.format.digests import digest_hex
+
+HIDDEN = 40
+
+
+def build(kind: str, size: int, hidden: int = HIDDEN) -> nn.Module:
+    """Build the model, the same in every form: plain, ddp, fsdp, tp, hsdp, or 2d (FSDP over tensor parallel)."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 16))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    if size == 1:
+        return model
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp":
+        for layer in (model[0], model[2], model):  # type: ignore[index]
+            fully_shard(layer)
+    elif kind == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), plan)
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "2d":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def full(value: Any) -> torch.Tensor:
+    """Return all of a tensor, on every rank."""
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()  # type: ignore[no-untyped-call]
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Digest every whole parameter and every whole tensor of the optimizer's state."""
+    values = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        entry = optimizer.state.get(parameter, {})
+        values |= {f"{name.removeprefix('module.')}/{key}": value for key, value in entry.items()}
+    return {name: digest_hex(full(value).contiguous().numpy().tobytes()) for name, value in sorted(values.items())}
+
+
+def config(root: str, **options: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=root, **{"step_interval": 2, "flush_timeout_s": 60, **options})
+
+
+def train(
+    rank: int, size: int, kind: str, root: str, steps: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train to a step, from the newest checkpoint; return where it began and digests of all that there is then.
+
+    Where there is nothing to train it saves what it has restored.
+    """
+    model = build(kind, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
+    draws = []
+    with Checkpointer(config(root, **(options or {}))) as ckpt:
+        start = ckpt.restore(state)
+        if start == steps:
+            ckpt.save(start, state)
+        for step in range(start + 1, steps + 1):
+            draws.append(float(torch.rand(()) + rank))
+            loss = model(batches[step]).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step(step, state)
+        ckpt.wait()
+        derived = ckpt.last_restore.derived_streams if ckpt.last_restore else None
+    return {"start": start, "digests": digests(model, optimizer), "draws": draws, "derived": derived}

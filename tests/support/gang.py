@@ -1,0 +1,122 @@
+"""Ranks of one training: processes that share a gloo group, forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from tests.support.children import forking
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Gang:
+    """Run `job(rank, size, *arguments)` in every rank. As a context manager it leaves no process behind."""
+
+    def __init__(self, size: int, job: Callable[..., Any], *arguments: Any, output: Path | None = None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = forking.Pipe()
+            log = output.with_name(f"{output.name}.{rank}") if output else None
+            process = forking.Process(target=_run, args=(theirs, rank, size, port, job, arguments, log), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def said(self, rank: int, timeout_s: float = 120) -> Any:
+        """Return the next thing that a rank reports; EOFError where it has ended."""
+        assert self._pipes[rank].poll(timeout_s), f"rank {rank} reports nothing"
+        return self._pipes[rank].recv()
+
+    def results(self, timeout_s: float = 120) -> list[Any]:
+        """Return what the job returned in every rank."""
+        results = []
+        for rank in range(len(self.processes)):
+            kind, value = self.said(rank, timeout_s)
+            while kind == "report":
+                kind, value = self.said(rank, timeout_s)
+            assert kind == "result", f"rank {rank}: {value}"
+            results.append(value)
+        return results
+
+    def end(self, timeout_s: float = 120) -> list[int | None]:
+        """Wait until every process has ended; return the exit statuses."""
+        for process in self.processes:
+            process.join(timeout_s)
+        return [process.exitcode for process in self.processes]
+
+
+def run(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what a job returns in every rank."""
+    with Gang(size, job, *arguments) as gang:
+        return gang.results()
+
+
+_pipe: Connection | None = None
+
+
+def report(value: Any) -> None:
+    """Tell the test something, from within a job."""
+    assert _pipe is not None
+    _pipe.send(("report", value))
+
+
+def _run(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    job: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    log: Path | None,
+) -> None:
+    global _pipe
+    _pipe = pipe
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if log is not None:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    try:
+        pipe.send(("result", job(rank, size, *arguments)))
+    except Exception:  # noqa: BLE001 (the test reads it)
+        pipe.send(("error", traceback.format_exc()))
+        sys.exit(1)
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
