@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "hold_signals"]
 
 _PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
+_DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
 _log = logging.getLogger("ckpt_tasks")
 Metrics = Mapping[str, float]
 
@@ -223,7 +224,7 @@ class Checkpointer:
             self._saver.prepare(capture(state, world=World(self._ranks.rank, self._ranks.size)))
         if ending:
             self._saver.wait()
-        self._deliver_signal()
+        self._deliver_signal(everywhere=ending)
         return taken
 
     def save(
@@ -245,9 +246,10 @@ class Checkpointer:
         step = check_step(step, self._at.step)
         self._raise_failure()
         self._finite.check(step, metrics or {}, saving=True)
+        _, ending = self._due(point(step, epoch))
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
-        self._deliver_signal()
+        self._deliver_signal(everywhere=ending)
         assert self.last_commit is not None
         return self.last_commit
 
@@ -289,6 +291,7 @@ class Checkpointer:
             self._tenure.quiet()
             if self._saver.release():
                 self._tenure = None
+        self._ranks.drain(_DRAIN_S)
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -451,8 +454,9 @@ class Checkpointer:
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
 
-    def _deliver_signal(self) -> None:
-        if self._interrupt.pending is not None:
+    def _deliver_signal(self, *, everywhere: bool = False) -> None:
+        """Deliver a pending signal; many ranks wait for the step at which it is pending `everywhere`."""
+        if self._interrupt.pending is not None and (everywhere or self._ranks.size == 1):
             self._release(prune_s=0)  # so the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from ckpt_tasks import errors
@@ -49,6 +49,9 @@ class Exchange(Protocol):
         rank says nothing for `deadline_s`.
         """
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until every rank has rank 0's answers, before the process ends that may hold them."""
+
     def post(self, topic: str, data: bytes) -> None:
         """Leave a word on a topic for `look`, in place of the last one."""
 
@@ -67,6 +70,9 @@ class Alone:
         if isinstance(word, BaseException):
             raise word
         return decide([word])
+
+    def drain(self, timeout_s: float) -> None:
+        """Do nothing."""
 
     def post(self, topic: str, data: bytes) -> None:
         """Tell nobody."""
@@ -88,6 +94,7 @@ class StoreExchange:
         self._store = store
         self._name = name
         self._clients = threading.local()
+        self._answers: dict[int, set[str]] = {}  # of the last agreement in each thread of rank 0
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Decide in rank 0, and wait for its answer in the others."""
@@ -98,6 +105,16 @@ class StoreExchange:
             self._put(f"{topic}/{self.rank}", _sealed(word))
             answer = self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, "rank 0")
         return _opened(answer)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the others have taken their answers away."""
+        end_s = time.monotonic() + timeout_s
+        with suppress(StoreError), _reaching("drain"):
+            waiting = {key for keys in self._answers.values() for key in keys}
+            while waiting and time.monotonic() < end_s:
+                client = self._client()
+                waiting = {key for key in waiting if client.check([key])}
+                time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
         """Set a key."""
@@ -129,6 +146,7 @@ class StoreExchange:
             with _reaching(topic):
                 for rank in range(1, self.size):
                     self._put(f"{topic}/answer/{rank}", _sealed(answer))
+                self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
         return answer
 
     def _client(self) -> Any:

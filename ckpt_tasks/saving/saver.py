@@ -181,6 +181,7 @@ class Saver:
                 report_lost(failure, kept=kept)
             self._pruner.cancel(_END_S)
             self.release()
+            self._ranks.drain(_END_S)
         except KeyboardInterrupt:
             if left := self._pipeline.under_way:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
@@ -299,6 +300,8 @@ class Saver:
         return checkpoint, entries[0] if entries else None
 
     def _written(self, snapshot: Snapshot) -> bytes:
+        if snapshot.given_up:
+            raise SupersededError  # its slot is being filled again
         digested = iter(snapshot.digested.get, None)
         attempt, store = snapshot.saving.attempt, self._history.store
         part, _ = self._rank.put(store, attempt, snapshot.images, digested=digested, keeps=lambda name: False)

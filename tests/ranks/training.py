@@ -42,7 +42,10 @@ def build(kind: str, size: int, hidden: int = HIDDEN) -> nn.Module:
 
 def full(value: Any) -> torch.Tensor:
     """Return all of a tensor, on every rank."""
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()  # type: ignore[no-untyped-call]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()  # type: ignore[no-untyped-call]
+    found: torch.Tensor = value.detach()
+    return found
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -58,19 +61,18 @@ def config(root: str, **options: Any) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=root, **{"step_interval": 2, "flush_timeout_s": 60, **options})
 
 
-def train(
-    rank: int, size: int, kind: str, root: str, steps: int, options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train to a step, from the newest checkpoint; return where it began and digests of all that there is then.
+def train(rank: int, size: int, kind: str, root: str, last: int | tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    """Train to the `last` step (perhaps with options of the configuration), from the newest checkpoint; return where it began and digests of all that there is then.
 
     Where there is nothing to train it saves what it has restored.
     """
+    steps, options = last if isinstance(last, tuple) else (last, {})
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
     draws = []
-    with Checkpointer(config(root, **(options or {}))) as ckpt:
+    with Checkpointer(config(root, **options)) as ckpt:
         start = ckpt.restore(state)
         if start == steps:
             ckpt.save(start, state)

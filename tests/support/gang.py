@@ -34,7 +34,7 @@ class Gang:
         for rank in range(size):
             ours, theirs = forking.Pipe()
             log = output.with_name(f"{output.name}.{rank}") if output else None
-            process = forking.Process(target=_run, args=(theirs, rank, size, port, job, arguments, log), daemon=True)
+            process = forking.Process(target=_run, args=(theirs, (rank, size, port), job, arguments, log), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -95,15 +95,14 @@ def report(value: Any) -> None:
 
 def _run(
     pipe: Connection,
-    rank: int,
-    size: int,
-    port: int,
+    place: tuple[int, int, int],
     job: Callable[..., Any],
     arguments: tuple[Any, ...],
     log: Path | None,
 ) -> None:
     global _pipe
     _pipe = pipe
+    rank, size, port = place
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if log is not None:
         with log.open("wb") as file:
