@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ckpt_tasks.checkpoint.agreement import Agreement
+from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
-from ckpt_tasks.errors import CkptError, OwnerError, StateError
+from ckpt_tasks.checkpoint.tenure import Following, Tenure
+from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.policy.retention import Verdict
-from ckpt_tasks.ranks.exchange import all_or_none, find_exchange
-from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport, restore_newest
 from ckpt_tasks.saving.committer import Line
@@ -34,7 +30,6 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import Position, SaveSchedule, check_step, point
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.capture import capture, warn_of_unsaved
-from ckpt_tasks.state.placements import World
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.upkeep.pruning import Pruner
 
@@ -44,12 +39,11 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "hold_signals"]
 
 _PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
-_DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
 _log = logging.getLogger("ckpt_tasks")
 Metrics = Mapping[str, float]
 
 
-class Checkpointer:
+class Checkpointer(HeldRun):
     """Save and restore the state of one run.
 
     The first restore or save takes the run directory. One process holds it at a time; a process that has lost it gets
@@ -86,16 +80,14 @@ class Checkpointer:
         self._interrupt = Interrupt()
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
-        self._ranks = find_exchange(process_group)
-        self._horizon = Horizon(self._ranks, config.flush_timeout_s)
-        self._agreed = 0  # how often the ranks have agreed
-        alone = self._ranks.size == 1
-        self._cache = SnapshotCache(
-            self._history.store, config.memory_dir if alone else None, config.local_dir if alone else None
-        )
+        self._ranks = Agreement(process_group, config.flush_timeout_s)
+        places = (config.memory_dir, config.local_dir) if self._ranks.alone else (None, None)
+        self._cache = SnapshotCache(self._history.store, *places)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
-        self._saver = Saver(self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks)
+        self._saver = Saver(
+            self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
+        )
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._finite = FiniteMetrics(config.on_non_finite)
@@ -153,13 +145,13 @@ class Checkpointer:
         self._own()
         self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
-        known, candidates = self._candidates(step)
-        in_memory = self._cache.found(known) if self._ranks.size == 1 else []
+        known, candidates = self._ranks.candidates(partial(self._candidates, step))
+        in_memory = self._cache.found(known) if self._ranks.alone else []
         if step is not None or self._finite.failed_step is not None:
             digests = {checkpoint.manifest_digest for checkpoint in candidates}
             in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
-            self._horizon.begin(0)
+            self._ranks.restored(0)
             self._knows_line = True
             self._saver.restored(None)
             self._at.restored(0, None)  # steps that were never committed are taken again
@@ -173,11 +165,11 @@ class Checkpointer:
             run_key=self.config.run_key,
             damaged=damaged,
             in_memory=in_memory,
-            ranks=self._ranks,
-            topic=f"restore/{self._next_number()}",
-            deadline_s=self.config.flush_timeout_s,
+            ranks=self._ranks.exchange,
+            topic=self._ranks.topic("restore"),
+            deadline_s=self._ranks.deadline_s,
         )
-        self._horizon.begin(chosen.step)
+        self._ranks.restored(chosen.step)
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
         if step is None and (failed_step := self._finite.went_back(chosen.step)) is not None:
@@ -221,7 +213,7 @@ class Checkpointer:
             keep = ending or self.config.retention_policy.preserves(step)
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._saver.unprepared:
-            self._saver.prepare(capture(state, world=World(self._ranks.rank, self._ranks.size)))
+            self._saver.prepare(capture(state, world=self._ranks.world))
         if ending:
             self._saver.wait()
         self._deliver_signal(everywhere=ending)
@@ -291,55 +283,11 @@ class Checkpointer:
             self._tenure.quiet()
             if self._saver.release():
                 self._tenure = None
-        self._ranks.drain(_DRAIN_S)
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """List the live checkpoints, newest commit first."""
-        return self.run.checkpoints()
+        self._ranks.drain()
 
     def acquire(self) -> None:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
         self._own()
-
-    def pin(self, step: int, reason: str = "by hand") -> None:
-        """Keep the checkpoint of a step whatever the policy says. Raises StateError if the directory is not held."""
-        owner = self._held().owner
-        self._saver.wait()
-        self._pruner.pin(owner, step, reason)
-
-    def unpin(self, step: int) -> None:
-        """Leave the checkpoint of a step to the policy again. Raises StateError if the directory is not held."""
-        owner = self._held().owner
-        self._saver.wait()
-        self._pruner.pin(owner, step, None)
-
-    def note(self, what: str, **fields: Any) -> None:
-        """Write an event of your own into the run's history. Raises StateError if the directory is not held."""
-        self._held().note(what, fields)
-
-    def record_failure(self, **fields: Any) -> None:
-        """Record a failed attempt in the run's history, as one more without progress. Raises StateError as `note`."""
-        self._held().note("failure", fields, lambda state: state.with_stall(self._flow_run_id))
-
-    def record_program(self, program: str, params: Mapping[str, Any]) -> None:
-        """Record in the run's history which program it trains, with which parameters. Raises StateError as `note`."""
-        recorded = {"program": program, "params": params}
-        self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
-
-    def prune(self, *, dry_run: bool = False) -> list[Verdict]:
-        """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
-
-        First read back the newest checkpoint to be kept, unless a kept one has been verified before. Raises StateError
-        if the directory is not held and this is not a `dry_run`.
-        """
-        owner = None if dry_run else self._held().owner
-        self.wait()
-        if owner is None:
-            return self._pruner.plan(self._line.digest)
-        verdicts = self._pruner.run(owner, self._line.digest)
-        if not self._knows_line:
-            self.freed_bytes = self._cache.clean(self.checkpoints())
-        return verdicts
 
     def listen(self, listener: Listener) -> None:
         """Call a listener after every commit, failed save and restore from now on."""
@@ -359,10 +307,9 @@ class Checkpointer:
                 single_writer=self._location.single_writer,
                 take_over=self._take_over,
                 flow_run_id=self._flow_run_id,
-                world_size=self._ranks.size,
+                world_size=self._ranks.world.size,
             )
-            deadline_s = self.config.owner_timeout_s + self.config.flush_timeout_s
-            self._tenure = take(self._ranks, self._next_number(), make, self._line, deadline_s)
+            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s)
             self._damaged = self._tenure.damaged
             self._knows_line = False
             self._take_over = False  # once only: a later owner is not fenced by this process
@@ -377,14 +324,14 @@ class Checkpointer:
         interim = interim and self.config.has_interval
         started_s = time.perf_counter()
         with gc_paused():
-            captured = capture(state, world=World(self._ranks.rank, self._ranks.size))
+            captured = capture(state, world=self._ranks.world)
             groups = encode_groups(captured)  # refuses an unsupported value before anything is written
             if self.last_commit is None:
                 warn_of_unsaved(state)
         with self._saver.turn():
             committer = self._own().committer
             if not self._knows_line:
-                with all_or_none(self._ranks, f"line/{self._next_number()}", self.config.flush_timeout_s) as confirm:
+                with self._ranks.together("line") as confirm:
                     committer.check_line()
                     confirm()
                 self._knows_line = True
@@ -393,50 +340,20 @@ class Checkpointer:
         self._at.saved(step, epoch, interim=interim)
 
     def _candidates(self, step: int | None) -> tuple[list[Checkpoint], list[Checkpoint]]:
-        """Return the live checkpoints, and those to be tried: as rank 0 finds them."""
-        word: bytes | BaseException = b""
-        known: list[Checkpoint] = []
-        candidates = known
-        if self._ranks.rank == 0:
-            try:
-                known = candidates = self.checkpoints()
-                if step is not None or self._finite.failed_step is not None:
-                    candidates = self._finite.older(known) if step is None else [self.run.find(step)]
-                if self._ranks.size == 1:
-                    return known, candidates
-                word = json.dumps([[checkpoint_item(c) for c in group] for group in (known, candidates)]).encode()
-            except CkptError as error:
-                word = error
-        topic = f"candidates/{self._next_number()}"
-        told = json.loads(self._ranks.agree(topic, word, lambda words: words[0], self.config.flush_timeout_s))
-        known, candidates = ([read_checkpoint(item) for item in group] for group in told)
-        return known, candidates
+        """Return the live checkpoints, and those to try."""
+        known = self.checkpoints()
+        if step is not None:
+            return known, [self.run.find(step)]
+        return known, known if self._finite.failed_step is None else self._finite.older(known)
 
     def _due(self, now: SavePoint) -> tuple[bool, bool]:
-        """Say whether a save is due at this step, and whether a signal is pending; the same in all ranks."""
-        due, pending = self._schedule.steady(self._at.last, now), self._interrupt.pending
-        wish = None if pending is None else f"signal {pending}"
-        if wish is None and not due and self._ranks.rank == 0 and self._schedule.due(self._at.last, now):
-            wish = "save"
-        order = self._horizon.at(now.step, wish)
-        if order is not None and order.startswith("signal "):
-            self._interrupt.pending = int(order.partition(" ")[2])
-            return due, True
-        return due or order == "save", False
-
-    def _next_number(self) -> int:
-        self._agreed += 1
-        return self._agreed
-
-    def _held(self) -> Tenure | Following:
-        """Return the present ownership; raises StateError if there is none."""
-        self._process.check()
-        if self._tenure is None:
-            raise StateError(
-                "this process does not hold the run directory", hint="Call restore(), save() or acquire() first."
-            )
-        self._tenure.beat()
-        return self._tenure
+        """Say whether a save is due at this step, and whether a signal ends training there; the same in all ranks."""
+        due = self._schedule.steady(self._at.last, now)
+        timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
+        save, number = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending)
+        if number is not None:
+            self._interrupt.pending = number
+        return due or save, number is not None
 
     def _raise_failure(self) -> None:
         """Raise the error that a background thread met."""
@@ -456,7 +373,7 @@ class Checkpointer:
 
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
         """Deliver a pending signal; many ranks wait for the step at which it is pending `everywhere`."""
-        if self._interrupt.pending is not None and (everywhere or self._ranks.size == 1):
+        if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
             self._release(prune_s=0)  # so the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
 

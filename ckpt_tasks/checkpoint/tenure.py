@@ -12,7 +12,7 @@ from ckpt_tasks.format.records import read_owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
-from ckpt_tasks.ranks.exchange import Exchange
+from ckpt_tasks.ranks.exchange import Exchange, from_first
 from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.upkeep.pruning import Pruner
@@ -47,20 +47,16 @@ class Following:
         """Do nothing."""
 
 
-def take(ranks: Exchange, number: int, make: Callable[[], Tenure], line: Line, deadline_s: float) -> Tenure | Following:
+def take(ranks: Exchange, topic: str, make: Callable[[], Tenure], line: Line, deadline_s: float) -> Tenure | Following:
     """Take a run directory in rank 0, and tell the other ranks; raises in all ranks what it raises in rank 0."""
-    tenure: Tenure | None = None
-    word: bytes | BaseException = b""
-    if ranks.rank == 0:
-        try:
-            tenure = make()
-            word = json.dumps({"run_key": tenure.run_key, "owner": asdict(tenure.owner)}).encode()
-        except BaseException as error:
-            if ranks.size == 1:
-                raise
-            word = error
-    told = ranks.agree(f"own/{number}", word, lambda words: words[0], deadline_s)
-    return tenure if tenure is not None else Following(told, line, ranks.size)
+    made: list[Tenure] = []
+
+    def own() -> bytes:
+        made.append(make())
+        return json.dumps({"run_key": made[0].run_key, "owner": asdict(made[0].owner)}).encode()
+
+    told = from_first(ranks, topic, own, deadline_s)
+    return made[0] if made else Following(told, line, ranks.size)
 
 
 class Tenure:

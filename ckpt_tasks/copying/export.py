@@ -5,7 +5,7 @@ Invariants
 1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
 2. A new `out` appears whole and durable, or not at all: it is written and fsynced beside, and then renamed. In a
    directory that is there (`overwrite`) the old index goes first and the new one comes last.
-3. Memory is one read of 16 MiB, however large the tensors are. They are never made, so torch is not needed.
+3. Memory is one read of 16 MiB, and one tensor where ranks have cut it across its rows. torch is not needed.
 
 File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). What to write is
 decided from the manifest and the index alone (`plan_export`), and then done (`write_export`).
@@ -14,24 +14,18 @@ decided from the manifest and the index alone (`plan_export`), and then done (`w
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
 from ckpt_tasks.copying.transfer import OnProgress
-from ckpt_tasks.errors import (
-    ConfigError,
-    IntegrityError,
-    UnsupportedStateError,
-)
+from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.image import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
@@ -44,7 +38,7 @@ from ckpt_tasks.format.image import (
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
-from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.publishing import new_file, staged_directory, staged_file, write_at
 
@@ -246,33 +240,13 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
 def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None:
     """Write one file; every region is verified between its read and its write."""
     write_at(fd, shard.header, 0)
-    for run, data in _verified(store, shard.places):
+    for run, data in verified_runs(store, shard.places):
         for row in run:
             write_at(fd, data[row.begin - run[0].begin : row.end - run[0].begin], shard.places[row])
         on_progress(len(data))
     for rows, place in shard.gathered:
-        tensor = np.empty((*rows[0].tensor_shape, STORED_DTYPES[rows[0].dtype].nbytes), np.uint8)
-        for run, data in _verified(store, rows):
-            for row in run:
-                box = tuple(slice(begin, begin + extent) for begin, extent in zip(*row.box, strict=True))
-                values = np.frombuffer(data[row.begin - run[0].begin : row.end - run[0].begin], np.uint8)
-                tensor[box] = values.reshape(*row.box.shape, -1)
-            on_progress(len(data))
-        write_at(fd, tensor.reshape(-1).data, place)
-
-
-def _verified(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
-    """Read regions, as many at once as lie together, and yield them with their bytes."""
-    runs = merge_runs(rows)
-    buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
-    for run in runs:
-        begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
-        data = buffer[begin % ALIGNMENT :][:size_bytes]  # aligned as in the file: direct reads
-        store.read(run[0].object, begin, data)
-        faults = verify_run(run, data)
-        if faults:
-            raise IntegrityError(faults[0])
-        yield run, data
+        write_at(fd, gather(store, rows), place)
+        on_progress(sum(row.end - row.begin for row in rows))
 
 
 def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
@@ -378,26 +352,12 @@ def _shard(selection: _Selection, name: str) -> _Shard:
     places, gathered = {}, []
     for key, spec in selection.specs.items():
         rows, begin = selection.rows[key], begins[spec.name]
-        if all(map(_is_contiguous, rows)):
-            places.update({row: begin + _bytes_before(row) for row in rows})
-        else:
+        before = {row: bytes_before(row) for row in rows}
+        if None in before.values():
             gathered.append((rows, begin))
+        else:
+            places.update({row: begin + (size_bytes or 0) for row, size_bytes in before.items()})
     return _Shard(name, header, places, gathered, (*begins,), layout.size_bytes + moved)
-
-
-def _is_contiguous(row: IndexRow) -> bool:
-    """Say whether a region is one range of its tensor's bytes."""
-    extents = row.box.shape
-    first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
-    return extents[first + 1 :] == row.tensor_shape[first + 1 :]
-
-
-def _bytes_before(row: IndexRow) -> int:
-    """Say how much of its tensor, in C order, lies before a contiguous region."""
-    elements = 0
-    for offset, extent in zip(row.box.offset, row.tensor_shape, strict=True):
-        elements = elements * extent + offset
-    return elements * STORED_DTYPES[row.dtype].nbytes
 
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:

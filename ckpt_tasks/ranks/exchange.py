@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ckpt_tasks import errors
 from ckpt_tasks.errors import CkptError, StoreError
 
-__all__ = ["ALONE", "Alone", "Exchange", "StoreExchange", "all_or_none", "find_exchange"]
+__all__ = ["ALONE", "Alone", "Exchange", "StoreExchange", "all_or_none", "find_exchange", "from_first"]
 
 _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
@@ -197,6 +197,19 @@ def find_exchange(group: Any = None) -> Exchange:
     c10d = distributed.distributed_c10d
     store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
     return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}")
+
+
+def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:
+    """Return in every rank what `make` returns in rank 0, or raise what it raises there."""
+    word: bytes | BaseException = b""
+    if exchange.rank == 0:
+        try:
+            word = make()
+        except BaseException as error:
+            if exchange.size == 1:
+                raise
+            word = error
+    return exchange.agree(topic, word, lambda words: words[0], deadline_s)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def build(kind: str, size: int, hidden: int = HIDDEN) -> nn.Module:
 def full(value: Any) -> torch.Tensor:
     """Return all of a tensor, on every rank."""
     if isinstance(value, DTensor):
-        value = value.full_tensor()  # type: ignore[no-untyped-call]
+        value = value.full_tensor()
     found: torch.Tensor = value.detach()
     return found
 
@@ -62,7 +62,9 @@ def config(root: str, **options: Any) -> CheckpointConfig:
 
 
 def train(rank: int, size: int, kind: str, root: str, last: int | tuple[int, dict[str, Any]]) -> dict[str, Any]:
-    """Train to the `last` step (perhaps with options of the configuration), from the newest checkpoint; return where it began and digests of all that there is then.
+    """Train from the newest checkpoint to the `last` step, perhaps with options of the configuration.
+
+    Return where it began, and digests of all that there is at the end.
 
     Where there is nothing to train it saves what it has restored.
     """

@@ -1,0 +1,83 @@
+"""What the ranks of one training agree on: who owns the run, which checkpoints to try, what to do at a step.
+
+Every rank makes the same calls in the same order. One process agrees with itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
+from ckpt_tasks.ranks.exchange import all_or_none, find_exchange, from_first
+from ckpt_tasks.ranks.horizon import Horizon
+from ckpt_tasks.saving.committer import Line
+from ckpt_tasks.state.placements import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Agreement"]
+
+_DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
+
+Tried = tuple[list[Checkpoint], list[Checkpoint]]
+
+
+class Agreement:
+    """The ranks of a process group (without one: of torch's default group, or this process alone)."""
+
+    def __init__(self, process_group: ProcessGroup | None, deadline_s: float):
+        self.exchange = find_exchange(process_group)
+        self.world = World(self.exchange.rank, self.exchange.size)
+        self.deadline_s = deadline_s
+        self._horizon = Horizon(self.exchange, deadline_s)
+        self._topics = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.world.size == 1
+
+    def topic(self, name: str) -> str:
+        """Name what is agreed on next, the same in every rank."""
+        self._topics += 1
+        return f"{name}/{self._topics}"
+
+    def tenure(self, make: Callable[[], Tenure], line: Line, timeout_s: float) -> Tenure | Following:
+        """Take the run directory in rank 0, which may wait `timeout_s` for another owner."""
+        return take(self.exchange, self.topic("own"), make, line, self.deadline_s + timeout_s)
+
+    def together(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+        """Run a block in all ranks, or in none; see `all_or_none`."""
+        return all_or_none(self.exchange, self.topic(name), self.deadline_s)
+
+    def candidates(self, find: Callable[[], Tried]) -> Tried:
+        """Return the live checkpoints and those to try, as rank 0 finds them."""
+        if self.alone:
+            return find()
+
+        def found() -> bytes:
+            return json.dumps([[checkpoint_item(c) for c in checkpoints] for checkpoints in find()]).encode()
+
+        told = json.loads(from_first(self.exchange, self.topic("candidates"), found, self.deadline_s))
+        live, tried = ([read_checkpoint(item) for item in items] for items in told)
+        return live, tried
+
+    def restored(self, step: int) -> None:
+        """Count steps from a restore on."""
+        self._horizon.begin(step)
+
+    def at(self, step: int, *, save: bool, signal: int | None) -> tuple[bool, int | None]:
+        """Return what all ranks do at a step, given what this one wants: save, and end by a signal."""
+        wish = f"signal {signal}" if signal is not None else "save" if save else None
+        kind, _, number = (self._horizon.at(step, wish) or "").partition(" ")
+        return kind == "save", int(number) if number else None
+
+    def drain(self) -> None:
+        """Wait until the other ranks have rank 0's answers; it may hold the store that they are in."""
+        self.exchange.drain(_DRAIN_S)

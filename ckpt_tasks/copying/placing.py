@@ -1,0 +1,56 @@
+"""Put the regions of a tensor where they belong in the whole: read, verify, place."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.image import ALIGNMENT, STORED_DTYPES
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.reading.opening import merge_runs, verify_run
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["bytes_before", "gather", "verified_runs"]
+
+
+def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
+    """Read regions, as many at once as lie together, and yield them with their bytes, valid until the next ones.
+
+    Raises IntegrityError for bytes that have changed.
+    """
+    runs = merge_runs(rows)
+    buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
+    for run in runs:
+        begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
+        data = buffer[begin % ALIGNMENT :][:size_bytes]  # aligned as in the file: direct reads
+        store.read(run[0].object, begin, data)
+        faults = verify_run(run, data)
+        if faults:
+            raise IntegrityError(faults[0])
+        yield run, data
+
+
+def bytes_before(row: IndexRow) -> int | None:
+    """Return how many bytes of its tensor, in C order, come before a region; None where it is not one range of them."""
+    extents = row.box.shape
+    first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
+    if extents[first + 1 :] != row.tensor_shape[first + 1 :]:
+        return None
+    elements = 0
+    for offset, extent in zip(row.box.offset, row.tensor_shape, strict=True):
+        elements = elements * extent + offset
+    return elements * STORED_DTYPES[row.dtype].nbytes
+
+
+def gather(store: Store, rows: Sequence[IndexRow]) -> memoryview:
+    """Put a tensor together in memory from all of its regions; return its bytes in C order."""
+    tensor = np.empty((*rows[0].tensor_shape, STORED_DTYPES[rows[0].dtype].nbytes), np.uint8)
+    for run, data in verified_runs(store, rows):
+        for row in run:
+            box = tuple(slice(begin, begin + extent) for begin, extent in zip(*row.box, strict=True))
+            values = np.frombuffer(data[row.begin - run[0].begin : row.end - run[0].begin], np.uint8)
+            tensor[box] = values.reshape(*row.box.shape, -1)
+    return tensor.reshape(-1).data
