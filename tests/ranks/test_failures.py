@@ -72,7 +72,7 @@ def _full(self: LocalStore, name: str, parts: Any) -> None:
 
 @pytest.mark.parametrize(("how", "words"), [("raises", "rank 1: no space left"), ("is slow", "rank 1 said nothing")])
 def test_a_rank_that_does_not_write_its_part_means_no_checkpoint(tmp_path: Path, how: str, words: str) -> None:
-    """P55: step 2 fails in both ranks, with the name of the rank that failed, and step 3 is committed."""
+    """P47: step 2 fails in both ranks, with the name of the rank that failed, and step 3 is committed."""
     errors = run(2, one_cannot_write, str(tmp_path), how)
     assert [len(found) for found in errors] == [1, 1]
     assert all(found[0].startswith("2 StoreError") for found in errors)
@@ -101,7 +101,7 @@ def restore_after_damage(rank: int, size: int, root: str, step: int | None) -> d
 
 
 def test_a_damaged_object_sends_all_ranks_back_together(tmp_path: Path) -> None:
-    """P47, P55: one shard of rank 1 is gone: both ranks restore the checkpoint before it, and say why."""
+    """P55: one shard of rank 1 is gone: both ranks restore the checkpoint before it, and say why."""
     run(2, train, "fsdp", str(tmp_path), 4)
     assert steps_of(tmp_path) == [2, 4]
     [shard] = (tmp_path / "checkpoint_000000000004").glob("*/optimizer-00001-of-00002-0.safetensors")
@@ -113,7 +113,7 @@ def test_a_damaged_object_sends_all_ranks_back_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", [0, pytest.param(None, marks=pytest.mark.slow)])
 def test_without_any_one_object_nothing_is_changed_anywhere(tmp_path: Path, which: int | None) -> None:
-    """P38, P47: whichever object of the only checkpoint is gone, the error names it and no rank's target changes."""
+    """P47: whichever object of the only checkpoint is gone, the error names it and no rank's target changes."""
     run(2, train, "fsdp", str(tmp_path), 2)
     objects = sorted((tmp_path / "checkpoint_000000000002").glob("*/*"))
     assert len(objects) > 6
@@ -140,7 +140,7 @@ def one_differs(rank: int, size: int, root: str) -> tuple[str, bool]:
 
 
 def test_a_target_that_fits_one_rank_only_is_left_alone_in_all(tmp_path: Path) -> None:
-    """P47: one rank's state has a group more: both ranks raise, with its name, and both are as they were."""
+    """One rank's state has a group more: both ranks raise, with its name, and both are as they were."""
     run(2, train, "fsdp", str(tmp_path), 2)
     for message, same in run(2, one_differs, str(tmp_path)):
         assert "extra" in message
@@ -157,7 +157,7 @@ def drift(rank: int, size: int, root: str) -> str:
 
 
 def test_ranks_that_have_drifted_apart_are_named(tmp_path: Path) -> None:
-    """P12: a value that is another one on rank 1 is not saved as if it were everybody's."""
+    """A value that is another one on rank 1 is not saved as if it were everybody's."""
     for message in run(2, drift, str(tmp_path)):
         assert "lr_scale" in message
         assert "rank 1" in message
@@ -178,7 +178,7 @@ def until_signal(rank: int, size: int, root: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_ends_all_at_one_step(tmp_path: Path, rank: int) -> None:
-    """P55: SIGTERM reaches one rank: both save the same step, commit it, and end by SIGTERM."""
+    """SIGTERM reaches one rank: both save the same step, commit it, and end by SIGTERM."""
     with Gang(2, until_signal, str(tmp_path), {}) as gang:
         assert [gang.said(n)[1] for n in (0, 1)] == [1, 1]
         os.kill(gang.pid(rank), signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_a_signal_to_one_rank_ends_all_at_one_step(tmp_path: Path, rank: int) ->
 
 
 def test_a_save_by_the_clock_falls_on_one_step(tmp_path: Path) -> None:
-    """P55: seconds pass differently in each rank; what is saved by them is whole."""
+    """Seconds pass differently in each rank; what is saved by them is whole."""
     with Gang(2, until_signal, str(tmp_path), {"save_interval_secs": 0.1}) as gang:
         for n in (0, 1):
             assert [gang.said(n)[1], gang.said(n)[1]] == [1, 50]
@@ -223,7 +223,7 @@ def kills(tmp_path: Path, seeds: range, size: int) -> None:
 
 
 def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """P26, P55: ranks killed at random moments lose nothing that was committed, and the end is the same."""
+    """P55: ranks killed at random moments lose nothing that was committed, and the end is the same."""
     kills(tmp_path, range(3), 2)
 
 
@@ -231,7 +231,7 @@ def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("share", range(4))
 def test_a_gang_killed_at_any_moment_goes_on_bit_for_bit(tmp_path: Path, size: int, share: int) -> None:
-    """P26, P55: the same, 200 times."""
+    """P55: the same, 200 times."""
     kills(tmp_path, range(100 + 25 * share, 125 + 25 * share), size)
 
 
@@ -259,7 +259,7 @@ def takes_over(rank: int, size: int, root: str) -> int:
 
 
 def test_two_gangs_on_one_directory_are_fenced_as_a_whole(tmp_path: Path) -> None:
-    """P55: the gang that took over commits; every rank of the other one is fenced."""
+    """The gang that took over commits; every rank of the other one is fenced."""
     with Gang(2, keeps_saving, str(tmp_path)) as first:
         assert [first.said(n)[1] for n in (0, 1)] == ["saved", "saved"]
         steps = run(2, takes_over, str(tmp_path))

@@ -20,7 +20,7 @@ MORE_FORMS = [("tp", 2), ("hsdp", 4), ("fsdp", 3), ("ddp", 4), ("2d", 6)]
     ("kind", "size"), [*FORMS, *(pytest.param(*form, marks=pytest.mark.slow) for form in MORE_FORMS)]
 )
 def test_a_training_of_many_ranks_goes_on_bit_for_bit(tmp_path: Path, kind: str, size: int) -> None:
-    """P12, P26: parameters, moments and every rank's random stream are those of a training without a break."""
+    """P12: parameters, moments and every rank's random stream are those of a training without a break."""
     whole = run(size, train, kind, str(tmp_path / "whole"), 10)
     run(size, train, kind, str(tmp_path / "cut"), 6)
     resumed = run(size, train, kind, str(tmp_path / "cut"), 10)
@@ -44,7 +44,7 @@ MORE_CHAINS = [
 
 @pytest.mark.parametrize("chain", [*CHAINS, *(pytest.param(chain, marks=pytest.mark.slow) for chain in MORE_CHAINS)])
 def test_another_number_of_ranks_has_the_same_tensors(tmp_path: Path, chain: list[tuple[str, int]]) -> None:
-    """P47, P48, P58: sharded along any dimension or replicated, with any number of ranks, the whole is the same."""
+    """P48, P58: sharded along any dimension or replicated, with any number of ranks, the whole is the same."""
     (kind, size), *others = chain
     first = run(size, train, kind, str(tmp_path), 6)[0]
     before = size
@@ -60,7 +60,7 @@ def test_another_number_of_ranks_has_the_same_tensors(tmp_path: Path, chain: lis
 
 
 def test_replicated_bytes_are_written_once(tmp_path: Path) -> None:
-    """P12: two ranks of DistributedDataParallel write what one process writes, each a part of it."""
+    """Two ranks of DistributedDataParallel write what one process writes, each a part of it."""
     sizes = {}
     for size in (1, 2):
         run(size, train, "ddp", str(tmp_path / f"{size}"), 2)

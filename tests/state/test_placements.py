@@ -45,7 +45,7 @@ def wrong_parts(rank: int, size: int, meshes: list[tuple[int, ...]]) -> list[str
     ("size", "meshes"), [(4, [(4,), (2, 2)]), pytest.param(6, [(6,), (2, 3), (3, 2)], marks=pytest.mark.slow)]
 )
 def test_every_part_lies_where_its_place_says(size: int, meshes: list[tuple[int, ...]]) -> None:
-    """P12, P38: of any shape, even or not, under any placements, the box has the values of the part."""
+    """P7: of any shape, even or not, under any placements, the box has the values of the part."""
     assert run(size, wrong_parts, meshes) == [[]] * size
 
 
@@ -68,7 +68,7 @@ def shares(rank: int, size: int, dims: tuple[int, int], rows: int) -> list[Any]:
 @pytest.mark.parametrize("rows", [7, 13, 9, 2])
 @pytest.mark.parametrize(("size", "dims"), [(4, (2, 2)), pytest.param(6, (3, 2), marks=pytest.mark.slow)])
 def test_fsdp_over_tensor_parallelism_is_cut_from_right_to_left(size: int, dims: tuple[int, int], rows: int) -> None:
-    """P12, P38: uneven shards of both (pytorch issue 161368): parts are right, and shares cover each element once."""
+    """P7: uneven shards of both (pytorch issue 161368): parts are right, and shares cover each element once."""
     by_rank = run(size, shares, dims, rows)
     for number, (shape, _, _) in enumerate(by_rank[0]):
         covered = torch.zeros(shape)
@@ -81,7 +81,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_from_right_to_left(size: int, dims:
 
 
 def test_replicas_divide_large_boxes_and_deal_small_ones() -> None:
-    """P12: of three replicas each writes a third of a large box, and one of them all of a small one."""
+    """Of three replicas each writes a third of a large box, and one of them all of a small one."""
     from ckpt_tasks.state.placements import Place
 
     large, small = Box((0, 0), (1000, 200)), Box((0, 0), (10, 20))
