@@ -112,6 +112,8 @@ class Manifest:
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
             )
+            if (manifest.world_size > 1) != (body["version"] == RANKS_VERSION):
+                raise ValueError(f"version {body['version']} is not written by {manifest.world_size} ranks")
             _check_objects(manifest)
         except MALFORMED as error:
             raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error

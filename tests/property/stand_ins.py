@@ -42,7 +42,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     names = SimpleNamespace(token_hex=lambda size_bytes: schedule.rng.randbytes(size_bytes).hex())
     for module in (history, ownership, upkeep, reading, restore, checkpointer, saver, pipeline, tenacity, tenacity.nap):
         patch.setattr(module, "time", clock(schedule))
-    for module in (history, ownership, reading, parts):
+    for module in (history, ownership, reading):
         patch.setattr(module, "secrets", names)
     for module in (ownership, pipeline, pruning, rank_saver, saver):
         patch.setattr(module, "threading", threads)
