@@ -16,7 +16,7 @@ AZURITE := azurite@3.37.0
 # Two names for one thing: pip up to 25.2 reads the first for build requirements too, later ones read the second.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# For tests and benchmarks; the flows set it by themselves (flows/__init__.py).
+# For tests and benchmarks; the flows set it by themselves (ckpt_tasks/flows/__init__.py).
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help

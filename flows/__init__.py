@@ -1,10 +1,3 @@
-"""Flows for Prefect and for a terminal: training, evaluation, upkeep, and the watch over crashed runs.
+"""The flows in a checkout: `ckpt_tasks.flows`, under the names of `python -m flows.train` and of deployments."""
 
-`python -m flows.train` runs this file before it imports torch, and OpenMP reads its environment once, when torch loads
-it. By default OpenMP's threads spin while they wait. They then take the cores that Prefect's server and worker need,
-and a step takes several times as long. deployments/prefect.yaml sets the same for deployments.
-"""
-
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import ckpt_tasks.flows  # noqa: F401  # it says how OpenMP's threads wait, and torch reads that once

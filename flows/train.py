@@ -1,110 +1,15 @@
-"""Train a program as a flow that may be killed anytime: `python -m flows.train`, or the deployment `train/byte-lm`."""
+"""Train a program as a flow that may be killed anytime: `python -m flows.train` is `ckpt train`.
 
-from __future__ import annotations
+The flow is one page: ckpt_tasks/flows/train.py. It finds the program, cuts the run into batches of steps, and gives
+each to a task that restores if it has to, trains, and ends with a commit. However it ends, the next one goes on.
+"""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from ckpt_tasks.flows.train import TrainResult, train
 
-from prefect import flow
-from prefect.runtime import flow_run
-
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.config import BatchLength, config_of_run
-from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
-from ckpt_tasks.orchestration.endings import (
-    crashes_while_the_api_is_away,
-    crashes_while_the_store_is_away,
-    ends_quietly_for_a_sibling,
-)
-from ckpt_tasks.orchestration.events import announce
-from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
-from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
-from ckpt_tasks.policy.stopping import EarlyStop
-from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
-from ckpt_tasks.session.local import LocalSession, find_program
-from ckpt_tasks.session.parameters import effective_params
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """The run's position, how many steps this flow run trained, and its last metrics (none if it trained none).
-
-    `stopped_because` is the reason of an early stop; None without one.
-    """
-
-    run_key: str
-    step: int
-    trained: int
-    metrics: Mapping[str, float]
-    stopped_because: str | None = None
-
-
-@flow(name="train", flow_run_name="{run_key} to {total_steps}", persist_result=False)
-def train(
-    *,
-    run_key: str,
-    total_steps: int,
-    checkpoint: CheckpointConfig,
-    program: str = "flows.programs.byte_lm:ByteLM",
-    params: dict[str, Any] | None = None,
-    batch_steps: int | None = None,
-    batch_seconds: float = 30.0,
-    retries: int = 3,
-    retry_delay_seconds: float = 2.0,
-    early_stop: EarlyStop | None = None,
-    fork_from: str | None = None,
-) -> TrainResult:
-    """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
-
-    The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is one task: it restores
-    if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times, after
-    `retry_delay_seconds` seconds, then twice that, and so on. However this flow run ends, another one with the same
-    `run_key` and directory continues from the newest good checkpoint. If the store or Prefect's API does not answer, a
-    deployment's flow run crashes, so that it is resumed. A new run begins with the checkpoint `fork_from` ("DIR@STEP")
-    of another run, if given. `early_stop` suspends the flow run at the end of a batch.
-    """
-    with crashes_while_the_api_is_away():
-        stay_as_decided()
-    with crashes_while_the_store_is_away(reached=False):
-        config = config_of_run(checkpoint, run_key)
-        factory = find_program(program)
-        check_program(config, program)
-        if fork_from is not None:
-            fork_run(fork_from, config, params)
-        params = effective_params(factory, recorded_params(config), params)
-        find_program(program, params)
-    length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
-    trained = 0
-    crash_lost_task_runs()
-    # In this block SIGTERM and Ctrl-C wait for the end of the step and its commit.
-    with (
-        logged_with_the_flow_run(),
-        crashes_while_the_store_is_away(reached=True),
-        ends_quietly_for_a_sibling(config, flow_run.id),
-        Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
-        RunPages(ckpt, run_key, total_steps) as pages,
-    ):
-        announce(ckpt, run_key, program=program, params=params)
-        stopping = EarlyStopping(ckpt, early_stop)
-        session = LocalSession(ckpt, program, params)
-        batch_task = step_batch(session, retries=retries, retry_delay_seconds=retry_delay_seconds)
-        for batch in run_in_batches(batch_task, session, total_steps, length):
-            trained += batch.end - batch.start
-            pages.show(batch.end, batch.metrics)
-            if stopping.check():
-                break
-    with crashes_while_the_api_is_away():
-        stopping.suspend()
-    step = ckpt.position if stopping.why else total_steps
-    metrics, why = session.metrics, stopping.why
-    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)
-
+__all__ = ["TrainResult", "train"]
 
 if __name__ == "__main__":
-    from flows.console import main
-    from flows.evaluate import evaluate
+    from ckpt_tasks.flows.console import main
+    from ckpt_tasks.flows.evaluate import evaluate
 
     raise SystemExit(main(train, evaluate))

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _ABSENT = object()
+_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # older runs name it so
 
 
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
@@ -99,7 +100,8 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
 
 def _check_program(state: State, program: str) -> None:
     forked = state.origin is not None and all(c.manifest_digest == state.origin.identity for c in state.live)
-    if state.program not in (None, program) and not forked:
+    same = state.program is None or _MOVED.get(state.program, state.program) == _MOVED.get(program, program)
+    if not same and not forked:
         raise RunMismatchError(
             f"the run trains {state.program}, not {program}",
             hint="Give the other program a run_key and directory of its own; to go on with it from here, fork the run.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -265,14 +267,21 @@ def _check_methods(name: str, program: Any) -> None:
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
-    """Import "package.module:attribute" and return it; raise `error`, in these words, where there is none."""
+    """Import "package.module:attribute" and return it; raise `error`, in these words, where there is none.
+
+    The working directory is searched too, as it is by `python -m`, and first.
+    """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
+    if not {"", os.getcwd()} & {*sys.path}:  # a console script and Prefect's engine start without it
+        sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
     except ImportError as missing:
-        raise error(f"{name} cannot be imported: {missing}", hint="Is its folder on PYTHONPATH?") from missing
+        raise error(
+            f"{name} cannot be imported: {missing}", hint="Is its folder the working directory, or on PYTHONPATH?"
+        ) from missing
     found: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(found):
         raise error(f"{module_name} has no {kind.lower()} {attribute!r}")

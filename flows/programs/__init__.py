@@ -1,0 +1,1 @@
+"""The example program, under its older name."""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.programs.byte_lm import Transformer
 from ckpt_tasks.storage.locations import Location
-from flows.programs.byte_lm import Transformer
 from tests.support.recording import Recording
 
 

@@ -263,7 +263,7 @@ class Site:
     def watch(self) -> None:
         """Do what the deployment `watch` does every five minutes, now: its worker is busy enough."""
         _log.warning("an automation has missed a crash")
-        self.python("-c", f"from flows.watch import watch; watch(crashed_s={_LOST_S})")
+        self.python("-c", f"from ckpt_tasks.flows.watch import watch; watch(crashed_s={_LOST_S})")
 
     def _healthy(self) -> bool:
         try:

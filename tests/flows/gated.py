@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.train import train
+from ckpt_tasks.flows.train import train
 from tests.flows.tiny import Tiny
 
 __all__ = ["TIMEOUT_S", "Gated", "timed"]

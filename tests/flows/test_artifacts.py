@@ -20,8 +20,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.artifacts import RunPages, artifact_key
-from flows.train import train
 from tests.support.cli_runs import save_steps
 
 pytestmark = pytest.mark.usefixtures("harness")

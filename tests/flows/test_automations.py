@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import Cancelled, Crashed, Running
 
-from deployments import automations
+from ckpt_tasks.deploying import automations
 
 
 @flow

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.blocks import CheckpointStore, resolve
 from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Location
 from ckpt_tasks.storage.objects import SCHEMES
-from flows.evaluate import evaluate
-from flows.train import train
 from tests.flows.conftest import PREFECT
 from tests.flows.tiny import Tiny
 from tests.servers.s3 import S3Server

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.programs.byte_lm import ByteLM, read
+from ckpt_tasks.programs.byte_lm import ByteLM, read
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context": 32, "batch_size": 8, "dropout": 0.2}
 SHORT: dict[str, Any] = {"warmup_steps": 3, "decay_steps": 30, "lr": 1e-2}

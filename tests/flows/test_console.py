@@ -16,10 +16,10 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.flows.console import _default_key, _without, main, main_evaluate
+from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.config import position_of_run
-from flows.console import _default_key, _without, main, main_evaluate
-from flows.evaluate import evaluate
-from flows.train import train
 from tests.flows.test_train import assert_equal, run
 
 PATIENCE_S = 120.0
@@ -277,7 +277,7 @@ def test_what_is_no_program_is_seen_before_the_server_starts(embedded: Runs, mod
 @pytest.mark.parametrize(
     ("program", "key"),
     [
-        ("flows.programs.byte_lm:ByteLM", "byte-lm"),
+        ("ckpt_tasks.programs.byte_lm:ByteLM", "byte-lm"),
         ("my.module:MyModel2", "my-model2"),
         ("m:GPT", "gpt"),
         ("m:make_net", "make_net"),

@@ -15,10 +15,10 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.workers.process import ProcessWorker
 
+from ckpt_tasks.deploying.automations import apply, build_automations, remove
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.orchestration.doctor import check_prefect
 from ckpt_tasks.policy.health import Check
-from deployments.automations import apply, build_automations, remove
 
 JOB: dict[str, Any] = {
     "command": "prefect flow-run execute",

@@ -24,13 +24,13 @@ from prefect.states import Suspended
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.orchestration import early_stop as stopping
 from ckpt_tasks.orchestration.early_stop import EarlyStopping
 from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.local import LocalStore
-from flows.train import TrainResult, train
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))

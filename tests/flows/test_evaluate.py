@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from ckpt_tasks import Checkpoint, CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, ProgramError, RunMismatchError
+from ckpt_tasks.flows.console import main_evaluate
+from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
-from flows.console import main_evaluate
-from flows.evaluate import evaluate
 from tests.flows.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")

@@ -22,7 +22,7 @@ from prefect.utilities import engine
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.checkpointer import hold_signals
-from flows.train import train
+from ckpt_tasks.flows.train import train
 from tests.flows.gated import timed
 
 ROOT = Path(__file__).parents[2]

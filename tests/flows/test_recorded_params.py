@@ -12,10 +12,10 @@ import pytest
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import ProgramError
+from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.session.local import build_program
-from flows.evaluate import evaluate
-from flows.train import train
 from tests.flows.tiny import Tiny
 from tests.support.forks import PROGRAM, fork, states
 

@@ -22,9 +22,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from prefect.states import AwaitingRetry, Cancelled, Running, Scheduled
 
 from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.starts import name_declined_starts
-from flows.evaluate import evaluate
-from flows.train import train
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Running, Suspended
 
 from ckpt_tasks import open_run
-from flows.train import train
+from ckpt_tasks.flows.train import train
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))

@@ -23,10 +23,10 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
+from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.orchestration.step_batch import step_batch
 from ckpt_tasks.session.local import LocalSession, build_program
 from ckpt_tasks.session.session import Progress, watcher
-from flows.train import TrainResult, train
 from tests.flows.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import IntegrityError
-from flows.upkeep import upkeep
+from ckpt_tasks.flows.upkeep import upkeep
 from tests.support.ledgers import owner_of, take
 
 pytestmark = pytest.mark.usefixtures("harness")

@@ -11,7 +11,7 @@ from prefect import flow, tags
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import AwaitingRetry, Cancelling, Completed, Crashed, Pending, Running
 
-from flows.watch import watch
+from ckpt_tasks.flows.watch import watch
 
 
 @flow
@@ -84,7 +84,7 @@ def test_what_never_began_is_resumed_some_times(client: SyncPrefectClient) -> No
 
 def test_all_are_looked_at(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have crashed, each is looked at: a server gives them page by page."""
-    monkeypatch.setattr("flows.watch._PAGE", 2)
+    monkeypatch.setattr("ckpt_tasks.flows.watch._PAGE", 2)
     crashed = {name_of(client, made(client, "five", Running(), Crashed())) for _ in range(5)}
     assert set(watch(tag="five", crashed_s=0).resumed) == crashed
 
@@ -144,7 +144,7 @@ def test_what_crashed_days_ago_is_left_alone(client: SyncPrefectClient, monkeypa
 
     run = made(client, "eight", Running(), Crashed())
     with monkeypatch.context() as patch:
-        patch.setattr("flows.watch.datetime", Tomorrow)
+        patch.setattr("ckpt_tasks.flows.watch.datetime", Tomorrow)
         assert watch(tag="eight", crashed_s=0).resumed == ()
     assert watch(tag="eight", crashed_s=0).resumed == (name_of(client, run),)
 

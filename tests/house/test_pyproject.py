@@ -127,11 +127,12 @@ def test_the_version_is_written_once() -> None:
 
 
 def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
-    """The wheel ships ckpt_tasks, its types and the licence; flows/, tests/ and benchmarks/ stay in the checkout."""
+    """The wheel ships ckpt_tasks with its types, templates and licence; what is beside it stays in the checkout."""
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     held = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in held} == {"ckpt_tasks"}
     assert "ckpt_tasks/py.typed" in held
+    assert {"ckpt_tasks/deploying/prefect.yaml", "ckpt_tasks/deploying/pools/kubernetes.json"} <= {*held}
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name for name in held if name.endswith(".py")} == {
         str(path.relative_to(ROOT)) for path in files("ckpt_tasks")

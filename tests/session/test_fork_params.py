@@ -150,6 +150,17 @@ def test_entries_of_before_programs_were_recorded(a: Path) -> None:
         check_program(config(a), "tests.flows.tiny:Tiny")
 
 
+def test_the_example_of_before_is_the_example_of_today(a: Path) -> None:
+    """A run that was recorded when the example program lay beside the package goes on under its new name, and back."""
+    before, today = "flows.programs.byte_lm:ByteLM", "ckpt_tasks.programs.byte_lm:ByteLM"
+    newest = min((a / "ledger").glob("[0-9]*.json"))
+    newest.write_bytes(resealed(newest.read_bytes(), lambda body: body["state"].update(program=before)))
+    check_program(config(a), today)
+    check_program(config(a), before)
+    with pytest.raises(RunMismatchError):
+        check_program(config(a), "other.programs.byte_lm:ByteLM")
+
+
 @pytest.mark.parametrize("params", [{"a.b": 1}, {1: 2}, {"": 1}, {"x": float("nan")}, {"x": object()}])
 def test_parameters_that_are_no_json_are_refused(params: Any) -> None:
     """What the ledger could not give back is not a parameter."""

@@ -2,8 +2,8 @@
 
 Kill it at any moment, start it again with as many ranks or with another number, and it goes on::
 
-    torchrun --nproc-per-node 2 -m flows.programs.fsdp_lm --steps 200
-    torchrun --nproc-per-node 3 -m flows.programs.fsdp_lm --steps 400
+    torchrun --nproc-per-node 2 -m ckpt_tasks.programs.fsdp_lm --steps 200
+    torchrun --nproc-per-node 3 -m ckpt_tasks.programs.fsdp_lm --steps 400
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
-from flows.programs.byte_lm import Text, Transformer, read
+from ckpt_tasks.programs.byte_lm import Text, Transformer, read
 
 CONTEXT = 128
 log = logging.getLogger("flows")

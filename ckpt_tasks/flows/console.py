@@ -23,6 +23,7 @@ from prefect.settings import get_current_settings
 from rich.console import Console
 
 from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
@@ -31,13 +32,12 @@ from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.forked import check_program, recorded_params
 from ckpt_tasks.session.local import find_program
 from ckpt_tasks.session.parameters import effective_params
-from flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 
 __all__ = ["main", "main_evaluate"]
 
 Flow = Callable[..., Any]
 _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
-_PROGRAM = "flows.programs.byte_lm:ByteLM"
+_PROGRAM = "ckpt_tasks.programs.byte_lm:ByteLM"
 
 
 def main(train: Flow, evaluate: Flow, arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,110 @@
+"""Prefect's server in the background: `python -m deployments.server` starts it and waits until it answers.
+
+`prefect server start --background` connects its server to two pipes and exits. Nothing reads them, so the server dies
+at the first line that it writes [3.8.8]. Here the server writes to `server.log` in Prefect's home and has its own
+session; `prefect server stop` ends it. Concurrency leases are stored in files, which survive a restart of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+from prefect.settings import get_current_settings
+
+__all__ = ["main", "start_server"]
+
+_PATIENCE_S = 180  # the first start creates the database
+_LOOK_S = 0.5
+_LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+
+
+class ServerError(RuntimeError):
+    """The server did not start."""
+
+
+def start_server(host: str, port: int, options: Sequence[str] = ()) -> bool:
+    """Start a server and return when it answers; return False if a server answers already. Raises ServerError."""
+    url = _url(host, port)
+    if _answers(url):
+        return False
+    settings = get_current_settings()
+    settings.home.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ)
+    if "lease_storage" not in settings.server.concurrency.model_fields_set:
+        environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port), *options]
+    log_path = settings.home / "server.log"
+    with log_path.open("ab") as log:
+        begin = log.tell()
+        server = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # closing the terminal does not end it
+        )
+    deadline = time.monotonic() + _PATIENCE_S
+    while not _answers(url):
+        if server.poll() is not None:
+            raise ServerError(f"the server ended with status {server.returncode}:\n{_end_of(log_path, begin)}")
+        if time.monotonic() > deadline:
+            server.terminate()
+            raise ServerError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
+        time.sleep(_LOOK_S)
+    (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the server from the command line; return the exit status."""
+    api = get_current_settings().server.api
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.server",
+        description="Start Prefect's server in the background and wait until it answers.",
+        epilog="Further options are those of `prefect server start`. `prefect server stop` ends the server.",
+    )
+    parser.add_argument("--host", default=api.host, help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", default=api.port, type=int, help="port to listen on (default: %(default)s)")
+    known, options = parser.parse_known_args(arguments)
+    try:
+        started = start_server(known.host, known.port, options)
+    except ServerError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 (a command line prints)
+        return 1
+    url = _url(known.host, known.port)
+    message = "The server answers" if started else "A server answers already"
+    print(f"{message} at {url}.")  # noqa: T201
+    if (get_current_settings().api.url or "").rstrip("/") != url:
+        print(f"Clients use another server: export PREFECT_API_URL={url}")  # noqa: T201
+    return 0
+
+
+def _url(host: str, port: int) -> str:
+    """Return the API's address for clients on this host."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 (compared, not bound)
+    return f"http://{reached}:{port}/api"
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
+            return bool(answer.status == 200)
+    except HTTPError as error:
+        raise ServerError(f"another program listens there: {url}/health answers {error.code}") from error
+    except OSError:
+        return False
+
+
+def _end_of(log_path: Path, begin: int) -> str:
+    with log_path.open("rb") as log:
+        log.seek(begin)
+        return log.read()[-2000:].decode("utf-8", "replace").strip()

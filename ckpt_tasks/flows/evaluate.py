@@ -1,0 +1,140 @@
+"""Evaluate committed checkpoints: `python -m flows.evaluate`, or the deployment `evaluate/byte-lm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from prefect import Task, flow
+from prefect.futures import as_completed
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.orchestration.attempts import attempted_task
+from ckpt_tasks.orchestration.config import config_of_run
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
+from ckpt_tasks.orchestration.starts import name_declined_starts
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.locations import Location
+
+_RETRY_DELAY_S = 2.0
+
+
+@flow(
+    name="evaluate",
+    flow_run_name="{run_key} {which} {suite}",
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=2),  # type: ignore[arg-type]
+)
+def evaluate(
+    *,
+    run_key: str,
+    checkpoint_dir: str | Location,
+    program: str = "ckpt_tasks.programs.byte_lm:ByteLM",
+    params: dict[str, Any] | None = None,
+    which: int | str = "latest",
+    suite: str = "quick",
+    limit: int | None = None,
+    follow_s: float = 0.0,
+    promote: str | None = None,
+    promote_params: dict[str, Any] | None = None,
+    retries: int = 2,
+) -> list[EvaluationResult]:
+    """Evaluate checkpoints with `suite`, each once, and record the results beside them.
+
+    `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
+    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits that long for a run
+    that does not exist yet, and looks for new commits until none has been pending for `follow_s` seconds. The flow's
+    task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A checkpoint
+    is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned unchanged.
+    `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow run
+    evaluated that checkpoint or `which` names it.
+    """
+    config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
+    evaluator = Evaluator(
+        run_key=run_key,
+        location=config.location,
+        program=program,
+        params=params or {},
+        suite=suite,
+        holder=f"evaluation {suite}, flow run {flow_run.id}",
+    )
+    looks = Rounds(limit, follow_s)
+    if (run := evaluator.open_for(which, follow_s)) is None:
+        return []
+    promotion = _promotion(evaluator, run, promote, promote_params)
+    attempted = partial(attempted_task, retries=retries, retry_delay_seconds=_RETRY_DELAY_S)
+    task = attempted(_evaluation, task_run_name="{suite} on step {step}")
+    errors: dict[str, Exception] = {}
+    if which == "pending":
+        rounds = _side_by_side(task, looks.look(run, suite), evaluator, errors)
+    else:
+        rounds = _by_name(task, choose(run, which), evaluator)
+    results: list[EvaluationResult] = []
+    for round_results in rounds:
+        results += round_results
+        looked_at = [result for result in round_results if result.new or which != "pending"]
+        if promotion is not None and looked_at:
+            _promote(attempted(promotion.of_best, task_run_name="promotion"), looked_at, errors)
+    name_declined_starts(run_key)
+    _raise(errors, suite)
+    return results
+
+
+def _raise(errors: dict[str, Exception], suite: str) -> None:
+    if errors:
+        failures = "; ".join(f"{where}: {error}" for where, error in errors.items())
+        raise ExceptionGroup(f"suite {suite}: {failures}", [*errors.values()])
+
+
+def _promotion(evaluator: Evaluator, run: Run, name: str | None, params: dict[str, Any] | None) -> Promotion | None:
+    if name is None:
+        return None
+    promotion = Promotion(evaluator=evaluator, name=name, params=params or {})
+    promotion.check(run)
+    return promotion
+
+
+def _evaluation(evaluator: Evaluator, checkpoint: Checkpoint, step: int, suite: str) -> EvaluationResult:
+    return evaluator.evaluate(checkpoint)
+
+
+def _promote(task: Task[..., None], looked_at: list[EvaluationResult], errors: dict[str, Exception]) -> None:
+    try:
+        task(looked_at)
+    except Exception as error:  # noqa: BLE001 (raised at the end: later rounds are evaluated first)
+        errors["promotion"] = error
+
+
+def _by_name(
+    task: Task[..., EvaluationResult], chosen: Checkpoint | None, evaluator: Evaluator
+) -> Iterator[list[EvaluationResult]]:
+    if chosen is not None:
+        yield [task(evaluator, chosen, chosen.step, evaluator.suite)]
+
+
+def _side_by_side(
+    task: Task[..., EvaluationResult],
+    rounds: Iterable[list[Checkpoint]],
+    evaluator: Evaluator,
+    errors: dict[str, Exception],
+) -> Iterator[list[EvaluationResult]]:
+    """Evaluate round after round on the flow's task runner; collect the errors by step."""
+    on_progress, done, known = evaluation_watcher.get(), 0, 0
+    for pending in rounds:
+        known += len(pending)
+        futures = [task.submit(evaluator, checkpoint, checkpoint.step, evaluator.suite) for checkpoint in pending]
+        steps = {future.task_run_id: checkpoint.step for future, checkpoint in zip(futures, pending, strict=True)}
+        results = []
+        for future in as_completed(futures):
+            try:
+                results.append(future.result())
+            except Exception as error:  # noqa: BLE001 (the flow raises it after the others)
+                errors[f"step {steps[future.task_run_id]}"] = error
+            done += 1
+            if on_progress:
+                on_progress(done, known)
+        yield results
