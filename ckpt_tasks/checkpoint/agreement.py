@@ -6,15 +6,17 @@ Every rank makes the same calls in the same order. One process agrees with itsel
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.ranks.exchange import all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
+from ckpt_tasks.reading.restore import HostSnapshot
 from ckpt_tasks.saving.committer import Line
 from ckpt_tasks.state.placements import World
 
@@ -25,6 +27,8 @@ __all__ = ["Agreement"]
 
 _DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
 
+_log = logging.getLogger("ckpt_tasks")
+_Found = TypeVar("_Found", bound=HostSnapshot)
 Tried = tuple[list[Checkpoint], list[Checkpoint]]
 
 
@@ -48,9 +52,12 @@ class Agreement:
         self._topics += 1
         return f"{name}/{self._topics}"
 
-    def tenure(self, make: Callable[[], Tenure], line: Line, timeout_s: float) -> Tenure | Following:
-        """Take the run directory in rank 0, which may wait `timeout_s` for another owner."""
-        return take(self.exchange, self.topic("own"), make, line, self.deadline_s + timeout_s)
+    def tenure(
+        self, make: Callable[[], Tenure], line: Line, timeout_s: float, open_memory: Callable[[str], None]
+    ) -> Tenure | Following:
+        """Take the run directory in rank 0, which may wait `timeout_s` for another owner; see `take`."""
+        deadline_s = self.deadline_s + timeout_s
+        return take(self.exchange, self.topic("own"), make, line, deadline_s=deadline_s, open_memory=open_memory)
 
     def together(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Run a block in all ranks, or in none; see `all_or_none`."""
@@ -68,6 +75,20 @@ class Agreement:
         live, tried = ([read_checkpoint(item) for item in items] for items in told)
         return live, tried
 
+    def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
+        """Return the snapshots of this host of which every rank has sealed its part, as rank 0 orders them."""
+        if self.alone:
+            return find()
+        found: dict[str, _Found] = {}
+        word: bytes | BaseException
+        try:
+            found = {f"{one.checkpoint.manifest} {one.place}": one for one in find()}
+            word = json.dumps([*found]).encode()
+        except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
+            word = error
+        chosen = self.exchange.agree(self.topic("sealed"), word, _in_all, self.deadline_s)
+        return [found[name] for name in json.loads(chosen)]
+
     def restored(self, step: int) -> None:
         """Count steps from a restore on."""
         self._horizon.begin(step)
@@ -81,3 +102,13 @@ class Agreement:
     def drain(self) -> None:
         """Wait until the other ranks have rank 0's answers; it may hold the store that they are in."""
         self.exchange.drain(_DRAIN_S)
+
+
+def _in_all(words: list[bytes]) -> bytes:
+    """Choose, of what each rank has sealed, what all have."""
+    sealed: list[list[str]] = [json.loads(word) for word in words]
+    for name in dict.fromkeys(name for names in sealed for name in names):
+        lacking = [str(rank) for rank, names in enumerate(sealed) if name not in names]
+        if lacking:
+            _log.warning("%s is not used: rank %s does not have it", name, ", ".join(lacking))
+    return json.dumps([name for name in sealed[0] if all(name in names for names in sealed)]).encode()

@@ -81,8 +81,8 @@ class Checkpointer(HeldRun):
         self._entered = False
         self._pruner = Pruner(self._history, config.retention_policy)
         self._ranks = Agreement(process_group, config.flush_timeout_s)
-        places = (config.memory_dir, config.local_dir) if self._ranks.alone else (None, None)
-        self._cache = SnapshotCache(self._history.store, *places)
+        local_dir = config.local_dir if self._ranks.alone else None
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, local_dir, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
         self._saver = Saver(
@@ -146,7 +146,7 @@ class Checkpointer(HeldRun):
         self._wait_idle()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
         known, candidates = self._ranks.candidates(partial(self._candidates, step))
-        in_memory = self._cache.found(known) if self._ranks.alone else []
+        in_memory = self._ranks.in_all(partial(self._cache.found, known))
         if step is not None or self._finite.failed_step is not None:
             digests = {checkpoint.manifest_digest for checkpoint in candidates}
             in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
@@ -309,7 +309,7 @@ class Checkpointer(HeldRun):
                 flow_run_id=self._flow_run_id,
                 world_size=self._ranks.world.size,
             )
-            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s)
+            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
             self._damaged = self._tenure.damaged
             self._knows_line = False
             self._take_over = False  # once only: a later owner is not fenced by this process

@@ -12,7 +12,7 @@ from ckpt_tasks.format.records import read_owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
-from ckpt_tasks.ranks.exchange import Exchange, from_first
+from ckpt_tasks.ranks.exchange import Exchange, all_or_none, from_first
 from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.upkeep.pruning import Pruner
@@ -47,8 +47,19 @@ class Following:
         """Do nothing."""
 
 
-def take(ranks: Exchange, topic: str, make: Callable[[], Tenure], line: Line, deadline_s: float) -> Tenure | Following:
-    """Take a run directory in rank 0, and tell the other ranks; raises in all ranks what it raises in rank 0."""
+def take(
+    ranks: Exchange,
+    topic: str,
+    make: Callable[[], Tenure],
+    line: Line,
+    *,
+    deadline_s: float,
+    open_memory: Callable[[str], None],
+) -> Tenure | Following:
+    """Take a run directory in rank 0, tell the other ranks, and let each open its memory for the run's key.
+
+    Raises in all ranks what it raises in one; the directory is not held then.
+    """
     made: list[Tenure] = []
 
     def own() -> bytes:
@@ -56,7 +67,20 @@ def take(ranks: Exchange, topic: str, make: Callable[[], Tenure], line: Line, de
         return json.dumps({"run_key": made[0].run_key, "owner": asdict(made[0].owner)}).encode()
 
     told = from_first(ranks, topic, own, deadline_s)
-    return made[0] if made else Following(told, line, ranks.size)
+    if ranks.size == 1:
+        return made[0]
+    try:
+        with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
+            tenure = made[0] if made else Following(told, line, ranks.size)
+            if isinstance(tenure, Following):
+                open_memory(tenure.run_key)
+            confirm()
+    except BaseException:
+        for one in made:
+            one.quiet()
+            one.committer.release()
+        raise
+    return tenure
 
 
 class Tenure:

@@ -55,6 +55,9 @@ class HostSnapshot(Protocol):
     def place(self) -> str:
         """Where it is, in words."""
 
+    def open(self) -> Opened:
+        """Read what it is made of, and check it."""
+
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of its `rows`."""
 
@@ -103,16 +106,15 @@ def restore_newest(
     """
     skipped: list[tuple[int, str]] = []
     for number, (checkpoint, cached) in enumerate(_sources(candidates, in_memory)):
-        at, source = (store, None) if cached is None else (cached.store, cached.tensors)
         try:
             with all_or_none(ranks, f"{topic}/{number}", deadline_s) as confirm:
                 report = restore_one(
-                    at,
+                    store,
                     checkpoint,
                     state,
                     partial=partial,
                     run_key=run_key,
-                    source=source,
+                    snapshot=cached,
                     confirm=confirm,
                     rank=ranks.rank,
                     world_size=ranks.size,
@@ -169,21 +171,24 @@ def restore_one(
     *,
     partial: bool = False,
     run_key: str | None = None,
-    source: Callable[[Any, Sequence[IndexRow]], TensorSource] | None = None,
+    snapshot: HostSnapshot | None = None,
     confirm: Callable[[], None] = lambda: None,
     rank: int = 0,
     world_size: int = 1,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
-    `confirm` is as in RestorePlan.apply. If another number of ranks saved it, the random streams of every rank but 0
-    are seeded from rank 0's and the rank.
+    It comes from `snapshot`, if there is one. `confirm` is as in RestorePlan.apply. If another number of ranks saved
+    it, the random streams of every rank but 0 are seeded from rank 0's and the rank.
 
     Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
     RunMismatchError where it is not of the run `run_key`; the target is untouched then.
     """
     started = time.perf_counter()
-    opened = open_checkpoint(store, checkpoint, rank, world_size)
+    if snapshot is not None:
+        store, opened = snapshot.store, snapshot.open()
+    else:
+        opened = open_checkpoint(store, checkpoint, rank, world_size)
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     try:
@@ -197,8 +202,11 @@ def restore_one(
         if record.name in names:
             check_header(store, record)
     alone = world_size == opened.manifest.world_size == 1
-    source = source or (StoredTensors if store.near and alone else DownloadedTensors)
-    plan.apply(source(store, wanted), confirm)
+    if snapshot is not None:
+        source = snapshot.tensors(store, wanted)
+    else:
+        source = StoredTensors(store, wanted) if store.near and alone else DownloadedTensors(store, wanted)
+    plan.apply(source, confirm)
     derived = not partial and world_size != opened.manifest.world_size
     if derived and rank:
         streams = canonical_json(opened.manifest.groups[RNG])

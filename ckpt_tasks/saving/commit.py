@@ -32,7 +32,14 @@ from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 
-__all__ = ["PreparedCheckpoint", "commit", "discard", "prepare_checkpoint", "write_index_and_manifest"]
+__all__ = [
+    "PreparedCheckpoint",
+    "commit",
+    "discard",
+    "prepare_checkpoint",
+    "prepare_part",
+    "write_index_and_manifest",
+]
 
 
 _AT_ONCE = 8  # requests to a store that is far away
@@ -89,6 +96,24 @@ def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedChe
     """
     rows, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
+    prepared = _prepared(saving, rows, objects, groups)
+    # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
+    open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
+    return prepared
+
+
+@gc_paused()
+def prepare_part(saving: Saving, part: RankPart) -> PreparedCheckpoint:
+    """Make index and manifest of one rank's part alone, with its own trees: what it seals in its memory."""
+    return _prepared(saving, part.rows, part.objects, saving.groups)
+
+
+def _prepared(
+    saving: Saving,
+    rows: Sequence[IndexRow],
+    objects: Sequence[ObjectRecord],
+    groups: Mapping[str, Mapping[str, object]],
+) -> PreparedCheckpoint:
     index_bytes = write_index(rows)
     place = attempt_prefix(saving.attempt) + INDEX_NAME
     manifest = Manifest(
@@ -108,12 +133,7 @@ def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedChe
         },
     )
     manifest_bytes = manifest.to_bytes()
-    prepared = PreparedCheckpoint(
-        saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes)
-    )
-    # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
-    open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
-    return prepared
+    return PreparedCheckpoint(saving, manifest, tuple(rows), index_bytes, manifest_bytes, digest_hex(manifest_bytes))
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:

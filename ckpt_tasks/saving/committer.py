@@ -48,11 +48,15 @@ class Line:
 
 
 class Follower:
-    """What a rank other than 0 knows of the owner: enough to name the objects that it writes."""
+    """What a rank other than 0 knows of the owner: enough to name the objects that it writes.
+
+    `fenced` is set where a commit found that the directory is another's by now.
+    """
 
     def __init__(self, owner: Owner, run_key: str, line: Line, world_size: int = 1):
         self.owner = owner
         self.line = line
+        self.fenced = False
         self._run_key = run_key
         self._world_size = world_size
         self._saves = 0
@@ -61,8 +65,8 @@ class Follower:
         """Do nothing: rank 0 does."""
 
     def release(self) -> bool:
-        """Do nothing: rank 0 does."""
-        return True
+        """Return False if the directory is another's already; rank 0 releases it."""
+        return not self.fenced
 
     def new_saving(
         self,

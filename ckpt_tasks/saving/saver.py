@@ -12,13 +12,14 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CkptError, FencedError, StoreError
+from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Checkpoint, Entry, State
 from ckpt_tasks.format.records import Seal, checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
-from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
+from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint, prepare_part
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
@@ -173,7 +174,7 @@ class Saver:
 
     def end(self) -> None:
         """Commit the last snapshot and release the run at the interpreter's end; report what is lost."""
-        kept = isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
+        kept = self._outlives
         try:
             self._pruner.cancel(0)
             failure = self._pipeline.end()
@@ -195,11 +196,11 @@ class Saver:
             self._rank.plan(captured)
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        committer, attempt = snapshot.committer, snapshot.saving.attempt
-        if self._ranks.size > 1 or not isinstance(committer, Committer):
-            for digested in self._rank.digest(attempt, snapshot.images, None, lambda: snapshot.given_up):
-                snapshot.digested.put(digested)
+        if self._ranks.size > 1:
+            self._seal_part(snapshot, before)
             return
+        committer, attempt = snapshot.committer, snapshot.saving.attempt
+        assert isinstance(committer, Committer)
         with committer.choosing_base() as base:
             snapshot.base = base.manifest_digest if base is not None else None
         parts: list[RankPart] = []
@@ -212,6 +213,21 @@ class Saver:
         seal = _seal_of(snapshot, prepared, in_flight)
         snapshot.prepared = prepared
         self._rank.seal(snapshot.slot, prepared, seal)
+
+    def _seal_part(self, snapshot: Snapshot, before: Snapshot | None) -> None:
+        """Digest and seal what this rank has of a snapshot; no other rank is waited for."""
+        saving, parts = snapshot.saving, []
+        for digested in self._rank.digest(saving.attempt, snapshot.images, None, lambda: snapshot.given_up):
+            parts.append(digested[0])
+            snapshot.digested.put(digested)
+        if self._outlives:
+            prepared = prepare_part(saving, joined(parts, self._ranks.rank))
+            in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
+            self._rank.seal(snapshot.slot, prepared, _seal_of(snapshot, prepared, in_flight))
+
+    @property
+    def _outlives(self) -> bool:
+        return isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only after a snapshot was sealed: until then the other slot may hold the last process's snapshot.
@@ -288,7 +304,8 @@ class Saver:
         topic = f"save/{saving.owner.epoch}/{saving.number}"
         try:
             answer = self._ranks.agree(topic, word, decide, self._config.flush_timeout_s)
-        except CkptError:
+        except CkptError as error:
+            committer.fenced = committer.fenced or isinstance(error, FencedError)
             if isinstance(committer, Committer):
                 committer.abandon(saving.attempt)
             raise

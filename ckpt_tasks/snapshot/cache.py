@@ -2,14 +2,14 @@
 
 A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
 digest. It may be restored while it is committed, or while nothing has been committed since it was taken but itself and
-what was on its way then.
+what was on its way then. Of many ranks each has memory of its own, which holds its part; `rank_snapshot` reads them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,25 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.format.records import Seal
 from ckpt_tasks.reading.fetch import StoredTensors
-from ckpt_tasks.reading.opening import change
+from ckpt_tasks.reading.opening import Opened, change, open_checkpoint
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import (
     SLOTS,
     Fill,
     MemoryDirectory,
     PrivateMemory,
+    SlotFiles,
     SnapshotMemory,
     default_directory,
     private_root,
     sweep,
 )
-from ckpt_tasks.state.placements import local_pairs
+from ckpt_tasks.snapshot.rank_snapshot import Part, RankSnapshot
+from ckpt_tasks.state.placements import ALONE, World, local_pairs
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.tensors import copy_all, tensor_at
-from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["CachedSnapshot", "MappedTensors", "SnapshotCache", "usable"]
 
@@ -56,7 +57,7 @@ class CachedSnapshot:
     """
 
     seal: Seal
-    store: SlotStore | LocalStore
+    store: ReadableStore
     slot: str | None
 
     @property
@@ -69,24 +70,35 @@ class CachedSnapshot:
         """Where it is, in words."""
         return "in memory" if self.slot else "in the local directory"
 
+    def open(self) -> Opened:
+        """Open it as the checkpoint that it is or would become."""
+        return open_checkpoint(self.store, self.checkpoint)
+
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of its `rows`."""
         return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
 class SnapshotCache:
-    """The memory of one run's snapshots, in this process and from the one before it on this host."""
+    """The memory of one run's snapshots, in this process and from the one before it on this host.
+
+    In a `world` of many ranks it is this rank's; it reads what the ranks beside it have sealed.
+    """
 
     def __init__(
         self,
         store: Store,
         memory_dir: str | os.PathLike[str] | None,
         local_dir: str | os.PathLike[str] | None = None,
+        world: World = ALONE,
     ):
         self.memory: SnapshotMemory = PrivateMemory()
         self.copies = LocalCopies(local_dir) if local_dir is not None else None
         self._store = store
         self._memory_dir = memory_dir
+        self._world = world
+        self._root = Path()
+        self._run = ""
         self._run_key = ""
         self._said = False  # that snapshots end with this process; to those who save, and once
 
@@ -103,48 +115,53 @@ class SnapshotCache:
         directory = self._directory(0)
         if directory is None or isinstance(self.memory, MemoryDirectory):
             return
-        run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
+        self._run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
-            root = private_root(directory)
-            self.memory = MemoryDirectory(root, run, self._store.url)
-            sweep(root, _is_gone)
+            self._root = private_root(directory)
+            self.memory = MemoryDirectory(self._root, self._name(self._world.rank), self._store.url)
+            sweep(self._root, _is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise
             self._do_without(str(error))
 
-    def found(self, live: Iterable[Checkpoint]) -> list[CachedSnapshot]:
+    def found(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
         Those in memory come first, and of each kind the newest.
         """
         live = tuple(live)
-        found = self._in_memory(live)
+        found: list[CachedSnapshot | RankSnapshot] = self._in_memory(live)
         if self.copies is not None:
             seals, store = self.copies.seals(), self.copies.store
             found += [CachedSnapshot(seal, store, None) for seal in seals if self._belongs(seal, live)]
         return found
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
-        return seal.run_key == self._run_key and usable(seal, live)
+        committed = self._world.size > 1 and any(one.manifest == seal.checkpoint.manifest for one in live)
+        return seal.run_key == self._run_key and (committed or usable(seal, live))
 
-    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot]:
+    def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot | RankSnapshot]:
         if not isinstance(self.memory, MemoryDirectory):
             return []
-        found = []
-        for slot in SLOTS:
-            data = self.memory.sealed(slot)
-            if data is None:
-                continue
-            try:
-                seal = Seal.from_bytes(data)
-            except CkptError as error:
-                _log.warning("A snapshot in memory is left alone: %s", error)
-                continue
-            if self._belongs(seal, live):
-                found.append(CachedSnapshot(seal, SlotStore(self.memory, slot), slot))
+        sealed = [(slot, part) for slot, part in _sealed(self.memory) if self._belongs(part.seal, live)]
         # Of two that storage lacks, one lay there when the other one was taken.
-        return sorted(found, key=lambda one: any(two.seal.in_flight == one.checkpoint.manifest_digest for two in found))
+        taken_before = {part.seal.in_flight for _, part in sealed}
+        sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
+        if self._world.size == 1:
+            return [CachedSnapshot(part.seal, part.store, slot) for slot, part in sealed]
+        return [self._of_ranks(slot, part, live) for slot, part in sealed]
+
+    def _of_ranks(self, slot: str, own: Part, live: tuple[Checkpoint, ...]) -> RankSnapshot:
+        attempt = own.seal.checkpoint.manifest
+        parts = {self._world.rank: own}
+        for rank in range(self._world.size):
+            memory = SlotFiles(self._root / self._name(rank))
+            if rank != self._world.rank and memory.path.is_dir():
+                of_rank = [part for _, part in _sealed(memory) if part.seal.checkpoint.manifest == attempt]
+                parts |= {rank: of_rank[0]} if of_rank else {}
+        committed = (checkpoint for checkpoint in live if checkpoint.manifest == attempt)
+        return RankSnapshot(self._world.rank, parts, slot, next(committed, own.seal.checkpoint))
 
     def clean(self, live: Iterable[Checkpoint]) -> int:
         """Empty the slots and return the bytes freed; 0 if one holds a snapshot to restore that storage lacks."""
@@ -159,12 +176,20 @@ class SnapshotCache:
         return before_bytes - self.memory.held_bytes()
 
     def make_room(self, size_bytes: int) -> None:
-        """See whether two snapshots of this size have room; without it, what lies in the slots goes."""
+        """See whether two snapshots of this size have room; without it, what lies in the slots goes.
+
+        What another number of ranks left is of no use any more, and goes too.
+        """
+        if isinstance(self.memory, MemoryDirectory):
+            sweep(self._root, self._is_of_others, left_s=0)
         if self._memory_dir != "auto":
             return
         if isinstance(self.memory, MemoryDirectory):
-            wanted = size_bytes - self.memory.held_bytes() // len(SLOTS)
-            if default_directory(wanted) is None:
+            # The ranks beside this one want as much, and hold some of it already.
+            memories = [SlotFiles(path) for path in map(self._root.joinpath, map(self._name, range(self._world.size)))]
+            here = [memory for memory in memories if memory.path.is_dir()]
+            held_bytes = sum(memory.held_bytes() for memory in here)
+            if default_directory(size_bytes * len(here) - held_bytes // len(SLOTS)) is None:
                 self._do_without(f"{size_bytes * len(SLOTS)} bytes have no room in shared memory")
         elif not self._said:
             self._do_without("there is no shared memory, or it has no room")
@@ -184,6 +209,14 @@ class SnapshotCache:
         memory, self.memory = self.memory, PrivateMemory()
         memory.close(keep=keep)
 
+    def _name(self, rank: int) -> str:
+        """Return the name of the memory of a rank of this run."""
+        return self._run if self._world.size == 1 else f"{self._run}-{rank:05d}-of-{self._world.size:05d}"
+
+    def _is_of_others(self, name: str, url: str) -> bool:
+        run, _, of = name.partition("-")
+        return run == self._run and of.partition("-of-")[2] != self._name(0).partition("-of-")[2]
+
     def _directory(self, size_bytes: int) -> Path | None:
         if self._memory_dir == "auto":
             return default_directory(size_bytes)
@@ -202,8 +235,27 @@ def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
     """Say whether a snapshot belongs to the run as it is: committed, or the next one after what is."""
     if any(checkpoint.manifest_digest == seal.checkpoint.manifest_digest for checkpoint in live):
         return True
-    newest = lineage(live)[0].manifest_digest if live else None
-    return newest == seal.newest or (newest is not None and newest == seal.in_flight)
+    newest = lineage(live)[0] if live else None
+    if newest is None:
+        return seal.newest is None
+    return newest.manifest_digest == seal.newest or seal.in_flight in _identities(newest)
+
+
+def _identities(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return what names a checkpoint: its identity, and its manifest's name, which many ranks know earlier."""
+    return frozenset((checkpoint.manifest_digest, checkpoint.manifest))
+
+
+def _sealed(memory: SlotFiles) -> Iterator[tuple[str, Part]]:
+    """List the slots that are complete, with what is in them."""
+    for slot in SLOTS:
+        data = memory.sealed(slot)
+        if data is None:
+            continue
+        try:
+            yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot))
+        except CkptError as error:
+            _log.warning("A snapshot in memory is left alone: %s", error)
 
 
 class SlotStore:
@@ -212,7 +264,7 @@ class SlotStore:
     near = True
     gap_bytes = 0
 
-    def __init__(self, memory: MemoryDirectory, slot: str):
+    def __init__(self, memory: SlotFiles, slot: str):
         self.url = memory.url
         self._memory = memory
         self._slot = slot
@@ -298,6 +350,6 @@ def _name_of(url: str, format_json: bytes) -> str:
 def _is_gone(name: str, url: str) -> bool:
     """Say whether a run on a local disk was removed, or has made room for another one."""
     try:
-        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name
+        return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]
     except (FileNotFoundError, NotADirectoryError):
         return True

@@ -42,6 +42,7 @@ __all__ = [
     "Fill",
     "MemoryDirectory",
     "PrivateMemory",
+    "SlotFiles",
     "SnapshotMemory",
     "default_directory",
     "private_root",
@@ -112,15 +113,53 @@ class PrivateMemory:
         """Do nothing: the memory goes with its last user."""
 
 
-class MemoryDirectory:
+class SlotFiles:
+    """The slots in a directory, to read: those of another rank of this host, say, which holds them itself."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.url = str(path)
+
+    def sealed(self, slot: str) -> bytes | None:
+        """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
+        try:
+            with _opened(self._slot(slot) / SEAL_NAME) as fd:
+                return os.read(fd, MAX_SEAL_BYTES)
+        except OSError:
+            return None
+
+    def open(self, slot: str, name: str) -> memoryview:
+        """Map a file of a slot, copy-on-write; raises OSError, also where it is empty."""
+        with _opened(self._slot(slot) / name) as fd:
+            return map_memory(os.fstat(fd).st_size, fd, shared=False)
+
+    def held_bytes(self) -> int:
+        """Return the bytes that the slots take."""
+        held_bytes = 0
+        for file in self.path.rglob("*"):
+            with suppress(FileNotFoundError):  # another process' may go meanwhile
+                status = file.lstat()
+                held_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return held_bytes
+
+    def _slot(self, slot: str) -> Path:
+        """Return a slot's directory; raise StoreError where something else stands in its place."""
+        directory = self.path / slot
+        try:
+            _check_private(directory)
+        except (OSError, ConfigError) as error:
+            raise StoreError(f"the slot {directory} cannot be used: {error}") from error
+        return directory
+
+
+class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError where another process holds them.
 
     `about` is written into the lock file, for people: whose slots these are.
     """
 
     def __init__(self, root: Path, run: str, about: str = ""):
-        self.path = root / run
-        self.url = str(self.path)
+        super().__init__(root / run)
         if self.path in _HELD:
             raise StoreError(f"another Checkpointer of this process holds the memory directory {self.path}")
         try:
@@ -180,23 +219,6 @@ class MemoryDirectory:
         except OSError as error:
             raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
 
-    def sealed(self, slot: str) -> bytes | None:
-        """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
-        try:
-            with _opened(self._slot(slot) / SEAL_NAME) as fd:
-                return os.read(fd, MAX_SEAL_BYTES)
-        except OSError:
-            return None
-
-    def open(self, slot: str, name: str) -> memoryview:
-        """Map a file of a slot, copy-on-write; raises OSError, also where it is empty."""
-        with _opened(self._slot(slot) / name) as fd:
-            return map_memory(os.fstat(fd).st_size, fd, shared=False)
-
-    def held_bytes(self) -> int:
-        """Return the bytes that the slots take."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-
     def clear(self, slot: str) -> None:
         """Empty a slot."""
         with suppress(
@@ -210,10 +232,9 @@ class MemoryDirectory:
         directory = self.path / slot
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            _check_private(directory)
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             raise StoreError(f"the slot {directory} cannot be used: {error}") from error
-        return directory
+        return super()._slot(slot)
 
     def close(self, *, keep: bool) -> None:
         if not keep:
@@ -232,19 +253,24 @@ def private_root(directory: Path) -> Path:
     return root
 
 
-def sweep(root: Path, is_gone: Callable[[str, str], bool]) -> None:
+def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT_S) -> None:
     """Remove what runs left that are no more; `is_gone` takes the name of a directory and what its lock says.
 
-    What a process holds stays.
+    What a process holds stays, and what one has taken within the last `left_s`.
     """
+
+    def is_doomed(path: Path, lock: int) -> bool:
+        is_old = time.time() - os.fstat(lock).st_mtime > left_s
+        return is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace"))
+
     for path in set(root.iterdir()) - _HELD:  # to look at a lock of one's own would be to lose it
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_old = time.time() - os.fstat(lock).st_mtime > _LEFT_S
-                if is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace")):
-                    shutil.rmtree(path, ignore_errors=True)
+                if is_doomed(path, lock):  # before it is locked: its process may be about to take it
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if is_doomed(path, lock):
+                        shutil.rmtree(path, ignore_errors=True)
             finally:
                 close_descriptor(lock)
 

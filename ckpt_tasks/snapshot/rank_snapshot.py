@@ -1,0 +1,179 @@
+"""A snapshot that many ranks took together, as far as this host has it: this rank's part, and those beside it.
+
+Each rank seals its part by itself: its images, an index and a manifest of them alone, and its own trees. The parts of
+one attempt belong together by the attempt's name. A rank restores from its own trees and whatever regions this host
+has; where they do not cover what the rank holds (replicas that ranks elsewhere have written), the snapshot is no good
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.gc_pause import gc_paused
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index, write_index
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.regions import Box, intersection
+from ckpt_tasks.format.tiling import untiled
+from ckpt_tasks.reading.download import DownloadedTensors
+from ckpt_tasks.reading.opening import Opened, SavedGroup
+from ckpt_tasks.state.placements import ALONE, place_of
+from ckpt_tasks.state.restore_parts import TensorSource
+from ckpt_tasks.storage.port import ReadableStore
+
+__all__ = ["Part", "RankSnapshot"]
+
+
+class Part(NamedTuple):
+    """What one rank sealed, and where its objects lie."""
+
+    seal: Seal
+    store: ReadableStore
+
+
+@dataclass(frozen=True, eq=False)
+class RankSnapshot:
+    """One attempt's parts on this host, by rank; this rank's is among them.
+
+    `slot` is where this rank's lies in the memory directory, None for a copy in the local directory. `checkpoint` is
+    what the ledger says of the attempt, or what it would become (`n` is -1).
+    """
+
+    rank: int
+    parts: Mapping[int, Part]
+    slot: str | None
+    checkpoint: Checkpoint
+
+    @property
+    def seal(self) -> Seal:
+        """This rank's seal."""
+        return self.parts[self.rank].seal
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "in memory" if self.slot else "in the local directory"
+
+    @property
+    def store(self) -> ReadableStore:
+        """The objects of all parts."""
+        return _PartsStore(self.rank, self.parts)
+
+    def open(self) -> Opened:
+        """Read all parts, and this rank's trees; raise IntegrityError or ObjectNotFoundError."""
+        with gc_paused():
+            manifests = {rank: _manifest(part) for rank, part in self.parts.items()}
+            own = manifests[self.rank]
+            rows = [row for rank, part in self.parts.items() for row in _index(manifests[rank], part).rows]
+            objects = tuple(record for manifest in manifests.values() for record in manifest.objects)
+            data = write_index(rows)
+            index = read_index(data, digest=digest_hex(data), name=own.index.name)
+            faults = index.object_faults(
+                {record.name: (record.digested_bytes, record.size_bytes) for record in objects}
+            )
+            if len(self.parts) == own.world_size:
+                faults = faults or index.coverage_faults(whole=False)
+            if faults:
+                raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=own.index.name, step=own.step)
+            opened = replace(own, objects=objects)
+            return Opened(opened, index, {name: SavedGroup(name, opened, index) for name in own.groups})
+
+    def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
+        """Return the tensors of `rows`, as far as they are here."""
+        return _CoveredTensors(store, rows)
+
+
+class _PartsStore:
+    """The objects of all parts on this host as one store."""
+
+    near = True
+    gap_bytes = 0
+
+    def __init__(self, rank: int, parts: Mapping[int, Part]):
+        self.url = parts[rank].store.url
+        self._parts = parts
+        self._of: dict[str, ReadableStore] = {}
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return self._store(name).get(name, max_bytes)
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        self._store(name).read(name, begin, into)
+
+    def size(self, name: str) -> int:
+        return self._store(name).size(name)
+
+    def _store(self, name: str) -> ReadableStore:
+        if not self._of:
+            for part in self._parts.values():
+                self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
+        if name not in self._of:
+            raise ObjectNotFoundError("no rank of this host has it", key=name)
+        return self._of[name]
+
+
+class _CoveredTensors(DownloadedTensors):
+    """The tensors of `rows`, which need not be all of a checkpoint: what is asked for must be covered by them."""
+
+    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
+        super().__init__(store, rows)
+        self._regions: dict[str, list[IndexRow]] = {}
+        for row in rows:
+            self._regions.setdefault(row.full_key, []).append(row)
+        self._asked: list[tuple[torch.Tensor, str]] = []
+
+    def read(self, key: str) -> torch.Tensor:
+        shape = self.like(key).shape
+        self._check(key, Box((0,) * len(shape), tuple(shape)))
+        return super().read(key)
+
+    def fill(self, into: torch.Tensor, key: str) -> None:
+        self._asked.append((into, key))
+        super().fill(into, key)
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
+        asked, self._asked = self._asked, []
+        for into, key in (*asked, *pairs):
+            self._check(key, place_of(into, key, ALONE).box)
+        super().fetch(pairs)
+
+    def _check(self, key: str, box: Box) -> None:
+        rows = self._regions[key]
+        common = [*_within(rows, box)]
+        if 0 in box.shape or (len(common) == 1 and common[0] == box):
+            return
+        offset, shape = (np.array([getattr(one, name) for one in common], np.int64) for name in ("offset", "shape"))
+        full = np.broadcast_to(np.array(box.shape, np.int64), shape.shape)
+        if not common or len(untiled(np.zeros(len(common), np.int64), full, offset - np.array(box.offset), shape)):
+            raise IntegrityError("the ranks of this host have not all of it", key=key)
+
+
+def _within(rows: Iterable[IndexRow], box: Box) -> Iterator[Box]:
+    for row in rows:
+        common = intersection(row.box, box)
+        if common is not None:
+            yield common
+
+
+def _manifest(part: Part) -> Manifest:
+    checkpoint = part.seal.checkpoint
+    data = part.store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
+    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
+        found = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
+    return manifest
+
+
+def _index(manifest: Manifest, part: Part) -> Index:
+    of = manifest.index
+    return read_index(part.store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name)
