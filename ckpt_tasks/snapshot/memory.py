@@ -116,6 +116,8 @@ class PrivateMemory:
 class SlotFiles:
     """The slots in a directory, to read: those of another rank of this host, say, which holds them itself."""
 
+    _is_ours = False
+
     def __init__(self, path: Path):
         self.path = path
         self.url = str(path)
@@ -143,9 +145,11 @@ class SlotFiles:
         return held_bytes
 
     def _slot(self, slot: str) -> Path:
-        """Return a slot's directory; raise StoreError where something else stands in its place."""
+        """Return a slot's directory, made if need be; raise StoreError where something else stands in its place."""
         directory = self.path / slot
         try:
+            if self._is_ours:
+                directory.mkdir(mode=0o700, exist_ok=True)
             _check_private(directory)
         except (OSError, ConfigError) as error:
             raise StoreError(f"the slot {directory} cannot be used: {error}") from error
@@ -157,6 +161,8 @@ class MemoryDirectory(SlotFiles):
 
     `about` is written into the lock file, for people: whose slots these are.
     """
+
+    _is_ours = True
 
     def __init__(self, root: Path, run: str, about: str = ""):
         super().__init__(root / run)
@@ -226,15 +232,6 @@ class MemoryDirectory(SlotFiles):
         ):  # what is not a seal goes with the slot, and a link that stands there is not followed
             self.unseal(slot)
         shutil.rmtree(self.path / slot, ignore_errors=True)
-
-    def _slot(self, slot: str) -> Path:
-        """Return a slot's directory, made if need be; raise StoreError where something else stands in its place."""
-        directory = self.path / slot
-        try:
-            directory.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"the slot {directory} cannot be used: {error}") from error
-        return super()._slot(slot)
 
     def close(self, *, keep: bool) -> None:
         if not keep:
