@@ -19,6 +19,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
+from ckpt_tasks.ledger.steps import StepLog
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport, restore_newest
@@ -92,6 +93,7 @@ class Checkpointer(HeldRun):
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._finite = FiniteMetrics(config.on_non_finite)
         self._at = Position()
+        self._steps = StepLog()
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -144,6 +146,7 @@ class Checkpointer(HeldRun):
         """
         self._own()
         self._wait_idle()
+        self._steps.clear()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
         known, candidates = self._ranks.candidates(partial(self._candidates, step))
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
@@ -208,6 +211,7 @@ class Checkpointer(HeldRun):
         due, ending = self._due(now)
         taken = due or ending
         self._finite.check(step, metrics or {}, saving=taken)
+        self._steps.add(step, metrics or {})
         self._at.stepped(now)
         if taken:
             keep = ending or self.config.retention_policy.preserves(step)
@@ -238,6 +242,7 @@ class Checkpointer(HeldRun):
         step = check_step(step, self._at.step)
         self._raise_failure()
         self._finite.check(step, metrics or {}, saving=True)
+        self._steps.add(step, metrics or {})
         _, ending = self._due(point(step, epoch))
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
@@ -335,7 +340,8 @@ class Checkpointer(HeldRun):
                     committer.check_line()
                     confirm()
                 self._knows_line = True
-            saving = committer.new_saving(step, groups, metrics=metrics or {}, epochs=epoch, interim=interim)
+            steps = self._steps.since(self._line.step)
+            saving = committer.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
             self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     part of its time went into the training that its result is made of, and where the rest went. An older report is
     replaced; a file that is none is not.
     """
+    from ckpt_tasks.ledger.steps import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.report.report import make_report, to_html
@@ -41,7 +43,14 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
         run = open_run(directory)
         state = run.head().state
         kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(state).items()}
-        made = make_report(run.run_key, run.history.store.url, read_timeline(run.history), state, kept)
+        made = make_report(
+            run.run_key,
+            run.history.store.url,
+            read_timeline(run.history),
+            state,
+            kept,
+            read_curve=partial(read_curve, run.history),
+        )
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
         write_file(place, to_html(made), what="report", option="--out", is_ours=_is_report)
         shown.data({**made.data(), "html": str(place)})

@@ -40,6 +40,7 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
+from ckpt_tasks.ledger.timeline import steps_of
 from ckpt_tasks.reading.leasing import renewable
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
@@ -225,16 +226,31 @@ class _Copy:
                 after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program
             )
 
-        event = {**_said(history, checkpoint), "kind": "commit", "step": checkpoint.step}
+        said = _said(history, checkpoint)
+        if history is not self._target:
+            said = self._with_steps(said, checkpoint)
+        event = {**said, "kind": "commit", "step": checkpoint.step}
         return self._target.append(event, change, owner=self._owner).n
 
-    def _record(self, evaluation: Evaluation) -> bool:
-        store = self._source.history.store
+    def _with_steps(self, said: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Bring the table of steps that an event names; return the event, without a table that cannot be brought."""
+        table = steps_of(said, checkpoint.step)
+        others = {name: value for name, value in said.items() if name != "steps"}
+        good = table is not None and self._bring_table(*table, f"metrics of the steps up to {checkpoint.step}")
+        return said if good else others
+
+    def _bring_table(self, name: str, digest: str, what: str) -> bool:
         try:
-            size_bytes = store.size(evaluation.table)
-            self._objects.bring(ObjectRecord(evaluation.table, size_bytes, evaluation.table_digest, size_bytes), ())
+            size_bytes = self._source.history.store.size(name)
+            self._objects.bring(ObjectRecord(name, size_bytes, digest, size_bytes), ())
         except (IntegrityError, ObjectNotFoundError, StateError) as error:
-            self._faults.append(f"evaluation {evaluation.suite} of step {evaluation.step}: {error}")
+            self._faults.append(f"{what}: {error}")
+            return False
+        return True
+
+    def _record(self, evaluation: Evaluation) -> bool:
+        what = f"evaluation {evaluation.suite} of step {evaluation.step}"
+        if not self._bring_table(evaluation.table, evaluation.table_digest, what):
             return False
         event = {"kind": "evaluation", "suite": evaluation.suite, "step": evaluation.step}
         self._target.append(event, lambda state, n: state.with_evaluation(evaluation), owner=self._owner)

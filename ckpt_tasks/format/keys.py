@@ -31,11 +31,13 @@ __all__ = [
     "is_object_name",
     "is_run_key",
     "is_shard",
+    "is_steps",
     "ledger_name",
     "live_list_name",
     "parse_attempt",
     "parse_ledger_name",
     "shard_name",
+    "steps_name",
 ]
 
 FORMAT_NAME = "format.json"
@@ -50,6 +52,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
 _SHARD = re.compile(rf"{_GROUP.pattern}-[0-9]{{5,9}}-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors", re.ASCII)
 _EVALUATION = re.compile(rf"evals/([0-9]{{12}})-({_GROUP.pattern})-[0-9a-f]{{16}}\.arrow", re.ASCII)
+_STEPS = re.compile(r"steps/([0-9]{12})-e(?:[0-9]{6}|[1-9][0-9]{6,8})-[0-9a-f]{16}\.arrow", re.ASCII)
 _LIVE_LIST = re.compile(r"live/[0-9a-f]{32}\.json", re.ASCII)
 _LEDGER = re.compile(r"ledger/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
 _ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
@@ -109,6 +112,11 @@ def evaluation_name(step: int, suite: str, nonce: str) -> str:
     return f"evals/{step:012d}-{suite}-{nonce}.arrow"
 
 
+def steps_name(attempt: Attempt) -> str:
+    """Name the metrics of the steps that a checkpoint adds to its parent's; they stay when the checkpoint goes."""
+    return f"steps/{attempt.step:012d}-{attempt.name}.arrow"
+
+
 def heartbeat_name(epoch: int) -> str:
     """Name the object that an owner renews while it lives."""
     return f"heartbeat/{epoch:06d}.json"
@@ -146,6 +154,12 @@ def is_evaluation(name: str, step: int, suite: str) -> bool:
     """Say whether a name is that of a table of this suite on a checkpoint of this step."""
     match = _EVALUATION.fullmatch(name)
     return match is not None and (int(match[1]), match[2]) == (step, suite)
+
+
+def is_steps(name: str, step: int) -> bool:
+    """Say whether a name is that of the metrics that came with a commit of this step."""
+    match = _STEPS.fullmatch(name)
+    return match is not None and int(match[1]) == step
 
 
 def is_live_list(name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from ckpt_tasks.errors import NonFiniteError, StateError
 from ckpt_tasks.format.records import Checkpoint
 
-__all__ = ["FiniteMetrics", "checked_metrics"]
+__all__ = ["FiniteMetrics", "checked_metrics", "held"]
 
 _MOST_ROLLBACKS = 3
 
@@ -22,6 +22,16 @@ _log = logging.getLogger("ckpt_tasks")
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as plain numbers; raise StateError naming the one that is none."""
     return {str(name): _number(str(name), value) for name, value in metrics.items()}
+
+
+def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as they are now: as plain numbers, but for tensors on a device, of which this returns copies."""
+    return {
+        str(name): value.detach().clone()
+        if isinstance(value, torch.Tensor) and not value.is_cpu
+        else _number(str(name), value)
+        for name, value in metrics.items()
+    }
 
 
 class FiniteMetrics:

@@ -12,13 +12,13 @@ from datetime import datetime
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
-from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, parse_ledger_name
+from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
 
-__all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline"]
+__all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "steps_of"]
 
 MOST_ENTRIES = 20_000  # with a retire after every commit some 10,000 commits
 _AT_ONCE = 16  # requests to a store that is far away
@@ -33,7 +33,8 @@ class Moment:
     `what` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that came after
     one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "pruned" or "copied". `at_s` is
     in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came, what failed, which
-    suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`.
+    suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are the name and the digest
+    of its table of steps.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Moment:
     stall_s: float = 0.0
     flush_s: float = 0.0
     step_s: float | None = None
+    steps: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ def _commit(entry: Entry, timed: LedgerEvent, about: Mapping[str, Any]) -> Momen
         stall_s=timed.stall_s,
         flush_s=timed.flush_s,
         step_s=timed.step_s,
+        steps=steps_of(entry.event, made.step) if made else None,
     )
 
 
@@ -157,6 +160,14 @@ def _seconds(at: str) -> float | None:
 def _step(event: Mapping[str, Any]) -> int | None:
     step = event.get("step")
     return step if type(step) is int and 0 <= step <= MAX_STEP else None
+
+
+def steps_of(event: Mapping[str, Any], step: int) -> tuple[str, str] | None:
+    """Return name and digest of the table of steps that a commit's event names; None where it names none."""
+    match event.get("steps"):
+        case [str(name), str(digest)] if is_steps(name, step):
+            return name, digest
+    return None
 
 
 def _text(event: Mapping[str, Any], *names: str) -> str:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
@@ -29,7 +30,9 @@ from pydantic import ValidationError
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.ledger.steps import read_curve
 from ckpt_tasks.ledger.timeline import Timeline, read_timeline
 from ckpt_tasks.reading.reading import Run, run_of
 from ckpt_tasks.report.picture import sort_metrics
@@ -62,6 +65,7 @@ class RunPages:
         self._ids: dict[str, UUID] = {}
         self._run: Run | None = None
         self._timeline: Timeline | None = None
+        self._tables: dict[str, list[StepMetrics] | None] = {}
         self._paces: deque[tuple[float, int]] = deque(maxlen=_BATCHES_MEASURED)
         self._step, self._metrics = 0, dict[str, float]()
         self._progress_due_s = self._report_due_s = self._not_before_s = 0.0
@@ -129,7 +133,14 @@ class RunPages:
             self._run = run_of(self._ckpt.config)
         self._timeline = read_timeline(self._run.history, _MOST_ENTRIES, self._timeline)
         head = self._run.head()
-        report = make_report(self._key, self._run.history.store.url, self._timeline, head.state, self._fates(head))
+        report = make_report(
+            self._key,
+            self._run.history.store.url,
+            self._timeline,
+            head.state,
+            self._fates(head),
+            read_curve=partial(read_curve, self._run.history, known=self._tables),
+        )
         name, is_first = in_markdown(self._key), "report" not in self._ids
         self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary}")
         ui_url = get_current_settings().ui_url

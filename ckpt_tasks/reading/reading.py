@@ -27,6 +27,7 @@ from ckpt_tasks.storage.locations import Location, location_of
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.ledger.steps import Curve
     from ckpt_tasks.reading.restore import RestoreReport
 
 __all__ = ["Run", "open_run", "run_of"]
@@ -176,6 +177,14 @@ class Run:
             self.history.store.delete(name)
             return False
         return True
+
+    def curve(self) -> Curve:
+        """Read the metrics of every step, in the order of the commits that brought them; left lines are marked."""
+        from ckpt_tasks.ledger.goodput import follow
+        from ckpt_tasks.ledger.steps import read_curve
+        from ckpt_tasks.ledger.timeline import read_timeline
+
+        return read_curve(self.history, follow(read_timeline(self.history).moments))
 
     def _evaluated(self, state: State, checkpoint: Checkpoint, suite: str) -> bool:
         return any(e.manifest_digest == checkpoint.manifest_digest and e.suite == suite for e in state.evaluations)

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tasks.ledger.goodput import SHARES, Course
+from ckpt_tasks.ledger.steps import Curve, CurveStep
 from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 
@@ -61,10 +62,10 @@ class _Point(NamedTuple):
     about: str
 
 
-def draw_run(course: Course, *, heading: str) -> str:
-    """Draw a run's course and return the SVG document."""
+def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str:
+    """Draw a run's course, with every step of its curve, and return the SVG document."""
     name = main_metric([one.moment.metrics for one in course.of("commit")])
-    losses, evaluations = _losses(course, name), _evaluations(course, name)
+    losses, evaluations = _losses(course, name, curve or Curve()), _evaluations(course, name)
     wall_s = max(course.wall_s, 1e-3)
     low, high = _span_of([p.value for p in (*losses, *evaluations) if abs(p.value) <= _MOST_VALUE])
 
@@ -107,12 +108,24 @@ def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
     return next(iter(sort_metrics({name for one in metrics for name in one})), None)
 
 
-def _losses(course: Course, name: str | None) -> list[_Point]:
-    """Return the final line's values: what was left behind would be drawn over what took its place."""
+def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
+    """Return the final line's values: what was left behind would be drawn over what took its place.
+
+    A commit without a table of steps has one point.
+    """
+    if name is None:
+        return []
+    steps: dict[int, list[CurveStep]] = {}
+    for step in curve.steps:
+        if name in step.metrics:
+            steps.setdefault(step.n, []).append(step)
     found = []
     for at_s, one in ((p.elapsed_s, p.moment) for p in course.of("commit") if p.moment.n in course.line):
-        if name is not None and name in one.metrics:
-            found.append(_Point(at_s, one.metrics[name], f"step {one.step}: {number(one.metrics[name])}"))
+        taken_s = one.at_s - one.flush_s
+        points = [(max(0.0, at_s - max(0.0, taken_s - s.at_s)), s.step, s.metrics[name]) for s in steps.get(one.n, ())]
+        if not points and name in one.metrics:
+            points = [(at_s, one.step or 0, one.metrics[name])]
+        found += [_Point(when_s, value, f"step {step}: {number(value)}") for when_s, step, value in points]
     return found
 
 

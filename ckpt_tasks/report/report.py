@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 from ckpt_tasks.format.ledger import Checkpoint, State, lineage
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.ownership import NEVER_OWNED
+from ckpt_tasks.ledger.steps import Curve
 from ckpt_tasks.ledger.timeline import Moment, Timeline
+from ckpt_tasks.report.curves import draw_curves
 from ckpt_tasks.report.picture import draw_run, sort_metrics
 from ckpt_tasks.report.words import count, fine_span, number, percent, printable, size, utc
 
@@ -67,6 +69,7 @@ class Report:
     timeline: Timeline
     course: Course
     checkpoints: Sequence[Mapping[str, str]]
+    curve: Curve = field(default_factory=Curve)
 
     @property
     def summary(self) -> str:
@@ -117,6 +120,8 @@ class Report:
         if self.timeline.damaged:
             entries = count(self.timeline.damaged, "ledger entry", "ledger entries")
             found.append(f"{entries} cannot be read; ckpt verify names them.")
+        if self.curve.damaged:
+            found.append(f"{count(self.curve.damaged, 'table')} of steps cannot be read; ckpt verify names them.")
         return found
 
     def happenings(self) -> list[tuple[str, str, str]]:
@@ -152,15 +157,23 @@ def _said(one: Moment) -> tuple[str, str]:
 
 
 def make_report(
-    run_key: str | None, url: str, timeline: Timeline, state: State, kept: Mapping[str, str] | None = None
+    run_key: str | None,
+    url: str,
+    timeline: Timeline,
+    state: State,
+    kept: Mapping[str, str] | None = None,
+    *,
+    read_curve: Callable[[Course], Curve] = lambda course: Curve(),
 ) -> Report:
-    """Make the report of a run; `kept` says by identity why a checkpoint stays."""
+    """Make the report of a run; `kept` says by identity why a checkpoint stays, `read_curve` reads its steps."""
+    course = follow(timeline.moments)
     return Report(
         run_key=run_key or "run of unknown key",
         url=url,
         timeline=timeline,
-        course=follow(timeline.moments),
+        course=course,
         checkpoints=checkpoint_rows(state, kept),
+        curve=read_curve(course),
     )
 
 
@@ -203,13 +216,20 @@ def in_markdown(words: str) -> str:
 
 def to_markdown(report: Report) -> str:
     """Write the report as markdown, with its picture within it."""
-    picture = base64.b64encode(draw_run(report.course, heading=report.run_key).encode()).decode()
+    pictures = [
+        (draw_run(report.course, heading=report.run_key, curve=report.curve), "the run on a time line"),
+        (draw_curves(report.curve, heading=report.run_key), "metrics by step"),
+    ]
     shares = [(name, SHARES_MEAN[name], fine_span(s), percent(part)) for name, s, part in report.shares]
     return "\n\n".join(
         [
             f"## {in_markdown(report.run_key)}",
             f"**{report.summary}**",
-            f"![the run on a time line](data:image/svg+xml;base64,{picture})",
+            *(
+                f"![{what}](data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()})"
+                for picture, what in pictures
+                if picture
+            ),
             *report.caveats(),
             "### Where the time went",
             _markdown_table(("", "", "time", "part"), shares, right=2),
@@ -270,7 +290,8 @@ def to_html(report: Report) -> str:
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
         *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
-        draw_run(report.course, heading=report.run_key),
+        draw_run(report.course, heading=report.run_key, curve=report.curve),
+        draw_curves(report.curve, heading=report.run_key),
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
         _html_table("In numbers", (), report.facts(), texts={1}),
         _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={1, 2}),

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, FencedError, StoreError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head, History, check_owner
 from ckpt_tasks.ledger.metrics import checked_metrics
+from ckpt_tasks.ledger.steps import put_steps
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_index_and_manifest
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
@@ -39,6 +41,11 @@ class Line:
     def digest(self) -> str | None:
         """The identity of `parent`."""
         return self.parent.manifest_digest if self.parent is not None else None
+
+    @property
+    def step(self) -> int:
+        """The step of `parent`, -1 without one."""
+        return self.parent.step if self.parent is not None else -1
 
     def committed(self, checkpoint: Checkpoint, stored: Stored | None) -> None:
         """Continue from a checkpoint that this process has committed."""
@@ -73,9 +80,10 @@ class Follower:
         step: int,
         groups: Mapping[str, Mapping[str, object]],
         *,
-        metrics: Mapping[str, float],
+        metrics: Mapping[str, float] | None,
         epochs: int | None,
         interim: bool,
+        steps: tuple[StepMetrics, ...] = (),
     ) -> Saving:
         """Name a new attempt to save a step."""
         self._saves += 1
@@ -84,11 +92,12 @@ class Follower:
             run_key=self._run_key,
             owner=self.owner,
             groups=groups,
-            metrics=checked_metrics(metrics),
+            metrics=checked_metrics(metrics or {}),
             epochs=epochs,
             interim=interim,
             world_size=self._world_size,
             number=self._saves,
+            steps=steps,
         )
 
 
@@ -153,19 +162,22 @@ class Committer(Follower):
         *,
         cost_s: float,
         observed: Mapping[str, object],
-    ) -> Entry:
+    ) -> tuple[Entry, tuple[StepMetrics, ...]]:
         """Put the ledger entry, which also retires what the policy no longer keeps, and continue from the checkpoint.
 
-        `admitted` is what `admit` returned; `cost_s` and `observed` are as of `commit.commit`.
+        `admitted` is what `admit` returned; `cost_s` and `observed` are as of `commit.commit`. Returns the metrics of
+        the steps that the checkpoint adds, too.
         """
         head, state = admitted
         parent = self.line.digest
+        steps, table = put_steps(self._history.store, prepared.saving.attempt, prepared.saving.steps, self.line.step)
+        observed = {**observed, "steps": table} if table else observed
         new = prepared.checkpoint(parent=parent, n=head.next_n, cost_s=cost_s)
         retirement = self._pruner.with_commit(state, new)
         entry = commit(self._history, prepared, parent=parent, cost_s=cost_s, retirement=retirement, observed=observed)
         self._pruner.deleted -= retirement.deleted
         self.line.committed(entry.state.live[-1], Stored.of(prepared.manifest.objects, prepared.rows))
-        return entry
+        return entry, steps
 
     def put_manifest(self, prepared: PreparedCheckpoint) -> None:
         """Write index and manifest, once every object has its size."""

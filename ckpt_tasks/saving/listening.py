@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.steps import StepMetrics
 
 if TYPE_CHECKING:
     from ckpt_tasks.reading.restore import RestoreReport
@@ -21,11 +22,12 @@ _log = logging.getLogger("ckpt_tasks")
 class Listener:
     """Plain functions that are called after an event. They must return at once; their exceptions are only logged.
 
-    `committed` gets every durable commit; `failed` gets step and error of a snapshot that will not be
-    committed; `restored` gets the report of a restore.
+    `committed` gets every durable commit, `measured` before that the metrics of the steps that it adds; `failed` gets
+    step and error of a snapshot that will not be committed; `restored` gets the report of a restore.
     """
 
     committed: Callable[[Checkpoint], object] | None = None
+    measured: Callable[[tuple[StepMetrics, ...]], object] | None = None
     failed: Callable[[int, BaseException], object] | None = None
     restored: Callable[[RestoreReport], object] | None = None
 
@@ -47,6 +49,10 @@ class Listeners:
         message = "Saved step %d: %.1f MiB, training waited %.3f s, committed %.2f s later"
         _log.info(message, checkpoint.step, size_mib, waited_s, after_s)
         self._tell("committed", checkpoint)
+
+    def measured(self, steps: tuple[StepMetrics, ...]) -> None:
+        """Report the metrics of steps that a commit adds."""
+        self._tell("measured", steps)
 
     def failed(self, step: int, why: BaseException) -> None:
         """Report a snapshot that will not be committed."""

@@ -19,6 +19,7 @@ from ckpt_tasks.format.keys import Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.regions import Box
+from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.snapshot.snapshot import Image, Places
 from ckpt_tasks.state.capture import Captured
@@ -92,6 +93,7 @@ class Saving:
     interim: bool = False
     world_size: int = 1
     number: int = 0  # of the saves of this owner
+    steps: tuple[StepMetrics, ...] = ()  # that were not known to be committed
 
 
 class Stored(NamedTuple):

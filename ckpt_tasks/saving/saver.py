@@ -331,8 +331,10 @@ class Saver:
         superseded = self._pipeline.superseded
         flush_s = round(time.monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
-        entry = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
+        entry, steps = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
         self._pipeline.forget_superseded(superseded)
+        if steps:
+            self.listeners.measured(steps)
         return entry
 
     def _warn_if_stuck(self, step: int) -> None:

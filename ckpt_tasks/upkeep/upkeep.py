@@ -29,9 +29,11 @@ from ckpt_tasks.format.keys import (
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.steps import MAX_STEPS_BYTES
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.timeline import moment
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
 from ckpt_tasks.reading.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.state.processes import in_threads
@@ -142,21 +144,24 @@ def record_faults(history: History) -> list[str]:
     head = history.head()
     faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
     numbers = {n for name in history.store.names(LEDGER_PREFIX) if (n := parse_ledger_name(name)) is not None}
+    tables: list[tuple[str, str]] = []
     for n in sorted(numbers):
         try:
-            history.read_entry(n)
+            known = moment(history.read_entry(n)[0])
+            tables += [known.steps] if known is not None and known.steps is not None else []
         except (IntegrityError, StoreError) as error:
             faults.append(f"{ledger_name(n)}: {error.message}")
     for before, after in pairwise([-1, *sorted(numbers)]):
         if after > before + 1:  # numbers are dense, unless somebody made a name of a high one
             more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
             faults.append(f"{ledger_name(before + 1)}{more}: no such object")
-    for evaluation in head.state.evaluations:
+    tables += [(evaluation.table, evaluation.table_digest) for evaluation in head.state.evaluations]
+    for name, digest in tables:
         try:
-            if digest_hex(history.store.get(evaluation.table, MAX_ENTRY_BYTES)) != evaluation.table_digest:
-                faults.append(f"{evaluation.table}: its bytes have changed")
+            if digest_hex(history.store.get(name, MAX_STEPS_BYTES)) != digest:
+                faults.append(f"{name}: its bytes have changed")
         except (IntegrityError, StoreError) as error:
-            faults.append(f"{evaluation.table}: {error.message}")
+            faults.append(f"{name}: {error.message}")
     return faults
 
 

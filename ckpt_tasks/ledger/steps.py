@@ -1,0 +1,127 @@
+"""The metrics of every step: kept from commit to commit, put into the run with each one, and read as one curve.
+
+A commit's table holds the steps that its checkpoint adds to its parent's. The entry's event names it. So what is
+read is exactly what was committed: a step that was trained, lost and trained again has the metrics of the training that
+counts, and those of a line that was left are marked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.keys import Attempt, steps_name
+from ckpt_tasks.format.steps import MAX_STEPS_BYTES, StepMetrics, read_steps, write_steps
+from ckpt_tasks.ledger.goodput import Course
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.metrics import held
+from ckpt_tasks.ledger.timeline import Moment
+from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Curve", "CurveStep", "StepLog", "put_steps", "read_curve"]
+
+_MOST_KEPT = 1 << 18  # steps without a commit; then every second one goes
+_AT_ONCE = 16  # requests to a store that is far away
+
+
+class StepLog:
+    """The metrics of the steps that are not known to be committed, in the order in which they were reported."""
+
+    def __init__(self, most: int = _MOST_KEPT) -> None:
+        self._most = most
+        self._steps: list[StepMetrics] = []
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep what a step reported, beside what it reported before; a tensor on a device is not waited for."""
+        if not metrics:
+            return
+        if self._steps and self._steps[-1].step == step:
+            metrics = {**self._steps.pop().metrics, **metrics}
+        if len(self._steps) >= self._most:
+            del self._steps[::2]
+        self._steps.append(StepMetrics(step, time.time(), held(metrics)))
+
+    def since(self, step: int) -> tuple[StepMetrics, ...]:
+        """Return the steps after one that is committed, and forget the others."""
+        if self._steps and self._steps[0].step <= step:
+            self._steps = [one for one in self._steps if one.step > step]
+        return tuple(self._steps)
+
+    def clear(self) -> None:
+        """Forget all: training goes on from a checkpoint."""
+        self._steps = []
+
+
+@dataclass(frozen=True)
+class CurveStep:
+    """One step of a run's curve, as ledger entry `n` committed it; `abandoned`: training has left its line."""
+
+    n: int
+    step: int
+    at_s: float
+    metrics: Mapping[str, float]
+    abandoned: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The steps of a run in the order of their commits; `damaged` tables could not be read."""
+
+    steps: tuple[CurveStep, ...] = ()
+    damaged: int = 0
+
+
+def put_steps(
+    store: Store, attempt: Attempt, steps: tuple[StepMetrics, ...], after: int
+) -> tuple[tuple[StepMetrics, ...], list[str]]:
+    """Put the steps after the parent's; return them, and the name and the digest of their table (of none: nothing)."""
+    new = tuple(
+        StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
+        for step, at_s, metrics in steps
+        if step > after
+    )
+    if not new:
+        return (), []
+    data = write_steps(new)
+    name = steps_name(attempt)
+    store.put(name, [data])
+    return new, [name, digest_hex(data)]
+
+
+def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:
+    """Read the metrics of every step that a course's commits brought; `known` keeps tables for the next reading.
+
+    Raises StoreError where the store fails.
+    """
+    tables = {} if known is None else known
+    commits = [one.moment for one in course.of("commit") if one.moment.steps is not None]
+    new = [one for one in commits if one.steps is not None and one.steps[0] not in tables]
+    read = [*_read(history, new)]
+    tables.update({one.steps[0]: steps for one, steps in zip(new, read, strict=True) if one.steps})
+    found, damaged = list[CurveStep](), 0
+    for one in commits:
+        assert one.steps is not None
+        steps = tables[one.steps[0]]
+        damaged += steps is None
+        found += [CurveStep(one.n, s.step, s.at_s, s.metrics, one.n not in course.line) for s in steps or ()]
+    return Curve(tuple(found), damaged)
+
+
+def _read(history: History, commits: list[Moment]) -> Iterator[list[StepMetrics] | None]:
+    def read(one: Moment) -> list[StepMetrics] | None:
+        assert one.steps is not None
+        name, digest = one.steps
+        try:
+            return read_steps(history.store.get(name, MAX_STEPS_BYTES), digest=digest, name=name)
+        except (IntegrityError, ObjectNotFoundError):
+            return None  # `verify` reports it
+
+    if history.store.near:
+        yield from map(read, commits)
+    else:
+        yield from in_threads(read, commits, _AT_ONCE, "ckpt-steps")

@@ -1,0 +1,111 @@
+"""The metrics of every step, each in a small picture against the step, as one SVG; left lines are pale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from ckpt_tasks.ledger.steps import Curve
+from ckpt_tasks.report.picture import sort_metrics
+from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text
+from ckpt_tasks.report.words import count, number, printable
+
+__all__ = ["draw_curves"]
+
+_COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # the axes of one picture
+_MOST = 12
+_MOST_VALUE = 1e300  # beyond it differences would be infinite
+_NAME_SHOWN = 36
+_STYLE = """
+.ckc-back{fill:#ffffff}.ckc-grid{stroke:#e6e6e6}.ckc-line{stroke:#1f4e79}.ckc-left{stroke:#d1495b;opacity:.45}
+.ckc-axis{stroke:#888888}
+@media (prefers-color-scheme:dark){.ckc-back{fill:#1c1d20}.ckc-grid{stroke:#34363b}.ckc-line{stroke:#7fb4ea}
+.ckc-left{stroke:#f0705f}.ckc-ink{fill:#e4e4e7}.ckc-pale{fill:#a1a1aa}}
+"""
+
+
+class _Span(NamedTuple):
+    low: float
+    high: float
+
+    def part(self, value: float) -> float:
+        """Return where a value lies between the two ends, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def draw_curves(curve: Curve, *, heading: str) -> str:
+    """Draw a run's metrics and return the SVG document; "" where no step has any."""
+    names = sort_metrics({name for one in curve.steps for name in one.metrics})
+    shown = names[:_MOST]
+    if not shown:
+        return ""
+    rows = math.ceil(len(shown) / _COLUMNS)
+    width, height = _COLUMNS * _WIDTH, rows * _HEIGHT + (24 if len(names) > _MOST else 0)
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
+        f"<title>{escape(printable(heading)[:80])}</title><style>{_STYLE}</style>",
+        f'<rect class="ckc-back" width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    steps = [one.step for one in curve.steps]
+    along = _Span(min(steps), max(*steps, min(steps) + 1))
+    for n, name in enumerate(shown):
+        parts.append(f'<g transform="translate({n % _COLUMNS * _WIDTH} {n // _COLUMNS * _HEIGHT})">')
+        parts += _picture(curve, name, along)
+        parts.append("</g>")
+    if len(names) > _MOST:
+        more = f"and {count(len(names) - _MOST, 'more metric')}: Run.curve() has all"
+        parts.append(text(_LEFT, height - 8, more, size=12, css="ckc-pale", fill=PALE))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
+    lines: dict[tuple[bool, int], list[tuple[int, float]]] = {}
+    run = 0
+    for before, one in zip((None, *curve.steps), curve.steps, strict=False):
+        # A line ends where training went back, and where it was left.
+        run += before is not None and (one.step <= before.step or one.abandoned != before.abandoned)
+        value = one.metrics.get(name)
+        if value is not None and abs(value) <= _MOST_VALUE:  # NaN is not
+            lines.setdefault((one.abandoned, run), []).append((one.step, value))
+    values = [value for line in lines.values() for _, value in line]
+    up = _room(values)
+    for value in round_ticks(*up):
+        y = _BOTTOM - (_BOTTOM - _TOP) * up.part(value)
+        yield f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" class="ckc-grid" stroke="#e6e6e6"/>'
+        yield text(_LEFT - 6, y + 4, f"{value:.4g}", anchor="end", size=11, css="ckc-pale", fill=PALE)
+    for at_x, step, anchor in ((_LEFT, along.low, "start"), (_RIGHT, along.high, "end")):
+        yield text(at_x, _BOTTOM + 16, f"{step:,.0f}", anchor=anchor, size=11, css="ckc-pale", fill=PALE)
+    yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
+    last = f": {number(values[-1])}" if values else ""
+    yield text(_LEFT, _TOP - 12, printable(name)[:_NAME_SHOWN] + last, size=12, css="ckc-ink")
+    for (abandoned, _), line in sorted(lines.items(), reverse=True):  # the line that counts is on top
+        css, colour = ("ckc-left", "#d1495b") if abandoned else ("ckc-line", "#1f4e79")
+        yield _line([(along.part(step), up.part(value)) for step, value in line], css, colour)
+    yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckc-axis" stroke="#888888"/>'
+
+
+def _room(values: Sequence[float]) -> _Span:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return _Span(low - room, high + room)
+
+
+def _line(places: Sequence[tuple[float, float]], css: str, colour: str) -> str:
+    """Draw a line, thinned to the first, lowest, highest and last value of every pixel."""
+    by_pixel: dict[int, list[tuple[float, float]]] = {}
+    for at_x, at_y in places:
+        by_pixel.setdefault(int(at_x * (_RIGHT - _LEFT)), []).append((at_x, at_y))
+    kept = [
+        place
+        for here in by_pixel.values()
+        for place in sorted({here[0], min(here, key=lambda p: p[1]), max(here, key=lambda p: p[1]), here[-1]})
+    ]
+    at = [(_LEFT + (_RIGHT - _LEFT) * x, _BOTTOM - (_BOTTOM - _TOP) * y) for x, y in kept]
+    if len(at) == 1:
+        return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="2" fill="{colour}"/>'
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+    return f'<polyline points="{points}" fill="none" class="{css}" stroke="{colour}" stroke-width="1.5"/>'
