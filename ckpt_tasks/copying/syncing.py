@@ -14,10 +14,9 @@ Invariants
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -41,15 +40,14 @@ from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
 from ckpt_tasks.ledger.timeline import steps_of
-from ckpt_tasks.reading.leasing import renewable
+from ckpt_tasks.reading.leasing import renewed_lease
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "renewed_lease", "run_sync"]
+__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_sync"]
 
 _IN_FLIGHT = 8
-_LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
 _OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
 _MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
@@ -292,32 +290,6 @@ def _contents(
     yield manifest.index, ()
     size_bytes = store.size(checkpoint.manifest)
     yield ObjectRecord(checkpoint.manifest, size_bytes, checkpoint.manifest_digest, size_bytes), ()
-
-
-@contextmanager
-def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
-
-    A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
-    meanwhile is an error of the read.
-    """
-    with ExitStack() as held:
-        again: Callable[[], None] = lambda: None  # noqa: E731
-        try:
-            again = held.enter_context(renewable(source, checkpoint, holder, _LEASE_S))
-        except StoreError as error:
-            if not error.denied:
-                raise
-            source.read_only = True
-        due_s = time.monotonic() + _LEASE_S / 2
-
-        def renew() -> None:
-            nonlocal due_s
-            if time.monotonic() >= due_s:
-                again()
-                due_s = time.monotonic() + _LEASE_S / 2
-
-        yield renew
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -11,9 +12,10 @@ from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, Sto
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.reading.reading import Run
 
-__all__ = ["LEASE_S", "leased", "renewable"]
+__all__ = ["LEASE_S", "leased", "renewable", "renewed_lease"]
 
 LEASE_S = 3600.0  # for so long a checkpoint outstays the policy after its reader was killed
+_COPY_LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -69,3 +71,29 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
         finally:
             over.set()
             thread.join()
+
+
+@contextmanager
+def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
+    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
+
+    A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
+    meanwhile is an error of the read.
+    """
+    with ExitStack() as held:
+        again: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            again = held.enter_context(renewable(source, checkpoint, holder, _COPY_LEASE_S))
+        except StoreError as error:
+            if not error.denied:
+                raise
+            source.read_only = True
+        due_s = time.monotonic() + _COPY_LEASE_S / 2
+
+        def renew() -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                again()
+                due_s = time.monotonic() + _COPY_LEASE_S / 2
+
+        yield renew

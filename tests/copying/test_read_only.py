@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.copying.syncing import renewed_lease
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.reading.leasing import renewed_lease
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import ckpt, save_steps
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import steps_of
 from tests.ranks.training import build, config, train
