@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +29,14 @@ def slots(memory: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
     return found
 
 
-def never(self: LocalStore, name: str, parts: Any) -> None:
+def never(self: LocalStore, name: str, body: Sequence[bytes | memoryview]) -> None:
     """Stand for a store that takes nothing of a checkpoint any more."""
     time.sleep(600)
 
 
-def is_hung(rank: int, size: int, kind: str, root: str, memory: str, last: int) -> None:
+def is_hung(rank: int, size: int, kind: str, places: tuple[str, str], last: int) -> None:
     """Train to step 4; from then on the store takes nothing. Report once `last` is sealed in memory, and hang."""
+    root, memory = places
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
@@ -64,7 +64,7 @@ def until(is_so: Callable[[], bool]) -> None:
 def killed_before_the_commit(root: Path, memory: Path, kind: str = "fsdp", size: int = SIZE, last: int = 6) -> None:
     """Leave steps 2 and 4 committed, and the ones up to `last` in the memory of all ranks only."""
     memory.mkdir(exist_ok=True)
-    with Gang(size, is_hung, kind, str(root), str(memory), last) as gang:
+    with Gang(size, is_hung, kind, (str(root), str(memory)), last) as gang:
         assert [gang.said(rank)[1] for rank in range(size)] == ["sealed"] * size
         for rank in range(size):
             os.kill(gang.pid(rank), signal.SIGKILL)
