@@ -16,7 +16,9 @@ from typing import Self
 _PR_SET_PDEATHSIG = 1
 # One for all: a second list of modules would replace the first.
 forking = multiprocessing.get_context("forkserver")
-forking.set_forkserver_preload(["s3fs", "ckpt_tasks.storage.objects", "tests.crash.plain_loop", "tests.crash.zombie"])
+forking.set_forkserver_preload(
+    ["s3fs", "ckpt_tasks.storage.objects", "tests.crash.plain_loop", "tests.crash.zombie", "tests.ranks.training"]
+)
 
 
 class Child:

@@ -79,9 +79,11 @@ class Gang:
 
 
 def run(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what a job returns in every rank."""
+    """Return what a job returns in every rank, once all of them have ended by themselves."""
     with Gang(size, job, *arguments) as gang:
-        return gang.results()
+        results = gang.results()
+        assert gang.end() == [0] * size
+        return results
 
 
 _pipe: Connection | None = None
