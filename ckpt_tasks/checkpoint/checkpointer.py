@@ -181,10 +181,10 @@ class Checkpointer(HeldRun):
         self._at.restored(chosen.step, chosen.epochs)
         self._saver.restored(cached.slot if cached is not None else None)
         if chosen.n < 0:  # storage does not have it yet
-            self._line.parent = known[0] if known else None
+            self._line.follow(known[0] if known else None)
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         else:
-            self._line.parent = chosen
+            self._line.follow(chosen)
             if cached is None:  # a restore from memory or a local copy does not verify the bytes in the store
                 self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)

@@ -19,6 +19,7 @@ from ckpt_tasks.ledger.steps import put_steps
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_index_and_manifest
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
+from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Committer", "Follower", "Line"]
@@ -29,13 +30,15 @@ class Line:
     """The checkpoints that this process continues; it outlives an ownership.
 
     `parent` is what the next checkpoint follows: restored from, or committed last. `known_n` is the newest ledger entry
-    known here to have committed a checkpoint.
+    known here to have committed a checkpoint. `unsure`: a save of many ranks failed here, and may have been committed
+    all the same, so that other ranks may have another parent.
     """
 
     parent: Checkpoint | None = None
     last_commit: Checkpoint | None = None
     known_n: int = -1
-    stored: tuple[str, Stored] | None = None  # of which checkpoint, what
+    unsure: bool = False
+    stored: tuple[str, Stored] | None = None  # of which checkpoint, what; at least this rank's part
 
     @property
     def digest(self) -> str | None:
@@ -47,10 +50,27 @@ class Line:
         """The step of `parent`, -1 without one."""
         return self.parent.step if self.parent is not None else -1
 
-    def committed(self, checkpoint: Checkpoint, stored: Stored | None) -> None:
-        """Continue from a checkpoint that this process has committed."""
-        self.stored = None if stored is None else (checkpoint.manifest_digest, stored)
-        self.last_commit = self.parent = checkpoint
+    def stored_of(self, store: Store, base: Checkpoint | None) -> Stored | None:
+        """Return what a checkpoint is made of; None where there is none, or where it cannot be read."""
+        if base is None:
+            return None
+        if self.stored is None or self.stored[0] != base.manifest_digest:
+            try:
+                opened = open_checkpoint(store, base)
+            except CkptError:
+                return None  # everything is written then
+            self.stored = base.manifest_digest, Stored.of(opened.manifest.objects, opened.rows)
+        return self.stored[1]
+
+    def follow(self, parent: Checkpoint | None) -> None:
+        """Go on from a checkpoint."""
+        self.parent, self.unsure = parent, False
+
+    def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
+        """Continue from a checkpoint that this process has committed; `stored` is what this rank has of it."""
+        self.stored = checkpoint.manifest_digest, stored
+        self.follow(checkpoint)
+        self.last_commit = checkpoint
         self.known_n = checkpoint.n
 
 
@@ -70,6 +90,11 @@ class Follower:
 
     def check_line(self) -> None:
         """Do nothing: rank 0 does."""
+
+    @contextmanager
+    def choosing_base(self) -> Iterator[Checkpoint | None]:
+        """Give the checkpoint whose objects a save may reuse; rank 0 sees that it is not retired meanwhile."""
+        yield None if self.line.unsure else self.line.parent
 
     def release(self) -> bool:
         """Return False if the directory is another's already; rank 0 releases it."""
@@ -127,20 +152,8 @@ class Committer(Follower):
     @contextmanager
     def choosing_base(self) -> Iterator[Checkpoint | None]:
         """Give the checkpoint whose objects a save may reuse; it is not retired before the block ends."""
-        with self._pruner.retiring:
-            yield self.line.parent
-
-    def stored(self, base: Checkpoint | None) -> Stored | None:
-        """Return what a checkpoint is made of; None where there is none, or where it cannot be read."""
-        if base is None:
-            return None
-        if self.line.stored is None or self.line.stored[0] != base.manifest_digest:
-            try:
-                opened = open_checkpoint(self._history.store, base)
-            except CkptError:
-                return None  # everything is written then
-            self.line.stored = base.manifest_digest, Stored.of(opened.manifest.objects, opened.rows)
-        return self.line.stored[1]
+        with self._pruner.retiring, super().choosing_base() as base:
+            yield base
 
     def admit(self) -> tuple[Head, State]:
         """Return the newest state, to write and commit upon; raise FencedError if the directory is another's."""
@@ -160,13 +173,14 @@ class Committer(Follower):
         admitted: tuple[Head, State],
         prepared: PreparedCheckpoint,
         *,
+        stored: Stored,
         cost_s: float,
         observed: Mapping[str, object],
     ) -> tuple[Entry, tuple[StepMetrics, ...]]:
         """Put the ledger entry, which also retires what the policy no longer keeps, and continue from the checkpoint.
 
-        `admitted` is what `admit` returned; `cost_s` and `observed` are as of `commit.commit`. Returns the metrics of
-        the steps that the checkpoint adds, too.
+        `admitted` is what `admit` returned, `stored` what this rank has of the checkpoint; `cost_s` and `observed` are
+        as of `commit.commit`. Returns the metrics of the steps that the checkpoint adds, too.
         """
         head, state = admitted
         parent = self.line.digest
@@ -176,7 +190,7 @@ class Committer(Follower):
         retirement = self._pruner.with_commit(state, new)
         entry = commit(self._history, prepared, parent=parent, cost_s=cost_s, retirement=retirement, observed=observed)
         self._pruner.deleted -= retirement.deleted
-        self.line.committed(entry.state.live[-1], Stored.of(prepared.manifest.objects, prepared.rows))
+        self.line.committed(entry.state.live[-1], stored)
         return entry, steps
 
     def put_manifest(self, prepared: PreparedCheckpoint) -> None:

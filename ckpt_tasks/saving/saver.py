@@ -23,7 +23,7 @@ from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint, pre
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
-from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError, joined
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined, reuse
 from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
 from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
@@ -204,7 +204,7 @@ class Saver:
         with committer.choosing_base() as base:
             snapshot.base = base.manifest_digest if base is not None else None
         parts: list[RankPart] = []
-        stored = committer.stored(base)
+        stored = committer.line.stored_of(self._history.store, base)
         for digested in self._rank.digest(attempt, snapshot.images, stored, lambda: snapshot.given_up):
             parts.append(digested[1])
             snapshot.digested.put(digested)  # the flush waits for it
@@ -275,7 +275,9 @@ class Saver:
         except CkptError:
             committer.abandon(attempt)
             raise
-        entry = self._commit(committer, snapshot, admitted, prepared)
+        entry = self._commit(
+            committer, snapshot, admitted, prepared, Stored.of(prepared.manifest.objects, prepared.rows)
+        )
         return entry.state.live[-1], entry
 
     def _commit_together(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry | None]:
@@ -283,9 +285,11 @@ class Saver:
         committer, saving = snapshot.committer, snapshot.saving
         entries: list[Entry] = []
         word: bytes | BaseException
+        part: RankPart | None = None
         try:
             admitted = committer.admit() if isinstance(committer, Committer) else None
-            word = self._written(snapshot)
+            part = self._written(snapshot, admitted)
+            word = part.with_groups(saving.groups).to_bytes()
         except SupersededError:
             word = b""
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
@@ -296,42 +300,58 @@ class Saver:
                 return b""  # some rank has a newer snapshot
             assert isinstance(committer, Committer)
             assert admitted is not None
+            assert part is not None
             prepared = prepare_checkpoint(saving, [RankPart.from_bytes(part) for part in words])
             committer.put_manifest(prepared)
-            entries.append(self._commit(committer, snapshot, admitted, prepared))
+            entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.rows)))
             return json.dumps(checkpoint_item(entries[0].state.live[-1])).encode()
 
         topic = f"save/{saving.owner.epoch}/{saving.number}"
         try:
             answer = self._ranks.agree(topic, word, decide, self._config.flush_timeout_s)
         except CkptError as error:
+            committer.line.unsure = True
             committer.fenced = committer.fenced or isinstance(error, FencedError)
             if isinstance(committer, Committer):
                 committer.abandon(saving.attempt)
             raise
-        if not answer:
+        if not answer or part is None:
             raise SupersededError
         checkpoint = read_checkpoint(json.loads(answer))
         if not entries:
-            committer.line.committed(checkpoint, None)
+            committer.line.committed(checkpoint, Stored.of(part.objects, part.rows))
         return checkpoint, entries[0] if entries else None
 
-    def _written(self, snapshot: Snapshot) -> bytes:
+    def _written(self, snapshot: Snapshot, admitted: tuple[Head, State] | None) -> RankPart:
+        """Put this rank's objects, but for those that the last checkpoint has.
+
+        That is the same one in all ranks: they agree on every commit before any of them takes up the next snapshot.
+        """
         if snapshot.given_up:
             raise SupersededError  # its slot is being filled again
-        digested = iter(snapshot.digested.get, None)
+        with snapshot.committer.choosing_base() as base:
+            snapshot.base = base.manifest_digest if base is not None else None
         attempt, store = snapshot.saving.attempt, self._history.store
-        part, _ = self._rank.put(store, attempt, snapshot.images, digested=digested, keeps=lambda name: False)
+        stored = snapshot.committer.line.stored_of(store, base)
+        own = attempt_prefix(attempt)
+        keeps = admitted[1].keeps if admitted is not None else lambda name: not name.startswith(own)
+        digested = ((written, reuse(written, stored)) for written, _ in iter(snapshot.digested.get, None))
+        part, _ = self._rank.put(store, attempt, snapshot.images, digested=digested, keeps=keeps)
         snapshot.wait_digested()
-        return part.with_groups(snapshot.saving.groups).to_bytes()
+        return part
 
     def _commit(
-        self, committer: Committer, snapshot: Snapshot, admitted: tuple[Head, State], prepared: PreparedCheckpoint
+        self,
+        committer: Committer,
+        snapshot: Snapshot,
+        admitted: tuple[Head, State],
+        prepared: PreparedCheckpoint,
+        stored: Stored,
     ) -> Entry:
         superseded = self._pipeline.superseded
         flush_s = round(time.monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
-        entry, steps = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
+        entry, steps = committer.commit(admitted, prepared, stored=stored, cost_s=snapshot.stall_s, observed=observed)
         self._pipeline.forget_superseded(superseded)
         if steps:
             self.listeners.measured(steps)

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import steps_of
-from tests.ranks.training import build, config, train
+from tests.ranks.training import build, config, digests, train
 from tests.support.gang import Gang, report, run
 
 SIZE = 2
@@ -29,14 +30,14 @@ def slots(memory: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
     return found
 
 
-def never(self: LocalStore, name: str, body: Sequence[bytes | memoryview]) -> None:
+def never(self: LocalStore, name: str, parts: Any) -> None:
     """Stand for a store that takes nothing of a checkpoint any more."""
     time.sleep(600)
 
 
-def is_hung(rank: int, size: int, kind: str, places: tuple[str, str], last: int) -> None:
-    """Train to step 4; from then on the store takes nothing. Report once `last` is sealed in memory, and hang."""
-    root, memory = places
+def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[str, int]) -> None:
+    """Train; after step 4 the store takes nothing. Report once the last step is sealed in memory, and hang."""
+    memory, last = plan
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
@@ -50,7 +51,7 @@ def is_hung(rank: int, size: int, kind: str, places: tuple[str, str], last: int)
         ckpt.step(step, state)
         if step == 4:
             ckpt.wait()
-            LocalStore.put = never  # type: ignore[method-assign]
+            LocalStore.put = never  # type: ignore[method-assign,assignment]
     until(lambda: last in slots(Path(memory), rank, size))
     report("sealed")
     time.sleep(600)
@@ -61,14 +62,32 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def killed_before_the_commit(root: Path, memory: Path, kind: str = "fsdp", size: int = SIZE, last: int = 6) -> None:
-    """Leave steps 2 and 4 committed, and the ones up to `last` in the memory of all ranks only."""
+def killed(root: Path, memory: Path, *, last: int, kind: str = "fsdp", size: int = SIZE) -> None:
+    """Leave steps 2 and 4 committed, and what came after them in the memory of all ranks only."""
     memory.mkdir(exist_ok=True)
-    with Gang(size, is_hung, kind, (str(root), str(memory)), last) as gang:
+    with Gang(size, hangs, kind, str(root), (str(memory), last)) as gang:
         assert [gang.said(rank)[1] for rank in range(size)] == ["sealed"] * size
         for rank in range(size):
             os.kill(gang.pid(rank), signal.SIGKILL)
     assert steps_of(root)[-1] == 4
+
+
+def restored(rank: int, size: int, kind: str, root: str, memory: str | None) -> dict[str, Any]:
+    """Restore, save what storage lacks, and end."""
+    model = build(kind, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    with Checkpointer(config(root, memory_dir=memory)) as ckpt:
+        step = ckpt.restore(state)
+        report_ = ckpt.last_restore
+        assert report_ is not None
+        ckpt.wait()
+    return {
+        "step": step,
+        "source": report_.source,
+        "skipped": [[*one] for one in report_.skipped],
+        "digests": digests(model, optimizer),
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,9 +97,61 @@ def test_a_step_that_all_have_sealed_survives_them(tmp_path: Path, kind: str, si
     """P55: all ranks are killed before the commit; the restart goes on from memory, bit for bit, and commits it."""
     whole = run(size, train, kind, str(tmp_path / "whole"), (10, {"memory_dir": None}))
     root, memory = tmp_path / "run", tmp_path / "memory"
-    killed_before_the_commit(root, memory, kind, size)
+    killed(root, memory, last=6, kind=kind, size=size)
     resumed = run(size, train, kind, str(root), (10, {"memory_dir": str(memory), "max_num_checkpoints": None}))
     assert [rank["start"] for rank in resumed] == [6] * size
     assert [rank["digests"] for rank in resumed] == [rank["digests"] for rank in whole]
     assert [rank["draws"] for rank in resumed] == [rank["draws"][6:] for rank in whole]
     assert steps_of(root)[:3] == [2, 4, 6]
+
+
+def test_what_one_rank_lacks_none_restores(tmp_path: Path) -> None:
+    """One rank's newest image is older than the other's: both restore the older step, from memory."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, last=8)
+    assert [sorted(slots(memory, rank)) for rank in range(SIZE)] == [[6, 8]] * SIZE
+    (slots(memory, 1)[8] / "seal.json").unlink()
+    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    assert [one["step"] for one in found] == [6, 6]
+    assert all(one["source"].startswith(str(memory)) for one in found)
+    assert steps_of(root)[-1] == 6
+
+
+def test_a_damaged_image_sends_all_ranks_back(tmp_path: Path) -> None:
+    """P55: a byte of one rank's image has changed: all ranks take the step before, and each says why."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, last=8)
+    [image] = slots(memory, 1)[8].glob("model-*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[-5] ^= 1
+    image.write_bytes(data)
+    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    assert [one["step"] for one in found] == [6, 6]
+    for one in found:
+        [[step, why]] = one["skipped"]
+        assert step == 8
+        assert "in memory" in why
+        assert "model/" in why
+    assert steps_of(root)[-1] == 6
+
+
+def test_memory_of_a_line_that_was_left_is_ignored(tmp_path: Path) -> None:
+    """Others have committed since the snapshot was taken: it is not part of the run any more."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, last=6)
+    on = run(SIZE, train, "fsdp", str(root), (5, {"memory_dir": None, "step_interval": 1}))
+    assert [one["start"] for one in on] == [4, 4]
+    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    assert [one["step"] for one in found] == [5, 5]
+    assert [one["digests"] for one in found] == [one["digests"] for one in on]
+
+
+def test_another_number_of_ranks_takes_the_commit(tmp_path: Path) -> None:
+    """Two ranks' memory is not three ranks': they restore the newest commit, and free it once they train."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, last=6)
+    found = run(3, train, "fsdp", str(root), (6, {"memory_dir": str(memory)}))
+    assert [one["start"] for one in found] == [4] * 3
+    assert not slots(memory, 0)
+    assert not slots(memory, 1)
+    assert steps_of(root)[-1] == 6
