@@ -1,10 +1,10 @@
-"""Evaluate committed checkpoints: `python -m flows.evaluate`. The flow is ckpt_tasks/flows/evaluate.py."""
+"""Evaluate committed checkpoints: `python -m flows.evaluate` is `ckpt evaluate`, by ckpt_tasks/flows/evaluate.py."""
 
 from ckpt_tasks.flows.evaluate import evaluate
 
 __all__ = ["evaluate"]
 
 if __name__ == "__main__":
-    from ckpt_tasks.flows.console import main_evaluate
+    from ckpt_tasks.cli import main
 
-    raise SystemExit(main_evaluate(evaluate))
+    main("evaluate")

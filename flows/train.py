@@ -9,7 +9,6 @@ from ckpt_tasks.flows.train import TrainResult, train
 __all__ = ["TrainResult", "train"]
 
 if __name__ == "__main__":
-    from ckpt_tasks.flows.console import main
-    from ckpt_tasks.flows.evaluate import evaluate
+    from ckpt_tasks.cli import main
 
-    raise SystemExit(main(train, evaluate))
+    main("train")

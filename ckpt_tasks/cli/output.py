@@ -30,6 +30,7 @@ __all__ = [
     "Output",
     "WatchedStore",
     "console",
+    "errors_told",
     "output",
     "printable",
     "reading",
@@ -123,18 +124,25 @@ def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
     """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit `trouble`."""
     from ckpt_tasks.storage.locations import first_answer_s
 
-    out = Output(as_json)
     limit = first_answer_s.set(_FIRST_ANSWER_S)
     try:
-        with _only_our_log():
+        with _only_our_log(), errors_told(as_json, trouble=trouble) as out:
             yield out
-    except CkptError as error:
-        _print_error(error, out)
-        raise typer.Exit(trouble) from error
     finally:
         first_answer_s.reset(limit)
     if out.failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def errors_told(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
+    """Do the same for a verb that trains: it waits for a store as training does, and a flow has a log of its own."""
+    out = Output(as_json)
+    try:
+        yield out
+    except CkptError as error:
+        _print_error(error, out)
+        raise typer.Exit(trouble) from error
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from ckpt_tasks import Checkpoint, CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, ProgramError, RunMismatchError
-from ckpt_tasks.flows.console import main_evaluate
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
 from tests.flows.tiny import Tiny
+from tests.support.cli_runs import ckpt
 
 pytestmark = pytest.mark.usefixtures("harness")
 TINY = "tests.flows.tiny:Tiny"
@@ -329,20 +329,21 @@ def test_processes_measure_the_same(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pending_on_a_terminal(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pending_on_a_terminal(trained: Path) -> None:
     """The command shows what was evaluated, then that nothing is left, and ends with 1 where something failed."""
-    command = ["--run-key", "tiny", "--checkpoint-dir", str(trained), "--program", TINY, "--which", "pending"]
-    assert main_evaluate(evaluate, [*command, "--limit", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "Evaluations by quick" in said
-    assert re.findall(r"^.\s+(\d+) .* recorded", said, re.MULTILINE) == ["4", "6"]
-    assert main_evaluate(evaluate, command) == 0
-    capsys.readouterr()
-    assert main_evaluate(evaluate, command) == 0
-    assert "Nothing to evaluate by quick." in capsys.readouterr().out
+    command = ("evaluate", TINY, "--run-key", "tiny", "--checkpoint-dir", trained, "--which", "pending")
+    some = ckpt(*command, "--limit", "2")
+    assert some.status == 0
+    assert "Evaluations by quick" in some.out
+    assert re.findall(r"^.\s+(\d+) .* recorded", some.out, re.MULTILINE) == ["4", "6"]
+    assert ckpt(*command).status == 0
+    again = ckpt(*command)
+    assert again.status == 0
+    assert "Nothing to evaluate by quick." in again.out
     damage(trained, 4)
-    assert main_evaluate(evaluate, [*command, "--suite", "full"]) == 1
-    assert "step 4: " in capsys.readouterr().out
+    failed = ckpt(*command, "--suite", "full")
+    assert failed.status == 1
+    assert "step 4: " in failed.err
 
 
 def promoted(run: Run, checkpoint: Checkpoint, result: EvaluationResult, out: str) -> None:

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
-from itertools import pairwise
 
 from ckpt_tasks import CheckpointConfig
-from tests.house.sources import ROOT, parse
+from ckpt_tasks.ledger.option_texts import option_texts
+from tests.house.sources import ROOT
 
 PAGE = ROOT / "docs" / "OPTIONS.md"
-_SOURCE = ROOT / "ckpt_tasks" / "ledger" / "config.py"
 _TABLE = re.compile(r"(?<=^\| option \| default \| what it does \|\n\|---\|---\|---\|\n)(?:\|.*\n)*", re.MULTILINE)
 _LINK = re.compile(r"\bdocs/(\w+\.md)")
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield (option, its text on one line) of every field with a text below it."""
-    config = next(
-        node
-        for node in parse(_SOURCE).body
-        if isinstance(node, ast.ClassDef) and node.name == CheckpointConfig.__name__
-    )
-    for node, below in pairwise(config.body):
-        match node, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, " ".join(inspect.cleandoc(text).split())
-
-
 def written(page: str) -> str:
     """Return the page with a row for each option, in the order of the config."""
-    said = dict(texts())
+    said = option_texts()
     rows = [f"| `{option.name}` | {_default(option)} | {_cell(said[option.name])} |" for option in _options()]
     table = "".join(f"{row}\n" for row in rows)
     return _TABLE.sub(lambda _: table, page)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ckpt_tasks import CheckpointConfig
-from tests.house.options import PAGE, texts, written
+from ckpt_tasks.ledger.option_texts import option_texts
+from tests.house.options import PAGE, written
 
 
 def test_every_option_has_a_text() -> None:
     """Each option of a run has a text below its field, and no text is empty."""
-    assert [name for name, text in texts() if text] == [option.name for option in fields(CheckpointConfig)]
+    assert [name for name, text in option_texts().items() if text] == [
+        option.name for option in fields(CheckpointConfig)
+    ]
 
 
 def test_the_page_is_made_from_the_config() -> None:

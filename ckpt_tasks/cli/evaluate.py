@@ -1,0 +1,76 @@
+"""`ckpt evaluate`: evaluate committed checkpoints here, each once per suite."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_tasks.cli.output import JsonOption, errors_told
+from ckpt_tasks.cli.settings import (
+    EXAMPLE,
+    ParamOption,
+    ParamsOption,
+    ProgramArgument,
+    ProgramOption,
+    SeedOption,
+    config_of,
+    json_object,
+    params_of,
+)
+
+__all__ = ["evaluate"]
+
+WhichOption = Annotated[
+    str, typer.Option("--which", help='a step, "latest", "best", or "pending": all that the suite has not evaluated')
+]
+SuiteOption = Annotated[str, typer.Option("--suite", metavar="NAME", help="name of the evaluation")]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", metavar="N", help="evaluate at most this many pending checkpoints")
+]
+PromoteOption = Annotated[
+    str | None,
+    typer.Option("--promote", metavar="MODULE:FUNCTION", help="function to call with a new best checkpoint"),
+]
+PromoteParamsOption = Annotated[
+    str, typer.Option("--promote-params", metavar="JSON", help="further arguments for that function")
+]
+RunKeyOption = Annotated[
+    str | None,
+    typer.Option("--run-key", metavar="NAME", help="name of the run [default: the program's: byte-lm for ByteLM]"),
+]
+DirectoryOption = Annotated[
+    str | None, typer.Option("--checkpoint-dir", metavar="DIR", help="where the run lives [default: runs/RUN_KEY]")
+]
+
+
+def evaluate(
+    program: ProgramArgument = None,
+    *,
+    which: WhichOption = "latest",
+    suite: SuiteOption = "quick",
+    run_key: RunKeyOption = None,
+    checkpoint_dir: DirectoryOption = None,
+    limit: LimitOption = None,
+    promote: PromoteOption = None,
+    promote_params: PromoteParamsOption = "{}",
+    param: ParamOption = [],  # noqa: B006 (typer copies it)
+    params: ParamsOption = "{}",
+    seed: SeedOption = None,
+    as_json: JsonOption = False,
+    named: ProgramOption = None,
+) -> None:
+    """Evaluate committed checkpoints, each once per suite.
+
+    The program's `evaluate(suite)` is called with the checkpoint restored, and what it returns is recorded in the run.
+    """
+    name = program or named or EXAMPLE
+    with errors_told(as_json) as out:
+        config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
+        asked = {"limit": limit, "promote": promote, "promote_params": json_object("--promote-params", promote_params)}
+        given = params_of(param, params, seed)
+        from ckpt_tasks.flows.console import evaluate_in_terminal
+
+        done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)
+        out.data(done.facts())
+    raise typer.Exit(done.status)

@@ -1,0 +1,184 @@
+"""What `train` and `evaluate` are given: the program and its parameters, and every option of `CheckpointConfig`.
+
+The options are made from the config's fields and their texts, so that none is missing and none is said twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.option_texts import option_texts
+
+__all__ = [
+    "EXAMPLE",
+    "ParamOption",
+    "ParamsOption",
+    "ProgramArgument",
+    "ProgramOption",
+    "SeedOption",
+    "ckpt_command",
+    "config_of",
+    "default_key",
+    "json_object",
+    "params_of",
+    "said_again",
+    "with_config_options",
+]
+
+EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
+
+ProgramArgument = Annotated[
+    str | None, typer.Argument(metavar="MODULE:PROGRAM", help="the program; without one, the example: ByteLM")
+]
+ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]  # how it was said first
+ParamOption = Annotated[
+    list[str], typer.Option("--param", metavar="NAME=VALUE", help="a parameter of the program; may be repeated")
+]
+ParamsOption = Annotated[str, typer.Option("--params", metavar="JSON", help="parameters as one JSON object")]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="the same as --param seed=N")]
+
+_PANEL = "Checkpoints (docs/OPTIONS.md has the whole texts)"
+_DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
+_UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
+
+
+def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb that takes `**settings` one option for each field of the config; what is not given is None."""
+    signature = inspect.signature(verb, eval_str=True)
+    kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    kinds, texts = get_type_hints(CheckpointConfig), option_texts()
+    options = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, _option(option, kinds[option.name], texts[option.name])],
+        )
+        for option in fields(CheckpointConfig)
+    ]
+    verb.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    return verb
+
+
+def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
+    """Make the config of what was given, with the program's own run key and directory unless others were given.
+
+    Raises ConfigError.
+    """
+    kinds = get_type_hints(CheckpointConfig)
+    given = {name: _value(name, text, kinds[name]) for name, text in settings.items() if text is not None}
+    given.setdefault("run_key", default_key(program))
+    given.setdefault("checkpoint_dir", f"runs/{given['run_key']}")
+    return CheckpointConfig(**given)
+
+
+def default_key(program: str) -> str:
+    """Return the default run key of a program: "pkg.module:MyModel" becomes "my-model"."""
+    name = program.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+
+
+def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
+    """Return the program's parameters of all three options; raise ConfigError where one is given two values."""
+    params = json_object("--params", text)
+    given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
+    for name, value in given:
+        if params.setdefault(name, value) != value:
+            raise ConfigError(f"the parameter {name} is given twice: {params[name]!r} and {value!r}")
+    return params
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise ConfigError(f"--param {text!r:.80} is not NAME=VALUE", hint="For example --param width=128.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value  # a text needs no quotes
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Read the JSON object that an option was given; raise ConfigError where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")
+    return value
+
+
+def ckpt_command() -> str:
+    """Return what a shell calls this command: its name, or its path where it is not on the PATH."""
+    return "ckpt" if shutil.which("ckpt") else os.path.relpath(Path(sys.prefix, "bin", "ckpt"))
+
+
+def said_again(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
+    """Return the command line that a verb was called with, with other values for some of its options."""
+    words = [ckpt_command(), str(ctx.info_name)]
+    for one in ctx.command.params:
+        name, source = str(one.name), ctx.get_parameter_source(str(one.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if name in without or not (given or name in changed):
+            continue
+        value = changed.get(name, ctx.params.get(name))
+        if one.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(one.opts[0])
+        else:
+            words += [
+                word for each in (value if isinstance(value, list) else [value]) for word in (one.opts[0], str(each))
+            ]
+    return words
+
+
+def _option(option: Field[Any], kind: Any, text: str) -> Any:
+    default = _DEFAULTS.get(option.name) or ("none" if option.default is None else option.default)
+    first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
+    shown = f"{first[0].lower() if first[1:2].islower() else first[0]}{first[1:]} [default: {default}]"
+    flag = "--" + option.name.replace("_", "-")
+    return typer.Option(
+        flag, metavar=_metavar(option.name, kind), help=shown, rich_help_panel=_PANEL, show_default=False
+    )
+
+
+def _metavar(name: str, kind: Any) -> str:
+    choices = [word for one in (kind, *get_args(kind)) if get_origin(one) is Literal for word in get_args(one)]
+    if choices:
+        return "|".join(choices)
+    if name.endswith("dir"):
+        return "DIR"
+    return next(unit for type_, unit in _UNITS.items() if type_ in _types(kind))
+
+
+def _types(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) or (kind,)
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    types, flag = _types(kind), "--" + name.replace("_", "-")
+    if text.lower() == "none" and NoneType in types:
+        return None
+    for type_, words in ((int, "a whole number"), (float, "a number")):
+        if type_ in types:
+            try:
+                return type_(text)
+            except ValueError as error:
+                raise ConfigError(f"{flag} must be {words}, not {text!r:.80}") from error
+    return text

@@ -1,0 +1,114 @@
+"""`ckpt train`: every option of the config is there, and means what the config says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.cli.settings import config_of, params_of, said_again
+from ckpt_tasks.errors import ConfigError
+from tests.support.cli_runs import ckpt
+
+GIVEN = {
+    "checkpoint_dir": ("somewhere", "somewhere"),
+    "run_key": ("mine", "mine"),
+    "step_interval": ("10", 10),
+    "epoch_interval": ("2", 2),
+    "save_interval_secs": ("1.5", 1.5),
+    "cadence": ("none", None),
+    "max_num_checkpoints": ("none", None),
+    "keep_every_n_steps": ("100", 100),
+    "keep_best": ("2", 2),
+    "best_metric": ("loss", "loss"),
+    "best_mode": ("max", "max"),
+    "owner_timeout_s": ("60", 60.0),
+    "memory_dir": ("none", None),
+    "on_flush_failure": ("warn", "warn"),
+    "on_non_finite": ("stop", "stop"),
+    "flush_timeout_s": ("30", 30.0),
+    "local_dir": ("near", "near"),
+}
+
+
+def test_every_option_of_the_config_is_one_of_the_command() -> None:
+    """No field is missing from the help, and a value of each becomes the field's, typed."""
+    said = ckpt("train", "--help").out
+    for option in fields(CheckpointConfig):
+        assert f"--{option.name.replace('_', '-')} " in said
+    config = config_of({name: text for name, (text, _) in GIVEN.items()}, "m:P")
+    assert {option.name: getattr(config, option.name) for option in fields(config)} == {
+        name: value for name, (_, value) in GIVEN.items()
+    }
+
+
+def test_what_is_not_given_is_as_the_config_has_it() -> None:
+    """The directory and the key come from the program's name, everything else from the config's own defaults."""
+    settings = dict.fromkeys(GIVEN)
+    assert config_of(settings, "m:MyNet") == CheckpointConfig(checkpoint_dir="runs/my-net", run_key="my-net")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"step_interval": "1.5"}, "--step-interval must be a whole number, not '1.5'"),
+        ({"save_interval_secs": "soon"}, "--save-interval-secs must be a number, not 'soon'"),
+        ({"keep_best": "none"}, "--keep-best must be a whole number, not 'none'"),
+        ({"best_mode": "least"}, "best_mode must be 'min' or 'max', not 'least'"),
+        ({"keep_best": "1"}, "keep_best needs best_metric"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, str], says: str) -> None:
+    """A value of another kind, or one that the config refuses, is an error that names the option."""
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+        config_of(settings, "m:P")
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("width=128", 128),
+        ("lr=1e-3", 1e-3),
+        ("name=a b", "a b"),
+        ("on=true", True),
+        ("sizes=[1,2]", [1, 2]),
+        ("x=", ""),
+    ],
+)
+def test_a_parameter_is_json_or_a_text(pair: str, value: Any) -> None:
+    """A number, a list or true is taken as such; everything else is a text, without quotes."""
+    assert params_of([pair], "{}", None) == {pair.partition("=")[0]: value}
+
+
+def test_one_parameter_has_one_value() -> None:
+    """The three ways to give a parameter may repeat one another, and not contradict."""
+    assert params_of(["seed=3"], '{"seed": 3}', 3) == {"seed": 3}
+    with pytest.raises(ConfigError, match="seed is given twice: 3 and 4"):
+        params_of(["seed=3"], "{}", 4)
+
+
+def test_the_command_is_said_again_with_what_was_given() -> None:
+    """What is suggested next has the options of this call, and no other ones."""
+    heard: list[list[str]] = []
+    app = typer.Typer()
+
+    @app.command("train")
+    def listen(
+        ctx: typer.Context, program: str | None = None, steps: int = 5, param: list[str] | None = None, on: bool = False
+    ) -> None:
+        heard.append(said_again(ctx, without=("on",), steps=2 * steps)[2:])
+
+    app(["--program", "m:P", "--param", "a=1", "--param", "b=x y", "--on"], standalone_mode=False)
+    assert heard == [["--program", "m:P", "--steps", "10", "--param", "a=1", "--param", "b=x y"]]
+
+
+def test_a_mistake_is_told_before_torch_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong option ends with 1 and makes nothing; in JSON it is an object like every verb's."""
+    monkeypatch.chdir(tmp_path)
+    answer = ckpt("train", "m:P", "--keep-best", "1", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
+    assert [*tmp_path.iterdir()] == []
