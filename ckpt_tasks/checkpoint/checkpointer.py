@@ -9,30 +9,19 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.tenure import Following, Tenure
-from ckpt_tasks.errors import OwnerError
 from ckpt_tasks.format.gc_pause import gc_paused
+from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import FiniteMetrics
-from ckpt_tasks.ledger.steps import StepLog
+from ckpt_tasks.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport, restore_newest
-from ckpt_tasks.saving.committer import Line
-from ckpt_tasks.saving.ending import end_with_interpreter
-from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.parts import encode_groups
-from ckpt_tasks.saving.saver import Saver
-from ckpt_tasks.saving.schedule import Position, SaveSchedule, check_step, point
-from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.saving.schedule import Position, check_step, point
 from ckpt_tasks.state.capture import capture, warn_of_unsaved
-from ckpt_tasks.state.processes import Process
-from ckpt_tasks.upkeep.pruning import Pruner
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,28 +58,10 @@ class Checkpointer(HeldRun):
         flow_run_id: str | None = None,
         process_group: ProcessGroup | None = None,
     ):
-        self.config = config
+        super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
-        self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
-        self._process = Process()
-        self._location = config.location.resolve(config.run_key)
-        self._history = History(self._location.open())
-        self._take_over = take_over
-        self._flow_run_id = flow_run_id
-        self._tenure: Tenure | Following | None = None
         self._interrupt = Interrupt()
         self._entered = False
-        self._pruner = Pruner(self._history, config.retention_policy)
-        self._ranks = Agreement(process_group, config.flush_timeout_s)
-        local_dir = config.local_dir if self._ranks.alone else None
-        self._cache = SnapshotCache(self._history.store, config.memory_dir, local_dir, self._ranks.world)
-        self._line = Line()
-        self._schedule = SaveSchedule(self._history, config)
-        self._saver = Saver(
-            self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
-        )
-        self._damaged: tuple[str, ...] = ()
-        self._knows_line = False  # this owner has checked that no other process has committed since
         self._finite = FiniteMetrics(config.on_non_finite)
         self._at = Position()
         self._steps = StepLog()
@@ -122,19 +93,9 @@ class Checkpointer(HeldRun):
             self._interrupt.deliver()  # also after an error: the sender wants this process to end
 
     @property
-    def last_commit(self) -> Checkpoint | None:
-        """The checkpoint that this process committed last."""
-        return self._line.last_commit
-
-    @property
     def position(self) -> int:
         """The steps completed: as restored, or as last reported by `step()` or `save()`; 0 before either."""
         return self._at.step
-
-    @property
-    def run(self) -> Run:
-        """The run, read-only: does not take the run directory."""
-        return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
@@ -146,7 +107,7 @@ class Checkpointer(HeldRun):
         """
         self._own()
         self._wait_idle()
-        self._steps.clear()
+        self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
         known, candidates = self._ranks.candidates(partial(self._candidates, step))
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
@@ -181,6 +142,8 @@ class Checkpointer(HeldRun):
         self._at.restored(chosen.step, chosen.epochs)
         self._saver.restored(cached.slot if cached is not None else None)
         if chosen.n < 0:  # storage does not have it yet
+            assert cached is not None
+            self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
             self._line.follow(known[0] if known else None)
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         else:
@@ -250,14 +213,6 @@ class Checkpointer(HeldRun):
         assert self.last_commit is not None
         return self.last_commit
 
-    def wait(self) -> None:
-        """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
-
-        Raises StoreError if the store takes nothing of a checkpoint for `flush_timeout_s`.
-        """
-        self._process.check()
-        self._saver.wait()
-
     def close(self) -> None:
         """Wait for saves on their way, release the run directory and restore the signal handlers.
 
@@ -280,48 +235,6 @@ class Checkpointer(HeldRun):
                 self._release(prune_s=0 if keep else _PRUNE_S)
                 self._saver.forget_plan()
                 self._cache.close(keep=keep)
-
-    def _release(self, *, prune_s: float) -> None:
-        self._saver.wait_idle()
-        self._pruner.finish(prune_s)
-        if self._tenure is not None:
-            self._tenure.quiet()
-            if self._saver.release():
-                self._tenure = None
-        self._ranks.drain()
-
-    def acquire(self) -> None:
-        """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
-        self._own()
-
-    def listen(self, listener: Listener) -> None:
-        """Call a listener after every commit, failed save and restore from now on."""
-        self._saver.listeners.add(listener)
-
-    def _own(self) -> Tenure | Following:
-        """Take the run directory, unless this process holds it."""
-        self._process.check()
-        if self._tenure is None:
-            make = partial(
-                Tenure,
-                self._history,
-                self.config,
-                self._cache,
-                self._pruner,
-                self._line,
-                single_writer=self._location.single_writer,
-                take_over=self._take_over,
-                flow_run_id=self._flow_run_id,
-                world_size=self._ranks.world.size,
-            )
-            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
-            self._damaged = self._tenure.damaged
-            self._knows_line = False
-            self._take_over = False  # once only: a later owner is not fenced by this process
-            self._saver.committer = self._tenure.committer
-            end_with_interpreter(self._saver)
-        self._tenure.beat()
-        return self._tenure
 
     def _snapshot(
         self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
@@ -360,22 +273,6 @@ class Checkpointer(HeldRun):
         if number is not None:
             self._interrupt.pending = number
         return due or save, number is not None
-
-    def _raise_failure(self) -> None:
-        """Raise the error that a background thread met."""
-        self._process.check()
-        if self._tenure is not None:
-            self._tenure.check()
-        self._saver.raise_failure()
-
-    def _wait_idle(self) -> None:
-        """Wait for saves on their way, whether they succeed or fail; raise only the loss of the run."""
-        self._saver.wait_idle()
-        failure = self._saver.take_failure()
-        if isinstance(failure, OwnerError):
-            raise failure
-        if failure is not None:
-            _log.warning("The last snapshot was not committed: %s", failure)
 
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
         """Deliver a pending signal; many ranks wait for the step at which it is pending `everywhere`."""

@@ -1,46 +1,122 @@
-"""What a program does with the run that it holds, beside saving: list, pin, prune, and write into its history."""
+"""The run that a program holds: take and release its directory, list, pin, prune, and write into its history."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import OwnerError, StateError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.saving.committer import Line
+from ckpt_tasks.saving.ending import end_with_interpreter
+from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
+from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.upkeep.pruning import Pruner
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["HeldRun"]
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 class HeldRun:
-    """The half of a Checkpointer that needs no state. Of many ranks, rank 0 writes, once."""
+    """The half of a Checkpointer that needs no state: take the run directory, wait, write into its history, release.
 
-    freed_bytes: int
-    _cache: SnapshotCache
-    _flow_run_id: str | None
-    _knows_line: bool
-    _line: Line
-    _process: Process
-    _pruner: Pruner
-    _saver: Saver
-    _tenure: Tenure | Following | None
+    Of many ranks, rank 0 writes, once.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        take_over: bool = False,
+        flow_run_id: str | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
+        self.config = config
+        self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
+        self._process = Process()
+        self._location = config.location.resolve(config.run_key)
+        self._history = History(self._location.open())
+        self._take_over = take_over
+        self._flow_run_id = flow_run_id
+        self._tenure: Tenure | Following | None = None
+        self._pruner = Pruner(self._history, config.retention_policy)
+        self._ranks = Agreement(process_group, config.flush_timeout_s)
+        local_dir = config.local_dir if self._ranks.alone else None
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, local_dir, self._ranks.world)
+        self._line = Line()
+        self._schedule = SaveSchedule(self._history, config)
+        self._saver = Saver(
+            self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
+        )
+        self._damaged: tuple[str, ...] = ()
+        self._knows_line = False  # this owner has checked that no other process has committed since
+
+    @property
+    def last_commit(self) -> Checkpoint | None:
+        """The checkpoint that this process committed last."""
+        return self._line.last_commit
 
     @property
     def run(self) -> Run:
         """The run, read-only: does not take the run directory."""
-        raise NotImplementedError
+        return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     def wait(self) -> None:
-        """Return when every snapshot is committed."""
-        raise NotImplementedError
+        """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
+
+        Raises StoreError if the store takes nothing of a checkpoint for `flush_timeout_s`.
+        """
+        self._process.check()
+        self._saver.wait()
+
+    def acquire(self) -> None:
+        """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
+        self._own()
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener after every commit, failed save and restore from now on."""
+        self._saver.listeners.add(listener)
+
+    def _own(self) -> Tenure | Following:
+        """Take the run directory, unless this process holds it."""
+        self._process.check()
+        if self._tenure is None:
+            make = partial(
+                Tenure,
+                self._history,
+                self.config,
+                self._cache,
+                self._pruner,
+                self._line,
+                single_writer=self._location.single_writer,
+                take_over=self._take_over,
+                flow_run_id=self._flow_run_id,
+                world_size=self._ranks.world.size,
+            )
+            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
+            self._damaged = self._tenure.damaged
+            self._knows_line = False
+            self._take_over = False  # once only: a later owner is not fenced by this process
+            self._saver.committer = self._tenure.committer
+            end_with_interpreter(self._saver)
+        self._tenure.beat()
+        return self._tenure
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -97,3 +173,28 @@ class HeldRun:
             )
         self._tenure.beat()
         return self._tenure
+
+    def _release(self, *, prune_s: float) -> None:
+        self._saver.wait_idle()
+        self._pruner.finish(prune_s)
+        if self._tenure is not None:
+            self._tenure.quiet()
+            if self._saver.release():
+                self._tenure = None
+        self._ranks.drain()
+
+    def _raise_failure(self) -> None:
+        """Raise the error that a background thread met."""
+        self._process.check()
+        if self._tenure is not None:
+            self._tenure.check()
+        self._saver.raise_failure()
+
+    def _wait_idle(self) -> None:
+        """Wait for saves on their way, whether they succeed or fail; raise only the loss of the run."""
+        self._saver.wait_idle()
+        failure = self._saver.take_failure()
+        if isinstance(failure, OwnerError):
+            raise failure
+        if failure is not None:
+            _log.warning("The last snapshot was not committed: %s", failure)

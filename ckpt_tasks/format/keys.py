@@ -20,6 +20,7 @@ __all__ = [
     "MAX_EPOCH",
     "MAX_LEDGER_NUMBER",
     "MAX_STEP",
+    "STEPS_NAME",
     "Attempt",
     "attempt_prefix",
     "evaluation_name",
@@ -43,6 +44,7 @@ __all__ = [
 FORMAT_NAME = "format.json"
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
+STEPS_NAME = "steps.arrow"  # in a snapshot in memory
 LEDGER_PREFIX = "ledger/"
 MAX_STEP = 10**12 - 1
 MAX_EPOCH = 10**9 - 1  # of owners; an attempt's name has room for nine digits

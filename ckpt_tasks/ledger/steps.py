@@ -8,7 +8,7 @@ counts, and those of a line that was left are marked.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import held
 from ckpt_tasks.ledger.timeline import Moment
 from ckpt_tasks.state.processes import in_threads
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Curve", "CurveStep", "StepLog", "put_steps", "read_curve"]
+__all__ = ["Curve", "CurveStep", "StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
 
 _MOST_KEPT = 1 << 18  # steps without a commit; then every second one goes
 _AT_ONCE = 16  # requests to a store that is far away
@@ -52,9 +52,9 @@ class StepLog:
             self._steps = [one for one in self._steps if one.step > step]
         return tuple(self._steps)
 
-    def clear(self) -> None:
-        """Forget all: training goes on from a checkpoint."""
-        self._steps = []
+    def restored(self, steps: Sequence[StepMetrics] = ()) -> None:
+        """Go on from a checkpoint, or from a snapshot with the `steps` that no commit has brought yet."""
+        self._steps = [*steps]
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,34 @@ def put_steps(
     store: Store, attempt: Attempt, steps: tuple[StepMetrics, ...], after: int
 ) -> tuple[tuple[StepMetrics, ...], list[str]]:
     """Put the steps after the parent's; return them, and the name and the digest of their table (of none: nothing)."""
-    new = tuple(
-        StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
-        for step, at_s, metrics in steps
-        if step > after
-    )
+    new = tuple(_numbers(one for one in steps if one.step > after))
     if not new:
         return (), []
     data = write_steps(new)
     name = steps_name(attempt)
     store.put(name, [data])
     return new, [name, digest_hex(data)]
+
+
+def steps_file(steps: tuple[StepMetrics, ...]) -> bytes:
+    """Write steps as the bytes of a file with its own digest, for a snapshot that outlives its process."""
+    data = write_steps(_numbers(steps))
+    return bytes.fromhex(digest_hex(data)) + data
+
+
+def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:
+    """Read what `steps_file` wrote; no steps where it is not there or damaged: they are for people."""
+    try:
+        data = store.get(name, MAX_STEPS_BYTES)
+        return tuple(read_steps(data[16:], digest=data[:16].hex(), name=name))
+    except (IntegrityError, ObjectNotFoundError):
+        return ()
+
+
+def _numbers(steps: Iterable[StepMetrics]) -> Iterator[StepMetrics]:
+    """Read what lies on a device, which waits for it."""
+    for step, at_s, metrics in steps:
+        yield StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
 
 
 def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:

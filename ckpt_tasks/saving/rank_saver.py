@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.records import Seal
+from ckpt_tasks.ledger.steps import steps_file
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reuse
 from ckpt_tasks.snapshot.cache import SnapshotCache
@@ -110,6 +111,7 @@ class RankSaver:
     def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:
         """Let the snapshot in a slot outlive the process; where that cannot be, log a warning."""
         files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
+        files[STEPS_NAME] = steps_file(prepared.saving.steps)
         try:
             self._cache.memory.seal(slot, files, seal.to_bytes())
         except StoreError as error:

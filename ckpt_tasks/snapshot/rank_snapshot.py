@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index, write_index
@@ -100,6 +100,7 @@ class _PartsStore:
 
     def __init__(self, rank: int, parts: Mapping[int, Part]):
         self.url = parts[rank].store.url
+        self._own = parts[rank].store
         self._parts = parts
         self._of: dict[str, ReadableStore] = {}
 
@@ -116,9 +117,7 @@ class _PartsStore:
         if not self._of:
             for part in self._parts.values():
                 self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
-        if name not in self._of:
-            raise ObjectNotFoundError("no rank of this host has it", key=name)
-        return self._of[name]
+        return self._of.get(name, self._own)  # which says that it is not there, or has what is no object
 
 
 class _CoveredTensors(DownloadedTensors):

@@ -15,7 +15,9 @@ from ckpt_tasks.ledger.steps import StepLog
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.storage.local import LocalStore
+from tests.support import pipelines
 from tests.support.cli_runs import ckpt, flip, only
+from tests.support.pipelines import Refusing, die, state_at
 
 
 def opened(run_dir: Path, **options: Any) -> Checkpointer:
@@ -127,3 +129,20 @@ def test_a_metric_is_what_it_was_at_its_step(tmp_path: Path) -> None:
             ckpt.step(step, {"at": 0}, metrics=running)
         ckpt.save(4, {"at": 0})
     assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_a_restart_from_memory_has_the_steps_that_storage_lacks(tmp_path: Path) -> None:
+    """A process dies before its snapshot is committed: the next one commits it, with the steps that led to it."""
+    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    writer = pipelines.opened(run_dir, step_interval=10, memory_dir=memory)
+    writer.restore(state_at(0))
+    train(writer, state_at(0), 0, 10, 0.0)
+    writer._history.store._calls = Refusing()  # type: ignore[attr-defined]
+    for step in range(11, 21):
+        writer.step(step, state_at(step), metrics={"loss": float(step)})
+    die(writer)
+    with pipelines.opened(run_dir, step_interval=10, memory_dir=memory) as ckpt:
+        assert ckpt.restore(state_at(0)) == 20
+        train(ckpt, state_at(20), 20, 25, 0.0)
+    assert losses(run_dir) == {step: float(step) for step in range(1, 26)}
