@@ -65,15 +65,27 @@ def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[tor
     return [(local_of(tensor), key) for tensor, key in pairs]
 
 
-def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
+def place_of(tensor: torch.Tensor, key: str, world: World, known: dict[Any, Place] | None = None) -> Place:
     """Return where this rank's part of a tensor lies; a plain tensor is whole on every rank of the world.
 
+    `known` has the places found before, of one capture: most tensors have the mesh, placements and shape of another.
     Raises UnsupportedStateError with the key where that cannot be proved.
     """
     shape = tuple(tensor.shape)
     if not is_sharded(tensor) or 0 in shape:
         return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
+    local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    alike = mesh, placements, shape, local
+    found = known.get(alike) if known is not None else None
+    if found is None:
+        found = _place_in(mesh, placements, shape, local, key)
+        if known is not None:
+            known[alike] = found
+    return found
+
+
+def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], local: tuple[int, ...], key: str) -> Place:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 1)
@@ -84,7 +96,6 @@ def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
             begin = min(extent[dim], coordinate[mesh_dim] * chunk)
             offset[dim] += begin
             extent[dim] = min(chunk, extent[dim] - begin)
-    local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
     if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part
         why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
         raise UnsupportedStateError(f"{why} cannot be stored", key=key)

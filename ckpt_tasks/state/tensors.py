@@ -21,7 +21,7 @@ from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef, new_ref
 from ckpt_tasks.state.memcpy import copy_tensors
-from ckpt_tasks.state.placements import ALONE, World, is_sharded, local_of, place_of, share
+from ckpt_tasks.state.placements import ALONE, Place, World, is_sharded, local_of, place_of, share
 
 __all__ = [
     "DTYPES",
@@ -67,6 +67,7 @@ class TensorSet:
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
         self._of_rank = False
+        self._found: dict[Any, Place] = {}
 
     @contextmanager
     def of_rank(self) -> Iterator[None]:
@@ -120,12 +121,13 @@ class TensorSet:
         if self.world is None or ((self.world.size == 1 or self._of_rank) and not is_sharded(tensor)):
             self.tensors[first] = tensor
             return first
-        place = place_of(tensor, first, self.world)
+        place = place_of(tensor, first, self.world, self._found)
         box = share(place, first, tensor.dtype.itemsize)
         if box is not None:
             part = local_of(tensor).detach()
             for axis, (begin, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
-                part = part.narrow(axis, begin - place.box.offset[axis], extent)
+                if extent != part.shape[axis]:
+                    part = part.narrow(axis, begin - place.box.offset[axis], extent)
             self.tensors[first] = part
             if box.shape != place.full_shape:
                 self.places[first] = (place.full_shape, box.offset)
