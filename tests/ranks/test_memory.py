@@ -146,6 +146,7 @@ def test_memory_of_a_line_that_was_left_is_ignored(tmp_path: Path) -> None:
     assert [one["digests"] for one in found] == [one["digests"] for one in on]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_takes_the_commit(tmp_path: Path) -> None:
     """Two ranks' memory is not three ranks': they restore the newest commit, and free it once they train."""
     root, memory = tmp_path / "run", tmp_path / "memory"

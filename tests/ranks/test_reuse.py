@@ -86,6 +86,7 @@ def test_a_frozen_base_is_written_once(tmp_path: Path, kind: str) -> None:
     assert trained["1.weight"] != again["1.weight"]
 
 
+@pytest.mark.slow
 def test_after_a_failed_save_nothing_is_reused(tmp_path: Path) -> None:
     """A rank that does not know whether a save was committed writes everything once more."""
     run(2, adapt, "fsdp", str(tmp_path), (2, False))
