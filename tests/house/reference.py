@@ -34,8 +34,10 @@ def _about(name: str, value: Any) -> Iterator[str]:
     yield from _entry(name, value, value.__init__ if inspect.isclass(value) else value)
     if not inspect.isclass(value):
         return
-    for method, function in vars(value).items():
-        of_ours = getattr(getattr(function, "fget", function), "__module__", None) == value.__module__
+    ours = [kind for kind in value.__mro__ if kind.__module__.startswith("ckpt_tasks.")]
+    members = {method: function for kind in reversed(ours) for method, function in vars(kind).items()}
+    for method, function in members.items():
+        of_ours = str(getattr(getattr(function, "fget", function), "__module__", None)).startswith("ckpt_tasks.")
         if of_ours and not method.startswith(("_", "block_")):
             yield f"### {name}.{method}\n"
             yield from _entry(method, function, function)
