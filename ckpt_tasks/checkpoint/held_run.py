@@ -57,8 +57,7 @@ class HeldRun:
         self._tenure: Tenure | Following | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
         self._ranks = Agreement(process_group, config.flush_timeout_s)
-        local_dir = config.local_dir if self._ranks.alone else None
-        self._cache = SnapshotCache(self._history.store, config.memory_dir, local_dir, self._ranks.world)
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
         self._saver = Saver(

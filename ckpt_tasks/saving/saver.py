@@ -223,6 +223,7 @@ class Saver:
         if self._outlives:
             prepared = prepare_part(saving, joined(parts, self._ranks.rank))
             in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
+            snapshot.prepared = prepared
             self._rank.seal(snapshot.slot, prepared, _seal_of(snapshot, prepared, in_flight))
 
     @property
@@ -248,10 +249,10 @@ class Saver:
             self.listeners.failed(step, error)
             raise
         self.listeners.committed(checkpoint, time.monotonic() - snapshot.taken_s)
+        if self._cache.copies is not None:  # of many ranks, only rank 0 knows what else is live
+            self._cache.copies.retain(entry.state.live if entry and self._ranks.size == 1 else [checkpoint])
         if entry is not None and isinstance(snapshot.committer, Committer):
             self._schedule.learn(entry)
-            if self._cache.copies is not None:
-                self._cache.copies.retain(entry.state.live)
             snapshot.committer.prune_behind(entry)
         return checkpoint
 
@@ -333,6 +334,9 @@ class Saver:
             snapshot.base = base.manifest_digest if base is not None else None
         attempt, store = snapshot.saving.attempt, self._history.store
         stored = snapshot.committer.line.stored_of(store, base)
+        if (copies := self._cache.copies) is not None:
+            prepared = snapshot.wait_prepared()
+            self._rank.copy(copies, snapshot.images, prepared, _seal_of(snapshot, prepared, None))
         own = attempt_prefix(attempt)
         keeps = admitted[1].keeps if admitted is not None else lambda name: not name.startswith(own)
         digested = ((written, reuse(written, stored)) for written, _ in iter(snapshot.digested.get, None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ class SnapshotCache:
         world: World = ALONE,
     ):
         self.memory: SnapshotMemory = PrivateMemory()
-        self.copies = LocalCopies(local_dir) if local_dir is not None else None
+        self.copies = LocalCopies(_of_rank(local_dir, world.rank, world)) if local_dir is not None else None
+        self._local_dir = local_dir
         self._store = store
         self._memory_dir = memory_dir
         self._world = world
@@ -133,8 +134,8 @@ class SnapshotCache:
         live = tuple(live)
         found: list[CachedSnapshot | RankSnapshot] = self._in_memory(live)
         if self.copies is not None:
-            seals, store = self.copies.seals(), self.copies.store
-            found += [CachedSnapshot(seal, store, None) for seal in seals if self._belongs(seal, live)]
+            for part in (Part(seal, self.copies.store) for seal in self.copies.seals() if self._belongs(seal, live)):
+                found += [self._snapshot(None, part, self._copied, live)]
         return found
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
@@ -148,20 +149,33 @@ class SnapshotCache:
         # Of two that storage lacks, one lay there when the other one was taken.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
-        if self._world.size == 1:
-            return [CachedSnapshot(part.seal, part.store, slot) for slot, part in sealed]
-        return [self._of_ranks(slot, part, live) for slot, part in sealed]
+        return [self._snapshot(slot, part, self._remembered, live) for slot, part in sealed]
 
-    def _of_ranks(self, slot: str, own: Part, live: tuple[Checkpoint, ...]) -> RankSnapshot:
+    def _snapshot(
+        self, slot: str | None, own: Part, of_rank: Callable[[int], Iterable[Part]], live: tuple[Checkpoint, ...]
+    ) -> CachedSnapshot | RankSnapshot:
+        """Return the snapshot that a part is, or belongs to; `of_rank` lists what another rank of this host has."""
+        if self._world.size == 1:
+            return CachedSnapshot(own.seal, own.store, slot)
         attempt = own.seal.checkpoint.manifest
         parts = {self._world.rank: own}
-        for rank in range(self._world.size):
-            memory = SlotFiles(self._root / self._name(rank))
-            if rank != self._world.rank and memory.path.is_dir():
-                of_rank = [part for _, part in _sealed(memory) if part.seal.checkpoint.manifest == attempt]
-                parts |= {rank: of_rank[0]} if of_rank else {}
+        for rank in {*range(self._world.size)} - {self._world.rank}:
+            same = [part for part in of_rank(rank) if part.seal.checkpoint.manifest == attempt]
+            parts |= {rank: same[0]} if same else {}
         committed = (checkpoint for checkpoint in live if checkpoint.manifest == attempt)
         return RankSnapshot(self._world.rank, parts, slot, next(committed, own.seal.checkpoint))
+
+    def _remembered(self, rank: int) -> Iterator[Part]:
+        memory = SlotFiles(self._root / self._name(rank))
+        if memory.path.is_dir():
+            yield from (part for _, part in _sealed(memory))
+
+    def _copied(self, rank: int) -> Iterator[Part]:
+        assert self._local_dir is not None
+        directory = _of_rank(self._local_dir, rank, self._world)
+        if directory.is_dir():
+            copies = LocalCopies(directory)
+            yield from (Part(seal, copies.store) for seal in copies.seals())
 
     def clean(self, live: Iterable[Checkpoint]) -> int:
         """Empty the slots and return the bytes freed; 0 if one holds a snapshot to restore that storage lacks."""
@@ -229,6 +243,11 @@ class SnapshotCache:
         )
         self._said = True
         self.close(keep=False)
+
+
+def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path:
+    """Return where a rank has its copies."""
+    return Path(local_dir) if world.size == 1 else Path(local_dir, f"rank-{rank:05d}-of-{world.size:05d}")
 
 
 def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,33 @@ from tests.support.gang import Gang, report, run
 SIZE = 2
 
 
-def slots(memory: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
-    """Return a rank's sealed slots by step."""
+def slots(place: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
+    """Return what a rank has sealed in a memory directory or a local one, by step."""
     found = {}
-    for seal in memory.glob(f"*/*-{rank:05d}-of-{size:05d}/*/seal.json"):
-        found[json.loads(seal.read_text())["checkpoint"]["step"]] = seal.parent
+    for seal in place.glob(f"**/*-{rank:05d}-of-{size:05d}/**/seal.json"):
+        with suppress(FileNotFoundError):
+            found[json.loads(seal.read_text())["checkpoint"]["step"]] = seal.parent
     return found
 
 
-def never(self: LocalStore, name: str, parts: Any) -> None:
-    """Stand for a store that takes nothing of a checkpoint any more."""
-    time.sleep(600)
+_put = LocalStore.put
 
 
-def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[str, int]) -> None:
-    """Train; after step 4 the store takes nothing. Report once the last step is sealed in memory, and hang."""
-    memory, last = plan
+def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[dict[str, str | None], int]) -> None:
+    """Train; after step 4 the store takes nothing. Report once the last step is sealed on this host, and hang."""
+    options, last = plan
+    [place] = filter(None, options.values())
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
-    ckpt = Checkpointer(config(root, memory_dir=memory))
+    ckpt = Checkpointer(config(root, **options))
+
+    def never(self: LocalStore, name: str, body: Any) -> None:
+        if self.url == root:
+            time.sleep(600)
+        _put(self, name, body)
+
     for step in range(ckpt.restore(state) + 1, last + 1):
         torch.rand(())
         model(batches[step]).pow(2).mean().backward()
@@ -51,8 +58,8 @@ def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[str, int]) -> 
         ckpt.step(step, state)
         if step == 4:
             ckpt.wait()
-            LocalStore.put = never  # type: ignore[method-assign,assignment]
-    until(lambda: last in slots(Path(memory), rank, size))
+            LocalStore.put = never  # type: ignore[method-assign]
+    until(lambda: last in slots(Path(place), rank, size))
     report("sealed")
     time.sleep(600)
 
@@ -62,22 +69,25 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def killed(root: Path, memory: Path, *, last: int, kind: str = "fsdp", size: int = SIZE) -> None:
-    """Leave steps 2 and 4 committed, and what came after them in the memory of all ranks only."""
-    memory.mkdir(exist_ok=True)
-    with Gang(size, hangs, kind, str(root), (str(memory), last)) as gang:
+def killed(
+    root: Path, place: Path, *, last: int, kind: str = "fsdp", size: int = SIZE, option: str = "memory_dir"
+) -> None:
+    """Leave steps 2 and 4 committed, and what came after them in the memory of all ranks only, or in a local_dir."""
+    place.mkdir(exist_ok=True)
+    options = {"memory_dir": None, option: str(place)}
+    with Gang(size, hangs, kind, str(root), (options, last)) as gang:
         assert [gang.said(rank)[1] for rank in range(size)] == ["sealed"] * size
         for rank in range(size):
             os.kill(gang.pid(rank), signal.SIGKILL)
     assert steps_of(root)[-1] == 4
 
 
-def restored(rank: int, size: int, kind: str, root: str, memory: str | None) -> dict[str, Any]:
+def restored(rank: int, size: int, kind: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
     """Restore, save what storage lacks, and end."""
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
-    with Checkpointer(config(root, memory_dir=memory)) as ckpt:
+    with Checkpointer(config(root, **options)) as ckpt:
         step = ckpt.restore(state)
         report_ = ckpt.last_restore
         assert report_ is not None
@@ -111,7 +121,7 @@ def test_what_one_rank_lacks_none_restores(tmp_path: Path) -> None:
     killed(root, memory, last=8)
     assert [sorted(slots(memory, rank)) for rank in range(SIZE)] == [[6, 8]] * SIZE
     (slots(memory, 1)[8] / "seal.json").unlink()
-    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
     assert [one["step"] for one in found] == [6, 6]
     assert all(one["source"].startswith(str(memory)) for one in found)
     assert steps_of(root)[-1] == 6
@@ -125,7 +135,7 @@ def test_a_damaged_image_sends_all_ranks_back(tmp_path: Path) -> None:
     data = bytearray(image.read_bytes())
     data[-5] ^= 1
     image.write_bytes(data)
-    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
     assert [one["step"] for one in found] == [6, 6]
     for one in found:
         [[step, why]] = one["skipped"]
@@ -141,7 +151,7 @@ def test_memory_of_a_line_that_was_left_is_ignored(tmp_path: Path) -> None:
     killed(root, memory, last=6)
     on = run(SIZE, train, "fsdp", str(root), (5, {"memory_dir": None, "step_interval": 1}))
     assert [one["start"] for one in on] == [4, 4]
-    found = run(SIZE, restored, "fsdp", str(root), str(memory))
+    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
     assert [one["step"] for one in found] == [5, 5]
     assert [one["digests"] for one in found] == [one["digests"] for one in on]
 
@@ -156,3 +166,20 @@ def test_another_number_of_ranks_takes_the_commit(tmp_path: Path) -> None:
     assert not slots(memory, 0)
     assert not slots(memory, 1)
     assert steps_of(root)[-1] == 6
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_copy_that_all_have_in_a_local_directory_is_restored(tmp_path: Path, kind: str) -> None:
+    """A step that all ranks have made durable on their host goes on from there, and reaches the store."""
+    root, local = tmp_path / "run", tmp_path / "local"
+    killed(root, local, last=6, kind=kind, option="local_dir")
+    options = {"memory_dir": None, "local_dir": str(local)}
+    found = run(SIZE, restored, kind, str(root), options)
+    assert [one["step"] for one in found] == [6, 6]
+    assert all(one["source"].startswith(str(local)) for one in found)
+    assert steps_of(root)[-1] == 6
+    for rank in range(SIZE):
+        assert [*slots(local, rank)] == [6]
+    assert [one["digests"] for one in run(SIZE, restored, kind, str(root), {"memory_dir": None})] == [
+        one["digests"] for one in found
+    ]

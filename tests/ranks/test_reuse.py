@@ -70,7 +70,7 @@ def large_shards(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_frozen_base_is_written_once(tmp_path: Path, kind: str) -> None:
-    """P38: each rank names the shard of the first step, also after a restart, and no prune takes it."""
+    """Each rank names the shard of the first step, also after a restart, and no prune takes it."""
     [(start, trained), _] = run(2, adapt, kind, str(tmp_path), (4, False))
     assert start == 0
     written = large_shards(tmp_path)

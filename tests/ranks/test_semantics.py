@@ -105,7 +105,7 @@ def forks(rank: int, size: int, root: str) -> list[int]:
 
 
 def test_a_forked_child_of_a_rank_has_none_of_it(tmp_path: Path) -> None:
-    """P62: a child cannot save in its rank's name, and the ranks go on."""
+    """P76: a child cannot save in its rank's name, and the ranks go on."""
     assert run(2, forks, str(tmp_path)) == [[7], [7]]
     assert steps_of(tmp_path) == [1, 2]
 
@@ -130,7 +130,7 @@ def ends(rank: int, size: int, root: str, group: str) -> None:
 
 @pytest.mark.parametrize("group", [pytest.param("left", marks=pytest.mark.slow), "destroyed"])
 def test_an_end_without_close_commits_what_was_taken(tmp_path: Path, group: str) -> None:
-    """P38: the interpreter's end waits for all ranks, also where the program has destroyed its process group."""
+    """The interpreter's end waits for all ranks, also where the program has destroyed its process group."""
     with Gang(2, ends, str(tmp_path), group) as gang:
         assert gang.end(60) == [3, 3]
     assert steps_of(tmp_path) == [1]
