@@ -6,6 +6,7 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the garbage collector's sight.
+
+    It is a million objects, none of them garbage, and tests look through all objects thousands of times: each save does
+    once, for loaders, and so do training loops and sessions that end.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,6 +67,7 @@ class Outcome:
     commits: int
     retired: int
     epochs: int
+    retried: bool  # whether requests that failed were made again, after waits that are drawn
 
 
 class Place:
@@ -82,14 +83,12 @@ class Place:
         self.saved: dict[int, tuple[int, float]] = {}
         # A server stores all of an object or nothing, and requests are made again to servers only.
         whole = "torn" not in schedule.profile.fates["put"] and not schedule.profile.tardy
-        self._retrying = whole and schedule.rng.random() < 0.3
+        self.retrying = whole and schedule.rng.random() < 0.3
 
     def store(self) -> Store:
         """Return a way to the run directory, with or without requests that are made again."""
         connection = Connection(self.disk, self.schedule)
-        return (
-            RetryingStore(connection, deadline_s=self.schedule.profile.tick_s * 100) if self._retrying else connection
-        )
+        return RetryingStore(connection, deadline_s=self.schedule.profile.tick_s * 100) if self.retrying else connection
 
     def tag(self, step: int, frozen: float) -> int:
         """Number a state that is about to be saved."""
@@ -343,7 +342,8 @@ def play(seed: int, ablation: Ablation | None = None) -> Outcome:
     witness = place.witness
     owner = witness.state.owner
     epochs = owner.epoch if owner else 0
-    return Outcome(tuple(witness.wrongs), tuple(schedule.trace), len(witness.committed), witness.given_up, epochs)
+    trace, retried = tuple(schedule.trace), place.retrying
+    return Outcome(tuple(witness.wrongs), trace, len(witness.committed), witness.given_up, epochs, retried)
 
 
 def _listen(patch: pytest.MonkeyPatch, witness: Witness) -> None:

@@ -22,12 +22,13 @@ from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.ledger import history, ownership
-from ckpt_tasks.reading import opening, reading, restore
+from ckpt_tasks.ledger import history, ownership, steps
+from ckpt_tasks.reading import leasing, opening, reading, restore
 from ckpt_tasks.saving import parts, pipeline, rank_saver, saver
 from ckpt_tasks.state import capture as capturing
 from ckpt_tasks.state import restoring
 from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.storage import retrying
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep import pruning, upkeep
@@ -40,7 +41,8 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     """Have every module of the protocol live on a schedule, with `store` to reach the run directory."""
     threads = Threads(schedule)
     names = SimpleNamespace(token_hex=lambda size_bytes: schedule.rng.randbytes(size_bytes).hex())
-    for module in (history, ownership, upkeep, reading, restore, checkpointer, saver, pipeline, tenacity, tenacity.nap):
+    ours = (history, ownership, steps, upkeep, reading, leasing, restore, checkpointer, saver, pipeline, retrying)
+    for module in (*ours, tenacity, tenacity.nap):
         patch.setattr(module, "time", clock(schedule))
     for module in (history, ownership, reading):
         patch.setattr(module, "secrets", names)
@@ -49,8 +51,8 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(history, "datetime", SimpleNamespace(now=partial(_now, schedule)))
     # Every process lives on a host of its own, or they would be told from each other by a number that is the test's.
     patch.setattr(ownership, "socket", SimpleNamespace(gethostname=lambda: schedule.process.name))
-    patch.setattr(tenacity.wait, "random", schedule.rng)
-    patch.setattr(history, "_dice", schedule.rng)
+    for module in (history, retrying):
+        patch.setattr(module, "_dice", schedule.rng)
     # What a dataclass makes by default was bound when the class was made.
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
     for module in (pipeline, pruning, rank_saver):

@@ -28,7 +28,7 @@ from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 from tests.property.stand_ins import clock
 
-SHORT = 40
+SHORT = 60
 LONG = 20_000
 BLOCK = 1_000
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
@@ -61,26 +61,23 @@ def test_no_schedule_breaks_the_protocol(seeds: range) -> None:
 
 def test_a_seed_is_one_schedule() -> None:
     """The same seed gives the same requests with the same outcomes, in another process too."""
-    seed = next(seed for seed in range(100) if play(seed).commits > 5)
+    seed = next(
+        seed for seed in range(100) if (one := play(seed)).retried and one.commits > 5 and "refused" in str(one)
+    )
     digest = f"import sys; sys.path.insert(0, '.'); from tests.property.protocol import play; print(play({seed}).trace)"
-    again = [
-        subprocess.run(
-            [sys.executable, "-c", digest], env={"PYTHONHASHSEED": hashes}, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for hashes in ("1", "2")
-    ]
-    assert again == [str(play(seed).trace)] * 2
+    again = subprocess.run([sys.executable, "-c", digest], env={}, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == str(play(seed).trace)
 
 
 def test_a_few_schedules_are_rough_and_break_nothing() -> None:
-    """P30, P32, P33, P64, P65: forty schedules lose and tear nothing, and what is to be survived happens in them.
+    """P30, P32, P33, P64, P65: sixty schedules lose and tear nothing, and what is to be survived happens in them.
 
     Take-overs, deaths, every fate of every request, leases and evaluations.
     """
     outcomes = [play(seed) for seed in range(SHORT)]
     assert [told(seed, outcome) for seed, outcome in enumerate(outcomes) if outcome.wrongs] == []
     fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
-    assert sum(outcome.commits for outcome in outcomes) > 100
+    assert sum(outcome.commits for outcome in outcomes) > 150
     assert sum(outcome.retired for outcome in outcomes) > 40
     assert sum(outcome.epochs > 3 for outcome in outcomes) > 8
     committing = {fate for what, fate in fates if what == "put_if_absent"}
