@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
@@ -27,6 +29,8 @@ __all__ = ["Agreement"]
 
 _DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
 
+_OF_HOST = ("memory_dir", "local_dir")  # options that may differ from rank to rank
+
 _log = logging.getLogger("ckpt_tasks")
 _Found = TypeVar("_Found", bound=HostSnapshot)
 Tried = tuple[list[Checkpoint], list[Checkpoint]]
@@ -35,8 +39,11 @@ Tried = tuple[list[Checkpoint], list[Checkpoint]]
 class Agreement:
     """The ranks of a process group (without one: of torch's default group, or this process alone)."""
 
-    def __init__(self, process_group: ProcessGroup | None, deadline_s: float):
-        self.exchange = find_exchange(process_group)
+    def __init__(self, process_group: ProcessGroup | None, config: CheckpointConfig):
+        deadline_s = config.flush_timeout_s
+        self.exchange = find_exchange(process_group, deadline_s)
+        options = {name: str(value) for name, value in vars(config).items() if name not in _OF_HOST}
+        self._options = json.dumps(options).encode()
         self.world = World(self.exchange.rank, self.exchange.size)
         self.deadline_s = deadline_s
         self._horizon = Horizon(self.exchange, deadline_s)
@@ -57,6 +64,7 @@ class Agreement:
     ) -> Tenure | Following:
         """Take the run directory in rank 0, which may wait `timeout_s` for another owner; see `take`."""
         deadline_s = self.deadline_s + timeout_s
+        self.exchange.agree(self.topic("options"), self._options, _same_options, self.deadline_s)
         return take(self.exchange, self.topic("own"), make, line, deadline_s=deadline_s, open_memory=open_memory)
 
     def together(self, name: str) -> AbstractContextManager[Callable[[], None]]:
@@ -102,6 +110,20 @@ class Agreement:
     def drain(self) -> None:
         """Wait until the other ranks have rank 0's answers; it may hold the store that they are in."""
         self.exchange.drain(_DRAIN_S)
+
+
+def _same_options(words: list[bytes]) -> bytes:
+    """Raise ConfigError where the ranks' configurations differ: they would save at other steps, or elsewhere."""
+    first, *others = map(json.loads, words)
+    for rank, options in enumerate(others, start=1):
+        different = sorted(name for name in first if options.get(name) != first[name])
+        if different:
+            raise ConfigError(
+                f"rank {rank} and rank 0 have different values of {', '.join(different)}",
+                key=different[0],
+                hint="Make every rank's CheckpointConfig of the same options.",
+            )
+    return b""
 
 
 def _in_all(words: list[bytes]) -> bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import Checkpoint
@@ -173,7 +174,7 @@ class Checkpointer(HeldRun):
         now = point(step, epoch)
         due, ending = self._due(now)
         taken = due or ending
-        self._finite.check(step, metrics or {}, saving=taken)
+        self._check_finite(step, metrics, saving=taken)
         self._steps.add(step, metrics or {})
         self._at.stepped(now)
         if taken:
@@ -204,7 +205,7 @@ class Checkpointer(HeldRun):
         """
         step = check_step(step, self._at.step)
         self._raise_failure()
-        self._finite.check(step, metrics or {}, saving=True)
+        self._check_finite(step, metrics, saving=True)
         self._steps.add(step, metrics or {})
         _, ending = self._due(point(step, epoch))
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
@@ -241,22 +242,29 @@ class Checkpointer(HeldRun):
     ) -> None:
         interim = interim and self.config.has_interval
         started_s = time.perf_counter()
-        with gc_paused():
-            captured = capture(state, world=self._ranks.world)
-            groups = encode_groups(captured)  # refuses an unsupported value before anything is written
-            if self.last_commit is None:
-                warn_of_unsaved(state)
+        try:
+            with gc_paused():
+                captured = capture(state, world=self._ranks.world)
+                groups = encode_groups(captured)  # refuses an unsupported value before anything is written
+                if self.last_commit is None:
+                    warn_of_unsaved(state)
+        except Exception as error:  # noqa: BLE001 (raised in all ranks)
+            self._refuse_save(error)
         with self._saver.turn():
-            committer = self._own().committer
-            if not self._knows_line:
-                with self._ranks.together("line") as confirm:
-                    committer.check_line()
-                    confirm()
-                self._knows_line = True
+            committer = self._begin_save()
             steps = self._steps.since(self._line.step)
             saving = committer.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
             self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
+
+    def _check_finite(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
+        """Look for metrics that are NaN or infinite; raises NonFiniteError, in all ranks where the step is saved."""
+        try:
+            self._finite.check(step, metrics or {}, saving=saving)
+        except StateError as error:
+            if saving:
+                self._refuse_save(error)
+            raise
 
     def _candidates(self, step: int | None) -> tuple[list[Checkpoint], list[Checkpoint]]:
         """Return the live checkpoints, and those to try."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
@@ -16,7 +16,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.saving.committer import Line
+from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
@@ -56,7 +56,7 @@ class HeldRun:
         self._flow_run_id = flow_run_id
         self._tenure: Tenure | Following | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
-        self._ranks = Agreement(process_group, config.flush_timeout_s)
+        self._ranks = Agreement(process_group, config)
         self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
@@ -65,6 +65,7 @@ class HeldRun:
         )
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has checked that no other process has committed since
+        self._knows_state = False  # all ranks have captured a state
 
     @property
     def last_commit(self) -> Checkpoint | None:
@@ -173,9 +174,38 @@ class HeldRun:
         self._tenure.beat()
         return self._tenure
 
+    def _begin_save(self, error: Exception | None = None) -> Committer | Follower:
+        """Take the run for a save; the caller holds `turn()`.
+
+        Raises in all ranks the `error` for which one of them cannot save. In the first save nothing is written then.
+        """
+        if not (self._ranks.alone or self._knows_state):
+            with self._ranks.together("state") as confirm:
+                if error is not None:
+                    raise error
+                confirm()
+            self._knows_state = True
+        committer = self._own().committer
+        if not self._knows_line:
+            with self._ranks.together("line") as confirm:
+                committer.check_line()
+                confirm()
+            self._knows_line = True
+        if error is not None:
+            self._saver.refuse(committer, error)
+        return committer
+
+    def _refuse_save(self, error: Exception) -> NoReturn:
+        """Raise in all ranks why this one cannot save, so that none of them waits for it."""
+        if not self._ranks.alone:
+            with self._saver.turn():
+                self._begin_save(error)
+        raise error
+
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
+        self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()
             if self._saver.release():

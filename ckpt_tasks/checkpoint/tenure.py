@@ -66,10 +66,10 @@ def take(
         made.append(make())
         return json.dumps({"run_key": made[0].run_key, "owner": asdict(made[0].owner)}).encode()
 
-    told = from_first(ranks, topic, own, deadline_s)
-    if ranks.size == 1:
-        return made[0]
     try:
+        told = from_first(ranks, topic, own, deadline_s)
+        if ranks.size == 1:
+            return made[0]
         with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
             tenure = made[0] if made else Following(told, line, ranks.size)
             if isinstance(tenure, Following):

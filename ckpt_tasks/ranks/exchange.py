@@ -5,6 +5,7 @@ Invariants
 1. `agree` returns the same answer in every rank, or raises in every rank that is alive, within the deadline.
 2. No collective of torch is called here: a rank may be anywhere in the program's own collectives meanwhile.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
+4. Every request to that store has a time limit: the process that holds it may have stopped.
 
 One process is the case of one rank: nothing is sent.
 """
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ckpt_tasks import errors
@@ -26,6 +28,7 @@ __all__ = ["ALONE", "Alone", "Exchange", "StoreExchange", "all_or_none", "find_e
 
 _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
+_TIMEOUT_S = 600.0
 _MARGIN = 1.5  # rank 0 gives up first, and says which rank it waits for
 
 Decide = Callable[[list[bytes]], bytes]
@@ -88,11 +91,12 @@ ALONE = Alone()
 class StoreExchange:
     """Ranks that share a c10d store; `name` is of one Checkpointer, the same in all ranks."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str):
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S):
         self.rank = rank
         self.size = size
         self._store = store
         self._name = name
+        self._timeout_s = timeout_s
         self._clients = threading.local()
         self._answers: dict[int, set[str]] = {}  # of the last agreement in each thread of rank 0
 
@@ -112,20 +116,19 @@ class StoreExchange:
         with suppress(StoreError), _reaching("drain"):
             waiting = {key for keys in self._answers.values() for key in keys}
             while waiting and time.monotonic() < end_s:
-                client = self._client()
-                waiting = {key for key in waiting if client.check([key])}
+                waiting = {key for key in waiting if self._request("check", [key])}
                 time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
         """Set a key."""
         with _reaching(topic):
-            self._client().set(f"{self._name}/{topic}", data)
+            self._request("set", f"{self._name}/{topic}", data)
 
     def look(self, topic: str) -> bytes | None:
         """Get a key, if it is set."""
         with _reaching(topic):
-            client, key = self._client(), f"{self._name}/{topic}"
-            return bytes(client.get(key)) if client.check([key]) else None
+            key = f"{self._name}/{topic}"
+            return bytes(self._request("get", key)) if self._request("check", [key]) else None
 
     def _decide(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         answer: bytes | BaseException
@@ -149,42 +152,84 @@ class StoreExchange:
                 self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
         return answer
 
-    def _client(self) -> Any:
-        client = getattr(self._clients, "store", None)
-        if client is None:
-            client = self._clients.store = self._store.clone()
-        return client
+    def _request(self, name: str, *arguments: Any) -> Any:
+        """Call a method of this thread's connection to the store; raise StoreError where it does not answer."""
+        connection = getattr(self._clients, "connection", None)
+        if connection is None:
+            connection = self._clients.connection = _Connection(self._store)
+        try:
+            return connection.request(name, arguments, self._timeout_s)
+        except Empty:
+            self._clients.connection = None  # it may still answer, and nobody waits for it
+            raise StoreError(
+                f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
+                hint="The process that holds it hangs or is stopped: look at its log.",
+            ) from None
 
     def _put(self, key: str, data: bytes) -> None:
-        store, pieces = self._client(), range(0, len(data), _PIECE_BYTES)
+        pieces = range(0, len(data), _PIECE_BYTES)
         for begin in pieces[1:]:
-            store.set(f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
-        store.set(key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])  # last: it says that all of them are there
+            self._request("set", f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
+        # Last: it says that all of them are there.
+        self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
     def _get(self, key: str, deadline_s: float, from_whom: str) -> bytes:
-        store, end_s = self._client(), time.monotonic() + deadline_s
+        end_s = time.monotonic() + deadline_s
         poll_s = max(_POLL_S, self.size * 1e-4)
-        while not store.check([key]):  # not wait(): torch prints a warning where that runs into its timeout
+        # Not wait(): torch prints a warning where that runs into its timeout.
+        while not self._request("check", [key]):
             if time.monotonic() > end_s:
                 error = StoreError(f"{from_whom} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
                 error.hint = "It hangs, is slow or has ended: look at its log."
                 raise error
             time.sleep(poll_s)
-        head = bytes(store.get(key))
-        pieces = [head[6:], *(bytes(store.get(f"{key}+{n}")) for n in range(1, int(head[:6])))]
-        for n in range(1, int(head[:6])):
-            store.delete_key(f"{key}+{n}")
-        store.delete_key(key)
+        head = bytes(self._request("get", key))
+        others = [f"{key}+{n}" for n in range(1, int(head[:6]))]
+        pieces = [head[6:], *(bytes(self._request("get", other)) for other in others)]
+        for other in (*others, key):
+            self._request("delete_key", other)
         return b"".join(pieces)
+
+
+class _Connection:
+    """A connection to a c10d store, used by a thread of its own: torch waits for an answer without a time limit."""
+
+    def __init__(self, store: Any):
+        self._requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        queues = (store, self._requests, self._answers)
+        threading.Thread(target=_serve, args=queues, name="ckpt-ranks", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._requests.put(None)
+
+    def request(self, name: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return what a method of the store returns; raises Empty after `timeout_s`."""
+        self._requests.put((name, arguments))
+        answer = self._answers.get(timeout=timeout_s)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+    client = None
+    while (request := requests.get()) is not None:
+        name, arguments = request
+        try:
+            client = client or store.clone()
+            answers.put(getattr(client, name)(*arguments))
+        except Exception as error:  # noqa: BLE001 (raised by who asked)
+            answers.put(error)
 
 
 _made = 0
 
 
-def find_exchange(group: Any = None) -> Exchange:
+def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
     """Return the exchange of a process group, of torch's default one if it is initialised, or of one rank alone.
 
-    Every rank must call it the same number of times.
+    Every rank must call it the same number of times. `timeout_s`: so long the c10d store may take for a request.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
@@ -196,7 +241,7 @@ def find_exchange(group: Any = None) -> Exchange:
     _made += 1
     c10d = distributed.distributed_c10d
     store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
-    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}")
+    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}", timeout_s)
 
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:

@@ -111,9 +111,9 @@ class Follower:
         steps: tuple[StepMetrics, ...] = (),
     ) -> Saving:
         """Name a new attempt to save a step."""
-        self._saves += 1
+        number = self.next_number()
         return Saving(
-            attempt=new_attempt(step, self.owner, self._saves),
+            attempt=new_attempt(step, self.owner, number),
             run_key=self._run_key,
             owner=self.owner,
             groups=groups,
@@ -121,9 +121,18 @@ class Follower:
             epochs=epochs,
             interim=interim,
             world_size=self._world_size,
-            number=self._saves,
+            number=number,
             steps=steps,
         )
+
+    def next_number(self) -> int:
+        """Count a save; all ranks count the same."""
+        self._saves += 1
+        return self._saves
+
+    def topic(self, number: int) -> str:
+        """Name what the ranks agree on under the number of a save."""
+        return f"save/{self.owner.epoch}/{number}"
 
 
 class Committer(Follower):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import TensorSpec
@@ -35,6 +36,7 @@ __all__ = [
     "joined",
     "new_attempt",
     "reuse",
+    "same_step",
 ]
 
 OF_RANK = ("rng", "generator")  # kinds of groups that each rank has of its own
@@ -152,6 +154,18 @@ def _placed(spec: TensorSpec, box: Box, group: str, places: Places | None) -> tu
         return spec.shape, box
     full_shape, offset = place
     return full_shape, Box(tuple(map(operator.add, offset, box.offset)), box.shape)
+
+
+def same_step(words: Sequence[bytes]) -> list[bytes]:
+    """Return the ranks' parts from their words, the step and the part; raise StateError where the steps differ."""
+    steps, _, parts = zip(*(word.partition(b"\n") for word in words), strict=True)
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise StateError(
+                f"rank {rank} saves step {int(step)}, and rank 0 step {int(steps[0])}",
+                hint="Call step() and save() at the same steps on every rank.",
+            )
+    return [*parts]
 
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:

@@ -33,6 +33,7 @@ from ckpt_tasks.storage.port import watching
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
 _LOOK_S = 1.0  # a waiting thread looks this often whether the store is stuck
+_FOR_RANKS = 2  # the flush itself gives up before, and says which rank it waited for
 _LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have landed
 
 
@@ -62,7 +63,7 @@ class Snapshot:
     `keep`: no newer snapshot may replace it. `known` is set once `prepared` or `error` is; until then `digested` yields
     two parts of each image, as written and with reused objects, and then None. `copy` runs on devices: call its wait()
     before reading the images. `base` is the checkpoint whose objects may be reused. `given_up` asks the threads to
-    drop the snapshot; `outcome` says how its flush ended.
+    drop the snapshot; `outcome` says how its flush ended. `handed_in`: the flush waits for other ranks.
     """
 
     slot: str
@@ -78,6 +79,7 @@ class Snapshot:
     prepared: PreparedCheckpoint | None = None
     error: BaseException | None = None
     given_up: bool = False
+    handed_in: bool = False
     outcome: Outcome | None = None
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
@@ -133,9 +135,10 @@ class Pipeline:
 
     @property
     def stuck(self) -> bool:
-        """Whether the store has taken nothing of the running flush for `timeout_s`."""
+        """Whether the store, or the other ranks, have taken nothing of the running flush for too long."""
         with self._changed:
-            return self._flushing is not None and time.monotonic() - self._moved_s > self._timeout_s
+            patience = _FOR_RANKS if self._flushing is not None and self._flushing.handed_in else 1
+            return self._flushing is not None and time.monotonic() - self._moved_s > patience * self._timeout_s
 
     def _stuck_error(self) -> StoreError:
         left = self.under_way

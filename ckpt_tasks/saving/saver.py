@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt_tasks.errors import CkptError, FencedError, StoreError
 from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix
@@ -23,13 +23,14 @@ from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint, pre
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined, reuse
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined, reuse, same_step
 from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
 from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS, MemoryDirectory
 from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.storage.port import moved
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
@@ -99,8 +100,12 @@ class Saver:
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
         """
         slot = self._pipeline.take_slot()
-        self._plan(captured)
-        images, copy = self._rank.fill(slot, captured)
+        try:
+            self._plan(captured)
+            images, copy = self._rank.fill(slot, captured)
+        except StoreError as error:  # raised in all ranks: none of them waits for this one's part
+            self._ranks.agree(committer.topic(saving.number), error, b"".join, self._config.flush_timeout_s)
+            raise
         self._early = saving.attempt.step == 0
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
@@ -186,6 +191,11 @@ class Saver:
         except KeyboardInterrupt:
             if left := self._pipeline.under_way:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
+
+    def refuse(self, committer: Committer | Follower, error: Exception) -> NoReturn:
+        """Raise in all ranks, as the failure of the save that they begin, that this one cannot take its snapshot."""
+        self._ranks.agree(committer.topic(committer.next_number()), error, b"".join, self._config.flush_timeout_s)
+        raise error
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -285,38 +295,47 @@ class Saver:
         """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks."""
         committer, saving = snapshot.committer, snapshot.saving
         entries: list[Entry] = []
+        committing = False
         word: bytes | BaseException
         part: RankPart | None = None
+        step = b"%d\n" % saving.attempt.step
         try:
             admitted = committer.admit() if isinstance(committer, Committer) else None
             part = self._written(snapshot, admitted)
-            word = part.with_groups(saving.groups).to_bytes()
+            word = step + part.with_groups(saving.groups).to_bytes()
         except SupersededError:
             word = b""
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
             word = error
 
         def decide(words: list[bytes]) -> bytes:
+            nonlocal committing
             if not all(words):
                 return b""  # some rank has a newer snapshot
             assert isinstance(committer, Committer)
             assert admitted is not None
             assert part is not None
-            prepared = prepare_checkpoint(saving, [RankPart.from_bytes(part) for part in words])
+            prepared = prepare_checkpoint(saving, [*map(RankPart.from_bytes, same_step(words))])
             committer.put_manifest(prepared)
+            committing = True  # from here on the entry may exist, whatever is raised
             entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.rows)))
             return json.dumps(checkpoint_item(entries[0].state.live[-1])).encode()
 
-        topic = f"save/{saving.owner.epoch}/{saving.number}"
+        snapshot.handed_in = True
+        moved()
         try:
-            answer = self._ranks.agree(topic, word, decide, self._config.flush_timeout_s)
+            answer = self._ranks.agree(committer.topic(saving.number), word, decide, self._config.flush_timeout_s)
         except CkptError as error:
+            if entries:
+                return entries[0].state.live[-1], entries[0]  # committed: only the answer has not reached all ranks
             committer.line.unsure = True
             committer.fenced = committer.fenced or isinstance(error, FencedError)
-            if isinstance(committer, Committer):
+            if isinstance(committer, Committer) and not committing:
                 committer.abandon(saving.attempt)
             raise
         if not answer or part is None:
+            if isinstance(committer, Committer):
+                committer.abandon(saving.attempt)  # no rank is still writing: all have handed in a word
             raise SupersededError
         checkpoint = read_checkpoint(json.loads(answer))
         if not entries:

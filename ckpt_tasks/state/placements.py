@@ -15,6 +15,7 @@ import math
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,10 @@ ALONE = World(0, 1)
 
 
 class Place(NamedTuple):
-    """The shape of a whole tensor, this rank's box of it, and which of how many replicas of the box this rank has."""
+    """The shape of a whole tensor, this rank's box of it, and which of how many replicas of the box this rank has.
+
+    A rank outside of the tensor's mesh has none of 0.
+    """
 
     full_shape: tuple[int, ...]
     box: Box
@@ -88,7 +92,7 @@ def place_of(tensor: torch.Tensor, key: str, world: World, known: dict[Any, Plac
 def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], local: tuple[int, ...], key: str) -> Place:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 1)
+        return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 0)
     offset, extent = [0] * len(shape), [*shape]
     for dim in range(len(shape)):
         for mesh_dim in _order_of_cuts(placements, mesh.shape, dim, key):
@@ -108,6 +112,8 @@ def share(place: Place, key: str, itemsize: int, turn: int = 0) -> Box | None:
     A large box is cut into as many parts as it has replicas; a small one is written by one of them, chosen by the key.
     `turn` 1 gives the share of the next replica.
     """
+    if not place.replicas:
+        return None
     offset, shape = place.box
     replica, replicas = (place.replica + turn) % place.replicas, place.replicas
     if 0 in shape and 0 not in place.full_shape:
@@ -177,10 +183,20 @@ def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) ->
     for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
         if placement.is_replicate():
             replica, replicas = replica * size + at, replicas * size
+    beside, beside_of = _beside(mesh, mesh.get_rank())
+    return replica * beside_of + beside, replicas * beside_of
+
+
+@lru_cache(maxsize=64)
+def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
+    """Return which of how many meshes beside each other this rank's is, that were sliced from one, perhaps flattened.
+
+    A mesh equals those beside it, and says the ranks of this process's own.
+    """
     root = mesh._get_root_mesh()
-    if root is not mesh and root.mesh_dim_names and mesh.mesh_dim_names:
-        own = {name for names in mesh.mesh_dim_names for name in names.split("_")} | {*mesh.mesh_dim_names}
-        for name, at, size in zip(root.mesh_dim_names, root.get_coordinate(), root.shape, strict=True):
-            if name not in own:
-                replica, replicas = replica * size + at, replicas * size
-    return replica, replicas
+    coordinates = torch.isin(root.mesh, mesh.mesh.reshape(-1)).nonzero()
+    number, count = 0, 1
+    for at, size in zip(coordinates.unbind(1), root.shape, strict=True):
+        if size > 1 and bool((at == at[0]).all()):
+            number, count = number * size + int(at[0]), count * size
+    return number, count

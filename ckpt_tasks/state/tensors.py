@@ -125,6 +125,8 @@ class TensorSet:
         box = share(place, first, tensor.dtype.itemsize)
         if box is not None:
             part = local_of(tensor).detach()
+            if 0 in place.full_shape:  # a part of it may be smaller still
+                part = part.new_empty(place.full_shape)
             for axis, (begin, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
                 if extent != part.shape[axis]:
                     part = part.narrow(axis, begin - place.box.offset[axis], extent)
