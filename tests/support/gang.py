@@ -8,8 +8,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,19 +46,40 @@ class Gang:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.kill()
+        for process in self.processes:
+            process.join()
+
+    def kill(self) -> None:
+        """Kill every rank, as a launcher does where one has died."""
         for process in self.processes:
             process.kill()
-            process.join()
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid
         assert pid is not None
         return pid
 
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pid(rank), number)
+
     def said(self, rank: int, timeout_s: float = 120) -> Any:
         """Return the next thing that a rank reports; EOFError where it has ended."""
         assert self._pipes[rank].poll(timeout_s), f"rank {rank} reports nothing"
         return self._pipes[rank].recv()
+
+    def follow(self, timeout_s: float = 120) -> Iterator[tuple[int, Any]]:
+        """Yield what the ranks report, with the rank, and None where one ends, until all have ended."""
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while open_pipes:
+            ready = wait([*open_pipes], timeout_s)
+            assert ready, f"ranks {[*open_pipes.values()]} neither report nor end"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    yield open_pipes[pipe], pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    yield open_pipes.pop(pipe), None
 
     def results(self, timeout_s: float = 120) -> list[Any]:
         """Return what the job returned in every rank."""
