@@ -192,7 +192,7 @@ class HeldRun:
                 confirm()
             self._knows_line = True
         if error is not None:
-            self._saver.refuse(committer, error)
+            self._saver.refuse(committer, error, committer.next_number())
         return committer
 
     def _refuse_save(self, error: Exception) -> NoReturn:

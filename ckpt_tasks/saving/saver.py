@@ -103,9 +103,8 @@ class Saver:
         try:
             self._plan(captured)
             images, copy = self._rank.fill(slot, captured)
-        except StoreError as error:  # raised in all ranks: none of them waits for this one's part
-            self._ranks.agree(committer.topic(saving.number), error, b"".join, self._config.flush_timeout_s)
-            raise
+        except StoreError as error:
+            self.refuse(committer, error, saving.number)
         self._early = saving.attempt.step == 0
         stall_s = time.perf_counter() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
@@ -192,9 +191,9 @@ class Saver:
             if left := self._pipeline.under_way:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
-    def refuse(self, committer: Committer | Follower, error: Exception) -> NoReturn:
-        """Raise in all ranks, as the failure of the save that they begin, that this one cannot take its snapshot."""
-        self._ranks.agree(committer.topic(committer.next_number()), error, b"".join, self._config.flush_timeout_s)
+    def refuse(self, committer: Committer | Follower, error: Exception, number: int) -> NoReturn:
+        """Raise in all ranks why this one cannot take the snapshot of a save."""
+        self._ranks.agree(committer.topic(number), error, b"".join, self._config.flush_timeout_s)
         raise error
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +326,7 @@ class Saver:
             answer = self._ranks.agree(committer.topic(saving.number), word, decide, self._config.flush_timeout_s)
         except CkptError as error:
             if entries:
-                return entries[0].state.live[-1], entries[0]  # committed: only the answer has not reached all ranks
+                return entries[0].state.live[-1], entries[0]  # committed; not all ranks have heard of it
             committer.line.unsure = True
             committer.fenced = committer.fenced or isinstance(error, FencedError)
             if isinstance(committer, Committer) and not committing:
