@@ -44,9 +44,9 @@ class _Message(NamedTuple):
     body: pa.Buffer
 
 
-def read_arrow(data: bytes, schema: pa.Schema, max_rows: int) -> pa.Table:
+def read_arrow(data: bytes | memoryview, schema: pa.Schema, max_rows: int) -> pa.Table:
     """Read a table of this very schema; raise one of FAULTS where the bytes are no such file or hold more rows."""
-    if data[:_START] != _MAGIC + b"\0\0" or not data.endswith(_MAGIC):
+    if data[:_START] != _MAGIC + b"\0\0" or data[-len(_MAGIC) :] != _MAGIC:
         raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
     if not messages or len(messages) > _MOST_MESSAGES:
@@ -75,7 +75,7 @@ def read_arrow(data: bytes, schema: pa.Schema, max_rows: int) -> pa.Table:
     return table
 
 
-def _messages(data: bytes) -> Iterator[_Message]:
+def _messages(data: bytes | memoryview) -> Iterator[_Message]:
     buffer = pa.py_buffer(data)
     at = _START
     while True:
@@ -166,13 +166,13 @@ class _Batch:
 class _Table:
     """A table of a flatbuffer: `at` is where it begins in `data`."""
 
-    def __init__(self, data: bytes, at: int):
+    def __init__(self, data: bytes | memoryview, at: int):
         self._data = data
         self._at = at
         self._places = at - _read(data, "<i", at)
 
     @classmethod
-    def root(cls, data: bytes) -> _Table:
+    def root(cls, data: bytes | memoryview) -> _Table:
         """Return the table that a flatbuffer begins with."""
         return cls(data, _read(data, "<I", 0))
 
@@ -209,7 +209,7 @@ class _Table:
         return self._at + offset if offset else None
 
 
-def _read(data: bytes, form: str, at: int) -> int:
+def _read(data: bytes | memoryview, form: str, at: int) -> int:
     if not 0 <= at <= len(data) - struct.calcsize(form):
         raise ValueError("a message that points out of itself")
     found: int = struct.unpack_from(form, data, at)[0]

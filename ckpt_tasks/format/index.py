@@ -9,9 +9,8 @@ objects are made for who looks at the rows.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,29 +20,26 @@ import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.columns import MAX_EXTENTS, MAX_REGIONS, Lists, Words, whole_column
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.image import MAX_DIMENSIONS, MIN_REGION_BYTES, REGION_BYTES, STORED_DTYPES
+from ckpt_tasks.format.image import MIN_REGION_BYTES, REGION_BYTES, STORED_DTYPES
 from ckpt_tasks.format.keys import is_group, is_shard
 from ckpt_tasks.format.regions import Box
-from ckpt_tasks.format.tiling import row_major_faults, untiled
+from ckpt_tasks.format.tiling import Numbers, row_major_faults, untiled
 
 __all__ = [
     "MAX_INDEX_BYTES",
-    "MAX_REGIONS",
     "Index",
     "IndexRow",
+    "parse_index",
     "read_index",
     "write_index",
 ]
 
 MAX_INDEX_BYTES = 256 << 20
-MAX_REGIONS = 1 << 20
-_MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
 _FREE_CUTS = 4096  # of a small tensor that many ranks share; else regions have MIN_REGION_BYTES, or a third of them
 _MAX_BYTES = 2.0**62  # of a tensor; what is larger overflows in torch, even where one of its extents is 0
-_MAX_ELEMENTS = 2.0**57  # of a region: as many bytes as a number of 64 bits counts, whatever the dtype
-_HUGE = 2.0**200
 
 _SCHEMA = pa.schema(
     [
@@ -85,30 +81,17 @@ _BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
 _ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
 
 
-def write_index(rows: Sequence[IndexRow]) -> bytes:
-    """Write rows as the bytes of an uncompressed Arrow IPC file; refuse more than are read."""
-    extents = sum(len(row.tensor_shape) for row in rows)
-    if len(rows) > MAX_REGIONS or extents > _MAX_EXTENTS:
+def write_index(index: Index) -> bytes:
+    """Write an index as the bytes of an uncompressed Arrow IPC file; refuse more than is read."""
+    extents = sum(len(pc.list_flatten(chunk)) for chunk in index.table.column("tensor_shape").chunks)
+    if len(index) > MAX_REGIONS or extents > MAX_EXTENTS:
         raise UnsupportedStateError(
-            f"the checkpoint has {len(rows)} regions with {extents} extents, more than are read",
+            f"the checkpoint has {len(index)} regions with {extents} extents, more than are read",
             hint="Keep many small tensors as one large one.",
         )
-    columns: list[list[object]] = [
-        [row.group for row in rows],
-        [row.key for row in rows],
-        [row.dtype for row in rows],
-        [row.tensor_shape for row in rows],
-        [row.box.offset for row in rows],
-        [row.box.shape for row in rows],
-        [row.object for row in rows],
-        [row.begin for row in rows],
-        [row.end for row in rows],
-        [row.digest for row in rows],
-    ]
-    arrays = [_array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, _SCHEMA) as writer:
-        writer.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA))
+        writer.write_table(index.table)
     return sink.getvalue()
 
 
@@ -116,76 +99,170 @@ def read_index(data: bytes, *, digest: str, name: str) -> Index:
     """Read an index whose digest is known; raise IntegrityError where bytes or rows do not make sense."""
     if digest_hex(data) != digest:
         raise IntegrityError("the index is not the one that was committed", key=name)
+    index = parse_index(data, name)
     try:
-        index = Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
         index.check(name)
     except FAULTS as error:
         raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
     return index
 
 
-class Index:
-    """An index in memory, as columns; raises one of FAULTS where a value is missing, or numbers are no tensor's."""
+def parse_index(data: bytes | memoryview, name: str) -> Index:
+    """Read an index whose rows somebody else checks; raise IntegrityError where the bytes are no table of this kind."""
+    try:
+        return Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
+    except FAULTS as error:
+        raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
+
+
+class _Columns:
+    """The columns of a table; raises one of FAULTS where a value is missing, or numbers are no tensor's."""
 
     def __init__(self, table: pa.Table):
-        columns = {field.name: _whole(table.column(field.name), field) for field in _SCHEMA}
-        self._group, self._dtype, self._object = (_Words(columns[name]) for name in ("group", "dtype", "object"))
-        self._full, self._offset, self._shape = (_Lists(columns[name]) for name in ("tensor_shape", "offset", "shape"))
-        self._begin, self._end = columns["begin"].to_numpy(), columns["end"].to_numpy()
-        self._key, self._digest = columns["key"], columns["digest"]
+        columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
+        self.group, self.dtype, self.object = (Words(columns[name]) for name in ("group", "dtype", "object"))
+        self.full, self.offset, self.shape = (Lists(columns[name]) for name in ("tensor_shape", "offset", "shape"))
+        self.begin: Numbers = columns["begin"].to_numpy()
+        self.end: Numbers = columns["end"].to_numpy()
+        self.key, self.digest = columns["key"], columns["digest"]
+
+
+class Index:
+    """The regions of a checkpoint, or of a part of one, as a table; its columns are looked at on demand."""
+
+    def __init__(self, table: pa.Table):
+        self.table = table
+
+    @classmethod
+    @gc_paused()
+    def of(cls, rows: Iterable[IndexRow]) -> Index:
+        """Make an index of rows."""
+        columns: list[Sequence[object]] = [*zip(*rows, strict=True)] or [()] * 9
+        boxes: list[Sequence[object]] = [*zip(*columns.pop(4), strict=True)] or [(), ()]
+        return cls.of_columns(*columns[:4], *boxes, *columns[4:])
+
+    @classmethod
+    def of_columns(cls, *columns: Sequence[object]) -> Index:
+        """Make an index of its columns, in the order of the format."""
+        arrays = [_array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
+        return cls(pa.Table.from_arrays(arrays, schema=_SCHEMA))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Index]) -> Index:
+        """Put parts together, one after the other."""
+        tables = [part.table for part in parts]
+        return cls(pa.concat_tables(tables or [_SCHEMA.empty_table()]).unify_dictionaries().combine_chunks())
 
     def __len__(self) -> int:
         """Return how many rows there are."""
-        return len(self._begin)
+        return int(self.table.num_rows)
+
+    @cached_property
+    def _columns(self) -> _Columns:
+        return _Columns(self.table)
 
     @cached_property
     def rows(self) -> tuple[IndexRow, ...]:
         """All rows, in their order."""
         with gc_paused():
+            of = self._columns
             columns = (
-                self._group.values(),
-                self._key.to_pylist(),
-                self._dtype.values(),
-                self._full.values(),
-                map(_BOX, zip(self._offset.values(), self._shape.values(), strict=True)),
-                self._object.values(),
-                self._begin.tolist(),
-                self._end.tolist(),
-                self._digest.to_numpy(zero_copy_only=False).tolist(),  # to_pylist makes an Arrow scalar of each
+                of.group.values(),
+                of.key.to_pylist(),
+                of.dtype.values(),
+                of.full.values(),
+                map(_BOX, zip(of.offset.values(), of.shape.values(), strict=True)),
+                of.object.values(),
+                of.begin.tolist(),
+                of.end.tolist(),
+                of.digest.to_numpy(zero_copy_only=False).tolist(),  # to_pylist makes an Arrow scalar of each
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 
     @cached_property
-    def keys(self) -> list[str]:
-        """The full key of the tensor of every row."""
-        of_group = [f"{group}/" for group in self._group.words]
-        return [
-            of_group[code] + key for code, key in zip(self._group.codes.tolist(), self._key.to_pylist(), strict=True)
-        ]
-
-    @cached_property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor, by its full key; what they are while there are no `coverage_faults`."""
-        return dict(zip(self.keys, zip(self._dtype.values(), self._full.values(), strict=True), strict=True))
+        with gc_paused():
+            firsts = self._take(self._tensor_numbers[1])
+            of = firsts._columns
+            return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
+
+    def placed(self, name: str, digests: Sequence[bytes]) -> Index:
+        """Return the rows with another object and other digests."""
+        field = _SCHEMA.field("object")
+        codes = pa.array(np.zeros(len(self), np.int32))
+        of_object = pa.DictionaryArray.from_arrays(codes, pa.array([name] if digests else [], pa.string()))
+        digest = pa.Array.from_buffers(pa.binary(16), len(self), [None, pa.py_buffer(b"".join(digests))])
+        columns = {"object": of_object.cast(field.type), "digest": digest}
+        arrays = [columns.get(name, self.table.column(name)) for name in _SCHEMA.names]
+        return Index(pa.Table.from_arrays(arrays, schema=_SCHEMA))
+
+    def of_object(self, name: str) -> Index:
+        """Return the rows that lie in one object."""
+        words = self._columns.object
+        return self._take(np.flatnonzero(words.codes == words.code.get(name, -1)))
+
+    def of_tensors(self, keys: Container[str]) -> Index:
+        """Return the rows of some tensors, given by their full keys."""
+        numbers, firsts = self._tensor_numbers
+        wanted = np.array([key in keys for key in self._take(firsts)._full_keys()], np.bool_)
+        return self if wanted.all() else self._take(np.flatnonzero(wanted[numbers]))
+
+    def same_regions(self, other: Index) -> bool:
+        """Say whether another index has the same rows, but for the names of the objects that they lie in."""
+        return len(self) == len(other) and all(
+            mine.equals(theirs) if not pa.types.is_dictionary(mine.type) else _words(mine) == _words(theirs)
+            for name in _SCHEMA.names
+            if name != "object"
+            for mine, theirs in [(self.table.column(name), other.table.column(name))]
+        )
+
+    def _take(self, rows: Numbers) -> Index:
+        table = self.table.take(pa.array(rows))
+        for n, field in enumerate(_SCHEMA):
+            column = table.column(n)
+            if pa.types.is_dictionary(field.type) and any(len(one.dictionary) > len(rows) for one in column.chunks):
+                table = table.set_column(n, field, column.cast(pa.string()).dictionary_encode().cast(field.type))
+        return Index(table)
+
+    def _full_key(self, row: int) -> str:
+        return self._take(np.array([row]))._full_keys()[0]
+
+    def _full_keys(self) -> list[str]:
+        of = self._columns
+        of_group = [f"{group}/" for group in of.group.words]
+        return [of_group[code] + key for code, key in zip(of.group.codes.tolist(), of.key.to_pylist(), strict=True)]
+
+    @cached_property
+    def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
+        """The tensor of every row, numbered in the order of first rows; and these rows."""
+        keys = self._columns.key.dictionary_encode()
+        codes = self._columns.group.codes * max(1, len(keys.dictionary)) + keys.indices.to_numpy()
+        _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
+        rank = np.empty_like(firsts)
+        order = np.argsort(firsts)
+        rank[order] = np.arange(len(firsts))
+        return rank[numbers], firsts[order]
 
     def check(self, name: str) -> None:
         """Raise IntegrityError where a row makes no sense; `name` is that of the index."""
-        bad = [n for n in self._object.used if not is_shard(n)]
-        bad += [g for g in self._group.used if not is_group(g)]
+        of = self._columns
+        bad = [n for n in of.object.used if not is_shard(n)]
+        bad += [g for g in of.group.used if not is_group(g)]
         if bad:
             raise IntegrityError(f"the index holds the name {bad[0]!r:.80}", key=name)
-        for word in self._dtype.used:
+        for word in of.dtype.used:
             if word not in STORED_DTYPES:
-                self._refuse(self._dtype.codes == self._dtype.code[word], f"the index holds the dtype {word!r:.40}")
-        stored = [STORED_DTYPES.get(word) for word in self._dtype.words]  # None: no row has it
+                self._refuse(of.dtype.codes == of.dtype.code[word], f"the index holds the dtype {word!r:.40}")
+        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None: no row has it
         sizes = np.array([(one.nbytes, one.itemsize) if one else (1, 1) for one in stored], np.int64).reshape(-1, 2)
-        nbytes, itemsize = sizes[self._dtype.codes].T
-        other = (self._offset.lengths != self._full.lengths) | (self._shape.lengths != self._full.lengths)
+        nbytes, itemsize = sizes[of.dtype.codes].T
+        other = (of.offset.lengths != of.full.lengths) | (of.shape.lengths != of.full.lengths)
         self._refuse(other, "a region has another number of dimensions than its tensor")
-        size_bytes, (elements, _), (_, extent) = self._end - self._begin, self._shape.products(), self._full.products()
-        misfit = (self._begin < 0) | (size_bytes < 0) | (size_bytes != elements * nbytes)
+        size_bytes, (elements, _), (_, extent) = of.end - of.begin, of.shape.products(), of.full.products()
+        misfit = (of.begin < 0) | (size_bytes < 0) | (size_bytes != elements * nbytes)
         self._refuse(misfit, "a region's bytes do not fit its shape")
-        misplaced = (size_bytes > REGION_BYTES) | (self._begin % itemsize != 0)
+        misplaced = (size_bytes > REGION_BYTES) | (of.begin % itemsize != 0)
         self._refuse(misplaced, "a region is too large, or does not lie where its dtype can")
         self._refuse((size_bytes == 0) & (extent * nbytes > _MAX_BYTES), "an empty tensor is too large")
 
@@ -194,46 +271,40 @@ class Index:
 
         `whole`: one rank wrote all of it, so that the regions of a tensor in one object are its elements in order.
         """
-        tensor = self._tensors_of_rows()
+        of = self._columns
+        tensor, firsts = self._tensor_numbers
         # Nearly all, of 10⁵, have one region, and it is the tensor.
-        odd = self._full.some(self._full.numbers != self._shape.numbers) | self._offset.some(self._offset.numbers != 0)
+        odd = of.full.some(of.full.numbers != of.shape.numbers) | of.offset.some(of.offset.numbers != 0)
         odd |= np.bincount(tensor)[tensor] > 1
         rows = np.flatnonzero(odd)
         faults: dict[int, str] = {}
-        for dims in np.flatnonzero(np.bincount(self._full.lengths[rows])).tolist():
-            of_dims = rows[self._full.lengths[rows] == dims]
-            of_dims = of_dims[np.lexsort((self._begin[of_dims], tensor[of_dims]))]
+        for dims in np.flatnonzero(np.bincount(of.full.lengths[rows])).tolist():
+            of_dims = rows[of.full.lengths[rows] == dims]
+            of_dims = of_dims[np.lexsort((of.begin[of_dims], tensor[of_dims]))]
             faults |= self._faults_of(of_dims, tensor[of_dims], dims, whole=whole)
-        first = dict(zip(tensor[::-1].tolist(), range(len(tensor) - 1, -1, -1), strict=True)) if faults else {}
-        by_row = sorted((first[number], why) for number, why in faults.items())
-        return [f"{self.keys[row]}: {why}" for row, why in by_row]
-
-    def _tensors_of_rows(self) -> npt.NDArray[np.int64]:
-        """Number the tensors, and return that of every row."""
-        keys = self._key.dictionary_encode()
-        codes = self._group.codes * max(1, len(keys.dictionary)) + keys.indices.to_numpy()
-        numbers: npt.NDArray[np.int64] = np.unique(codes, return_inverse=True)[1]
-        return numbers
+        keys = self._take(firsts[sorted(faults)])._full_keys()
+        return [f"{key}: {faults[number]}" for key, number in zip(keys, sorted(faults), strict=True)]
 
     def _faults_of(
         self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
     ) -> dict[int, str]:
         """Say by tensor what is wrong with rows of `dims` dimensions, in the order of tensors and bytes."""
-        full, offset, shape = (column.matrix(rows, dims) for column in (self._full, self._offset, self._shape))
+        of = self._columns
+        full, offset, shape = (column.matrix(rows, dims) for column in (of.full, of.offset, of.shape))
         starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
         counts = np.diff(np.r_[starts, len(rows)])
         first, group = np.repeat(starts, counts), np.repeat(np.arange(len(starts)), counts)
-        dtype = self._dtype.codes[rows]
+        dtype = of.dtype.codes[rows]
         other = (full != full[first]).any(axis=1) | (dtype != dtype[first])
         faults = dict.fromkeys(tensor[other].tolist(), "its regions disagree on shape or dtype")
         same = ~np.isin(tensor, tensor[other])
         for number in untiled(tensor[same], full[same], offset[same], shape[same]).tolist():
             faults[number] = "its regions leave a hole, overlap or lie outside of it"
-        size_bytes = np.add.reduceat(self._end[rows] - self._begin[rows], starts)
+        size_bytes = np.add.reduceat(of.end[rows] - of.begin[rows], starts)
         for number in tensor[starts[counts > _FREE_CUTS + 3 * (size_bytes // MIN_REGION_BYTES)]].tolist():
             faults.setdefault(number, f"{int((tensor == number).sum())} regions, too many for its bytes")
         if whole:
-            place = self._object.codes[rows]
+            place = of.object.codes[rows]
             together = ~np.logical_or.reduceat(place != place[first], starts)[group]
             for number in np.unique(tensor[together & row_major_faults(full, offset, shape, first)]).tolist():
                 faults.setdefault(number, "its regions do not lie in the order of its elements")
@@ -244,102 +315,29 @@ class Index:
 
         So no byte is under two digests, and none of the tensors takes more memory than the object has bytes.
         """
-        order = np.lexsort((self._end, self._begin, self._object.codes))
-        firsts = np.searchsorted(self._object.codes[order], np.arange(len(self._object.words) + 1)).tolist()
-        inside = {word: order[firsts[code] : firsts[code + 1]] for word, code in self._object.code.items()}
+        of = self._columns
+        order = np.lexsort((of.end, of.begin, of.object.codes))
+        firsts = np.searchsorted(of.object.codes[order], np.arange(len(of.object.words) + 1)).tolist()
+        inside = {word: order[firsts[code] : firsts[code + 1]] for word, code in of.object.code.items()}
         strange = [row for word, rows in inside.items() if word not in objects for row in rows.tolist()]
-        faults = [f"{self.keys[row]} lies in an object that the manifest does not name" for row in strange]
+        faults = [f"{self._full_key(row)} lies in an object that the manifest does not name" for row in strange]
         for name, (begin, end) in objects.items():
             rows = inside.get(name, order[:0])
-            if [begin, *self._end[rows].tolist()] != [*self._begin[rows].tolist(), end]:
+            if [begin, *of.end[rows].tolist()] != [*of.begin[rows].tolist(), end]:
                 faults.append(f"{name}: its regions leave a gap, overlap or end elsewhere")
         return faults
 
     def _refuse(self, bad: npt.NDArray[np.bool_], why: str) -> None:
         if bad.any():
-            raise IntegrityError(why, key=self.keys[int(bad.argmax())])
+            raise IntegrityError(why, key=self._full_key(int(bad.argmax())))
 
 
-class _Words:
-    """A column of few words: each once (`words`), its place there (`code`), and that of every row's word (`codes`)."""
-
-    def __init__(self, column: pa.DictionaryArray):
-        words = column.dictionary.to_pylist()
-        if len(words) > len(column):
-            raise ValueError("a dictionary with words that no row has")
-        self.words = [*dict.fromkeys(words)]  # a word can stand there twice
-        self.code = {word: code for code, word in enumerate(self.words)}
-        self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
-
-    @property
-    def used(self) -> list[Any]:
-        """The words that a row has."""
-        # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
-        return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
-
-    def values(self) -> list[Any]:
-        """List the word of every row."""
-        return [self.words[code] for code in self.codes.tolist()]
+def _words(column: pa.ChunkedArray) -> list[str]:
+    words: list[str] = column.to_pylist()
+    return words
 
 
-class _Lists:
-    """A column of short lists: how many `numbers` each has, where they end, and the numbers of all of them."""
-
-    def __init__(self, column: pa.ListArray):
-        flat = pc.list_flatten(column)
-        if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
-            raise ValueError("a missing or a negative number in a list")
-        self.numbers: npt.NDArray[np.int64] = flat.to_numpy()
-        self.lengths = np.diff(column.offsets.to_numpy()).astype(np.int64)
-        self.ends = np.cumsum(self.lengths)
-        if len(flat) > _MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:
-            raise ValueError("more dimensions than a tensor has")
-
-    def values(self) -> list[tuple[int, ...]]:
-        """List the list of every row, as a tuple."""
-        # All of one length at once: half the time of cutting out each of 10⁵.
-        begins = self.ends - self.lengths
-        lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
-        for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
-            places = begins[self.lengths == length]
-            lists[int(length)] = zip(*(self.numbers[places + n].tolist() for n in range(length)), strict=True)
-        return [next(lists[length]) for length in self.lengths.tolist()]
-
-    def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Return the lists of some rows, all of this length, as a matrix."""
-        begins = (self.ends - self.lengths)[rows]
-        matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
-        return matrix
-
-    def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Say for every row whether what is `said` of each number is true of one in its list."""
-        count = np.concatenate(([0], np.cumsum(mask)))
-        found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
-        return found
-
-    def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the product of every list, -1 where it is beyond any size, and about that of what is not 0 in it."""
-        product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
-        for n in range(int(self.lengths.max(initial=0))):
-            there = self.lengths > n
-            factor = self.numbers[(self.ends - self.lengths)[there] + n]
-            product[there] *= factor  # it may overflow
-            magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
-        product[(magnitude > _MAX_ELEMENTS) & ~self.some(self.numbers == 0)] = -1
-        return product, magnitude
-
-
-def _whole(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
-    # Arrow does not check that a column declared without nulls has none.
-    if column.null_count:
-        raise ValueError(f"a value is missing in the column {field.name}")
-    if column.num_chunks == 1:
-        return column.chunk(0)  # nearly always; to combine it starts what computes, 9 ms the first time
-    array = column.combine_chunks()
-    return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks
-
-
-def _array(values: list[object], kind: pa.DataType) -> pa.Array:
+def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
     if pa.types.is_dictionary(kind):
         return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
     return pa.array(values, kind)

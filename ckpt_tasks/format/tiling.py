@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_CORNERS", "row_major_faults", "untiled"]
+__all__ = ["MAX_CORNERS", "Numbers", "row_major_faults", "untiled"]
 
 MAX_CORNERS = 1 << 24  # of all boxes together: 10⁶ boxes that are cut along four dimensions
 

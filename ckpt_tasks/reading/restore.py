@@ -196,7 +196,7 @@ def restore_one(
     except StateMismatchError as error:
         error.step = checkpoint.step
         raise
-    wanted = [row for row in opened.rows if row.full_key in plan.keys]
+    wanted = opened.index.of_tensors(plan.keys).rows
     names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
     for record in opened.manifest.objects:
         if record.name in names:

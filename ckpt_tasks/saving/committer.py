@@ -59,7 +59,7 @@ class Line:
                 opened = open_checkpoint(store, base)
             except CkptError:
                 return None  # everything is written then
-            self.stored = base.manifest_digest, Stored.of(opened.manifest.objects, opened.rows)
+            self.stored = base.manifest_digest, Stored.of(opened.manifest.objects, opened.index)
         return self.stored[1]
 
     def follow(self, parent: Checkpoint | None) -> None:

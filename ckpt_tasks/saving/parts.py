@@ -6,23 +6,18 @@ Nothing here knows a ledger. The committer's half is `commit.py`.
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.image import TensorSpec
-from ckpt_tasks.format.index import IndexRow, read_index, write_index
+from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.format.regions import Box
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.snapshot.snapshot import Image, Places
+from ckpt_tasks.snapshot.snapshot import Image
 from ckpt_tasks.state.capture import Captured
 
 __all__ = [
@@ -40,6 +35,7 @@ __all__ = [
 ]
 
 OF_RANK = ("rng", "generator")  # kinds of groups that each rank has of its own
+_ALIGNMENT = 64  # of Arrow's columns
 _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
 
 
@@ -49,14 +45,14 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank hands in for one attempt: its index rows, its objects, and its state without the tensors.
+    """What one rank hands in for one attempt: its part of the index, its objects, and its state without the tensors.
 
     `trees` are the groups that each rank has of its own (random streams and generators), and `digests` (hex) say what
     the others are: they must be the same on all ranks.
     """
 
     rank: int
-    rows: tuple[IndexRow, ...]
+    index: Index
     objects: tuple[ObjectRecord, ...]
     trees: Mapping[str, object] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -68,18 +64,19 @@ class RankPart:
         return replace(self, trees=trees, digests=digests)
 
     def to_bytes(self) -> bytes:
-        """Write the part for rank 0."""
+        """Write the part for rank 0: a line of JSON, padded so that the index after it is aligned, and the index."""
         body = {"rank": self.rank, "objects": self.objects, "trees": self.trees, "digests": self.digests}
-        return json.dumps(body, allow_nan=False).encode("ascii") + b"\n" + write_index(self.rows)
+        head = json.dumps(body, allow_nan=False).encode("ascii")
+        return head.ljust(-(-(len(head) + 1) // _ALIGNMENT) * _ALIGNMENT - 1) + b"\n" + write_index(self.index)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPart:
-        """Read what a rank of this training wrote."""
-        head, _, index = data.partition(b"\n")
-        body = json.loads(head)
+        """Read what a rank of this training wrote; the index is a view of the bytes."""
+        end = data.index(b"\n") + 1
+        body = json.loads(data[:end])
         objects = tuple(ObjectRecord(*record) for record in body["objects"])
-        rows = read_index(index, digest=digest_hex(index), name=f"the part of rank {body['rank']}").rows
-        return cls(body["rank"], rows, objects, body["trees"], body["digests"])
+        index = parse_index(memoryview(data)[end:], f"the part of rank {body['rank']}")
+        return cls(body["rank"], index, objects, body["trees"], body["digests"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +95,17 @@ class Saving:
     steps: tuple[StepMetrics, ...] = ()  # that were not known to be committed
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True)
+class Stored:
     """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
 
     records: Mapping[str, ObjectRecord]
-    rows: Mapping[str, tuple[IndexRow, ...]]
+    index: Index
 
     @classmethod
-    def of(cls, records: Iterable[ObjectRecord], rows: Iterable[IndexRow]) -> Stored:
-        """Sort the rows of a checkpoint by the objects that hold them."""
-        by_object: dict[str, list[IndexRow]] = {}
-        for row in rows:
-            by_object.setdefault(row.object, []).append(row)
-        return cls(
-            {_last(record.name): record for record in records},
-            {_last(name): tuple(found) for name, found in by_object.items()},
-        )
+    def of(cls, records: Iterable[ObjectRecord], index: Index) -> Stored:
+        """Sort the objects of a checkpoint, or of one rank's part of it, by their names."""
+        return cls({_last(record.name): record for record in records}, index)
 
 
 def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
@@ -129,31 +121,16 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
-def digest_image(
-    attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0, places: Places | None = None
-) -> RankPart:
+def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
     """Digest one image of a snapshot; raises SupersededError as soon as it is given up."""
-    name, header, group = attempt_prefix(attempt) + image.name, image.layout.header, image.group
+    name, header = attempt_prefix(attempt) + image.name, image.layout.header
     digests: list[bytes] = []
     for _, _, begin, end in image.layout.regions:
         if given_up():
             raise SupersededError
         digests.append(digest_bytes(image.bytes[begin:end]))
-    with gc_paused():
-        rows = tuple(
-            IndexRow(group, spec.name, spec.dtype, *_placed(spec, box, group, places), name, begin, end, digest)
-            for (spec, box, begin, end), digest in zip(image.layout.regions, digests, strict=True)
-        )
-    return RankPart(rank, rows, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
-
-
-def _placed(spec: TensorSpec, box: Box, group: str, places: Places | None) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of the whole tensor, and the box of it that a region is."""
-    place = places.get(f"{group}/{spec.name}") if places else None
-    if place is None:
-        return spec.shape, box
-    full_shape, offset = place
-    return full_shape, Box(tuple(map(operator.add, offset, box.offset)), box.shape)
+    index = image.regions.placed(name, digests)
+    return RankPart(rank, index, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
 
 
 def same_step(words: Sequence[bytes]) -> list[bytes]:
@@ -170,8 +147,8 @@ def same_step(words: Sequence[bytes]) -> list[bytes]:
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
     """Make one rank's part of those of its images."""
-    rows = tuple(row for part in parts for row in part.rows)
-    return RankPart(rank, rows, tuple(record for part in parts for record in part.objects))
+    index = Index.joined(part.index for part in parts)
+    return RankPart(rank, index, tuple(record for part in parts for record in part.objects))
 
 
 def reuse(part: RankPart, stored: Stored | None) -> RankPart:
@@ -181,11 +158,8 @@ def reuse(part: RankPart, stored: Stored | None) -> RankPart:
     old = stored.records.get(name) if stored else None
     if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
         return part
-    rows = stored.rows.get(name, ())
-    same = len(rows) == len(part.rows) and all(
-        row._replace(object=old.name) == there for row, there in zip(part.rows, rows, strict=True)
-    )
-    return RankPart(part.rank, rows, (old,)) if same else part
+    regions = stored.index.of_object(old.name)
+    return RankPart(part.rank, regions, (old,)) if regions.same_regions(part.index) else part
 
 
 def _last(name: str) -> str:

@@ -105,7 +105,7 @@ class RankSaver:
     ) -> Iterator[tuple[RankPart, RankPart]]:
         """Digest image by image; give each one's part as written, and with what can be reused of `base`."""
         for image in images.images:
-            part = digest_image(attempt, image, given_up, self._rank, images.places)
+            part = digest_image(attempt, image, given_up, self._rank)
             yield part, reuse(part, base)
 
     def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:

@@ -286,7 +286,7 @@ class Saver:
             committer.abandon(attempt)
             raise
         entry = self._commit(
-            committer, snapshot, admitted, prepared, Stored.of(prepared.manifest.objects, prepared.rows)
+            committer, snapshot, admitted, prepared, Stored.of(prepared.manifest.objects, prepared.index)
         )
         return entry.state.live[-1], entry
 
@@ -317,7 +317,7 @@ class Saver:
             prepared = prepare_checkpoint(saving, [*map(RankPart.from_bytes, same_step(words))])
             committer.put_manifest(prepared)
             committing = True  # from here on the entry may exist, whatever is raised
-            entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.rows)))
+            entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.index)))
             return json.dumps(checkpoint_item(entries[0].state.live[-1])).encode()
 
         snapshot.handed_in = True
@@ -338,7 +338,7 @@ class Saver:
             raise SupersededError
         checkpoint = read_checkpoint(json.loads(answer))
         if not entries:
-            committer.line.committed(checkpoint, Stored.of(part.objects, part.rows))
+            committer.line.committed(checkpoint, Stored.of(part.objects, part.index))
         return checkpoint, entries[0] if entries else None
 
     def _written(self, snapshot: Snapshot, admitted: tuple[Head, State] | None) -> RankPart:

@@ -7,12 +7,15 @@ comes from, and whether it outlives the process, is memory.py's.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import eq
 
 import torch
 
+from ckpt_tasks.format.columns import MAX_REGIONS
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import (
     MIN_REGION_BYTES,
@@ -24,8 +27,9 @@ from ckpt_tasks.format.image import (
     plan_image,
     plan_parts,
 )
-from ckpt_tasks.format.index import MAX_REGIONS
+from ckpt_tasks.format.index import Index
 from ckpt_tasks.format.keys import shard_name
+from ckpt_tasks.format.regions import Box
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.state.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
@@ -64,7 +68,7 @@ class SnapshotPlan:
 class Image:
     """One file of a snapshot in memory: its group, its name, its layout and its bytes."""
 
-    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: memoryview):
+    def __init__(self, group: str, name: str, layout: ImageLayout, buffer: memoryview, places: Places):
         self.group = group
         self.name = name
         self.layout = layout
@@ -72,6 +76,34 @@ class Image:
         self.bytes = buffer[: layout.size_bytes]
         self.bytes[: len(layout.header)] = layout.header
         self.views = {slot.spec.name: _writable(buffer, slot) for slot in layout.slots}
+        self._places = places
+
+    @cached_property
+    @gc_paused()
+    def regions(self) -> Index:
+        """The rows of the index for what is digested on its own, without the name of the object and the digests."""
+        regions = self.layout.regions
+        placed = [self._placed(spec, box) for spec, box, _, _ in regions]
+        return Index.of_columns(
+            [self.group] * len(regions),
+            [spec.name for spec, *_ in regions],
+            [spec.dtype for spec, *_ in regions],
+            [shape for shape, _ in placed],
+            [box.offset for _, box in placed],
+            [box.shape for _, box in placed],
+            [""] * len(regions),
+            [begin for *_, begin, _ in regions],
+            [end for *_, end in regions],
+            [bytes(16)] * len(regions),
+        )
+
+    def _placed(self, spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], Box]:
+        """Return the shape of the whole tensor, and the box of it that a region is."""
+        place = self._places.get(f"{self.group}/{spec.name}")
+        if place is None:
+            return spec.shape, box
+        full_shape, offset = place
+        return full_shape, Box(tuple(map(operator.add, offset, box.offset)), box.shape)
 
 
 class ImageSet:
@@ -79,9 +111,8 @@ class ImageSet:
 
     @gc_paused()
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
-        self.images = tuple(Image(group, name, layout, memory[name]) for group, name, layout in plan.files)
+        self.images = tuple(Image(group, name, layout, memory[name], plan.places) for group, name, layout in plan.files)
         self._places = [(f"{image.group}/{name}", view) for image in self.images for name, view in image.views.items()]
-        self.places = plan.places
         self._devices = bool(plan.devices)
         self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.index import write_index
+from ckpt_tasks.format.index import Index, write_index
 from tests.support.calls import WatchedCalls
 from tests.support.indexes import read_as_committed
 from tests.support.ledgers import resealed
@@ -76,7 +76,7 @@ def without_a_region(root: Path) -> None:
     """Make the newest checkpoint what a faulty writer would have committed: digests that fit, and a region missing."""
     (index,), (path,) = root.glob("checkpoint_*2/*/index.arrow"), root.glob("checkpoint_*2/*/manifest.json")
     rows = read_as_committed(index.read_bytes()).rows
-    index.write_bytes(write_index([row for row in rows if not any(row.box.offset)]))
+    index.write_bytes(write_index(Index.of([row for row in rows if not any(row.box.offset)])))
     old = path.read_bytes()
     body = json.loads(old)
     size_bytes, digest = index.stat().st_size, digest_hex(index.read_bytes())

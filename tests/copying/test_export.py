@@ -25,7 +25,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
@@ -287,7 +287,7 @@ def parts(store: LocalStore, tensor: torch.Tensor, boxes: list[Box]) -> Checkpoi
         end = 4 + len(part)
         rows.append(IndexRow("x", "w", "float32", tuple(tensor.shape), box, name, 4, end, digest_bytes(part)))
     folder = "checkpoint_000000000099/e000001-00000000000000aa"
-    index = write_index(rows)
+    index = write_index(Index.of(rows))
     store.put(f"{folder}/index.arrow", [index])
     manifest = Manifest(
         run_key="r",

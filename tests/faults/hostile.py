@@ -19,7 +19,7 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
-from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
 from tests.support.indexes import read_as_committed
@@ -212,7 +212,7 @@ class Hostile:
         self.put_manifest(body)
 
     def put_rows(self, rows: Iterable[IndexRow], change: Callable[[Body], Any] = lambda body: None) -> None:
-        self.put_index(write_index([*rows]), change)
+        self.put_index(write_index(Index.of([*rows])), change)
 
     def shard(self, group: str) -> str:
         """Return the name of the newest checkpoint's own shard of a group."""

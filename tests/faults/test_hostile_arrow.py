@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
-from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.format.regions import Box
 from tests.support.indexes import read_as_committed
 
@@ -134,7 +134,7 @@ ROWS = [
     IndexRow("model", f"w{n}", "float32", (2, 3), Box((0, 0), (2, 3)), PLACE, 4096 + 24 * n, 4120 + 24 * n, b"0" * 16)
     for n in range(20)
 ]
-INDEX, METRICS = write_index(ROWS), write_metrics({"loss": 0.5, "accuracy": 0.75}, {"step": "1"})
+INDEX, METRICS = write_index(Index.of(ROWS)), write_metrics({"loss": 0.5, "accuracy": 0.75}, {"step": "1"})
 NUMBERS = st.sampled_from([0, 1, -1, 3, 7, 8, 1 << 16, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63)])
 
 
@@ -155,7 +155,7 @@ def test_whatever_number_stands_in_a_message_memory_is_bounded(data: bytes, chan
 @pytest.mark.parametrize("rows", [0, 1, 20])
 def test_what_arrow_writes_is_read(version: pa.ipc.MetadataVersion, rows: int) -> None:
     """The tables of other versions of Arrow, of several batches and of no rows are the same to both readers."""
-    table = pa.ipc.open_file(pa.BufferReader(write_index(ROWS[:rows]))).read_all()
+    table = pa.ipc.open_file(pa.BufferReader(write_index(Index.of(ROWS[:rows])))).read_all()
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(metadata_version=version)) as writer:
         writer.write_table(table, max_chunksize=7)
@@ -224,7 +224,7 @@ def test_dictionaries_that_grow_are_refused() -> None:
 
 def test_texts_are_looked_at_before_they_are_used() -> None:
     """P49: bytes that are no UTF-8 are found when an index is read, not when a restore asks for a name."""
-    data = write_index([ROWS[0]._replace(key="wwwwwwww")])
+    data = write_index(Index.of([ROWS[0]._replace(key="wwwwwwww")]))
     assert data.count(b"w" * 8) == 1
     with pytest.raises(CkptError, match="malformed"):
         read_as_committed(data.replace(b"w" * 8, b"\xff" * 8))

@@ -19,7 +19,7 @@ from ckpt_tasks.format import index, manifest, parsing
 from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
-from ckpt_tasks.format.index import IndexRow, write_index
+from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
@@ -128,7 +128,7 @@ def test_an_index_that_could_not_be_read_is_not_written(monkeypatch: pytest.Monk
     """P42: more regions than are read are refused when saving."""
     monkeypatch.setattr(index, "MAX_REGIONS", 2)
     with pytest.raises(UnsupportedStateError, match="3 regions"):
-        write_index([row_of("w", (2,), 0)] * 3)
+        write_index(Index.of([row_of("w", (2,), 0)] * 3))
 
 
 @pytest.mark.parametrize("levels", [120, 5000])

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.format import columns
 from ckpt_tasks.format import index as index_module
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES, TensorSpec, plan_image
-from ckpt_tasks.format.index import IndexRow, read_index, write_index
+from ckpt_tasks.format.index import Index, IndexRow, read_index, write_index
 from ckpt_tasks.format.regions import Box
 from tests.support.indexes import indexed, read_as_committed
 
@@ -57,12 +58,11 @@ def test_rows_come_back_as_they_were(wanted: list[TensorSpec]) -> None:
     assert read_back(rows) == rows
     assert indexed(rows).coverage_faults() == []
     assert indexed(rows).tensors == {found.full_key: (found.dtype, found.tensor_shape) for found in rows}
-    assert indexed(rows).keys == [found.full_key for found in rows]
 
 
 def test_other_bytes_are_refused_before_they_are_parsed() -> None:
     """P49: an index is compared with its digest first; a flipped bit never reaches the parser."""
-    data = write_index([row()])
+    data = write_index(Index.of([row()]))
     for at in range(0, len(data), 7):
         flipped = bytearray(data)
         flipped[at] ^= 4
@@ -73,7 +73,9 @@ def test_other_bytes_are_refused_before_they_are_parsed() -> None:
 @given(st.integers(0, 3000), st.integers(0, 255))
 def test_damage_with_a_fitting_digest_is_an_error_of_ours(at: int, value: int) -> None:
     """P49: even where the digest fits, an index that makes no sense raises our error and nothing else."""
-    changed = bytearray(write_index(rows_of([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "bool", (3,))])))
+    changed = bytearray(
+        write_index(Index.of(rows_of([TensorSpec("w", "float32", (2, 3)), TensorSpec("v", "bool", (3,))])))
+    )
     changed[at % len(changed)] = value
     data = bytes(changed)
     with suppress(CkptError):
@@ -121,7 +123,7 @@ def test_a_row_that_nobody_wrote_is_refused(bad: dict[str, Any]) -> None:
 
 
 def table_of(**columns: Any) -> pa.Table:
-    table = pa.ipc.open_file(pa.BufferReader(write_index([row(), row(key="v")]))).read_all()
+    table = pa.ipc.open_file(pa.BufferReader(write_index(Index.of([row(), row(key="v")])))).read_all()
     for name, values in columns.items():
         at = table.schema.get_field_index(name)
         table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
@@ -187,14 +189,16 @@ def test_regions_that_are_not_their_tensor_are_named(rows: list[IndexRow], said:
 
 def test_more_extents_than_are_read_are_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """P42: tensors of many dimensions take memory as many regions do."""
-    data = write_index([row(), row(key="v")])
-    monkeypatch.setattr(index_module, "_MAX_EXTENTS", 4)
+    data = write_index(Index.of([row(), row(key="v")]))
+    for module in (index_module, columns):
+        monkeypatch.setattr(module, "MAX_EXTENTS", 4)
     assert len(read_as_committed(data)) == 2
-    monkeypatch.setattr(index_module, "_MAX_EXTENTS", 3)
+    for module in (index_module, columns):
+        monkeypatch.setattr(module, "MAX_EXTENTS", 3)
     with pytest.raises(IntegrityError, match="more dimensions"):
         read_as_committed(data)
     with pytest.raises(UnsupportedStateError, match="4 extents"):
-        write_index([row(), row(key="v")])
+        write_index(Index.of([row(), row(key="v")]))
 
 
 def with_words(words: list[str], codes: list[int]) -> bytes:
@@ -219,3 +223,40 @@ def test_a_dictionary_of_more_words_than_rows_is_refused() -> None:
     data = with_words([PLACE, "b", "c"], [0, 0])
     with pytest.raises(IntegrityError, match="words that no row has"):
         read_as_committed(data)
+
+
+@given(specs)
+def test_a_part_of_an_index_is_found_by_tensor_or_object(wanted: list[TensorSpec]) -> None:
+    """The rows of some tensors, or of one object, are those that a look at every row finds; parts make the whole."""
+    other = PLACE.replace("model-", "other-")
+    rows = [r._replace(object=other) if n % 3 == 0 else r for n, r in enumerate(rows_of(wanted))]
+    index = indexed(rows)
+    keys = {row.full_key for row in rows[::2]}
+    assert [*index.of_tensors(keys).rows] == [row for row in rows if row.full_key in keys]
+    parts = [index.of_object(name) for name in (other, PLACE, "no object")]
+    assert [[*part.rows] for part in parts] == [
+        [row for row in rows if row.object == name] for name in (other, PLACE, "no object")
+    ]
+    assert [*Index.joined(parts).rows] == sorted(rows, key=lambda row: row.object == PLACE)
+    assert index.of_tensors(keys).tensors.keys() == keys
+
+
+def test_regions_are_compared_but_for_their_object() -> None:
+    """P47: a stored object is reused only where all is equal of every region: key, dtype, shapes, place and digest."""
+    rows = [row(), row(key="v")]
+    other = PLACE.replace("model-", "other-")
+    index = Index.of(rows)
+    assert index.same_regions(indexed([r._replace(object=other) for r in rows]))
+    assert not index.same_regions(Index.of(rows[:1]))
+    for changes in (
+        {"group": "other"},
+        {"key": "x"},
+        {"dtype": "int32"},
+        {"digest": b"1" * 16},
+        {"begin": 0},
+        {"end": 0},
+        {"tensor_shape": (6,)},
+        {"box": Box((1, 0), (2, 3))},
+        {"box": Box((0, 0), (3, 2))},
+    ):
+        assert not index.same_regions(Index.of([rows[0], rows[1]._replace(**changes)]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError
+from ckpt_tasks.format.index import Index
 from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
@@ -27,8 +28,8 @@ def parts_of() -> tuple[Saving, RankPart]:
 
 
 HOLES: dict[str, Callable[[RankPart], RankPart]] = {
-    "a region is missing": lambda part: replace(part, rows=part.rows[1:]),
-    "a region is there twice": lambda part: replace(part, rows=(part.rows[0], *part.rows)),
+    "a region is missing": lambda part: replace(part, index=Index.of(part.index.rows[1:])),
+    "a region is there twice": lambda part: replace(part, index=Index.of((part.index.rows[0], *part.index.rows))),
     "an object is missing": lambda part: replace(part, objects=part.objects[1:]),
     "an object ends earlier": lambda part: replace(
         part, objects=tuple(record._replace(size_bytes=record.size_bytes - 1) for record in part.objects)

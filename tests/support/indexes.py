@@ -17,4 +17,4 @@ def read_as_committed(data: bytes) -> Index:
 
 def indexed(rows: Sequence[IndexRow]) -> Index:
     """Write rows and read them back."""
-    return read_as_committed(write_index(rows))
+    return read_as_committed(write_index(Index.of(rows)))

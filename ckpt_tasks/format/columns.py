@@ -1,0 +1,100 @@
+"""The columns of an index as arrays of numbers; each raises one of arrow.FAULTS where a value makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ckpt_tasks.format.image import MAX_DIMENSIONS
+
+__all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
+
+MAX_REGIONS = 1 << 20
+MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
+_MAX_ELEMENTS = 2.0**57  # of a region: as many bytes as a number of 64 bits counts, whatever the dtype
+_HUGE = 2.0**200
+
+
+class Words:
+    """A column of few words: each once (`words`), its place there (`code`), and that of every row's word (`codes`)."""
+
+    def __init__(self, column: pa.DictionaryArray):
+        words = column.dictionary.to_pylist()
+        if len(words) > len(column):
+            raise ValueError("a dictionary with words that no row has")
+        self.words = [*dict.fromkeys(words)]  # a word can stand there twice
+        self.code = {word: code for code, word in enumerate(self.words)}
+        self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
+
+    @property
+    def used(self) -> list[Any]:
+        """The words that a row has."""
+        # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
+        return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
+
+    def values(self) -> list[Any]:
+        """List the word of every row."""
+        return [self.words[code] for code in self.codes.tolist()]
+
+
+class Lists:
+    """A column of short lists: how many `numbers` each has, where they end, and the numbers of all of them."""
+
+    def __init__(self, column: pa.ListArray):
+        flat = pc.list_flatten(column)
+        if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
+            raise ValueError("a missing or a negative number in a list")
+        self.numbers: npt.NDArray[np.int64] = flat.to_numpy()
+        self.lengths = np.diff(column.offsets.to_numpy()).astype(np.int64)
+        self.ends = np.cumsum(self.lengths)
+        if len(flat) > MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:
+            raise ValueError("more dimensions than a tensor has")
+
+    def values(self) -> list[tuple[int, ...]]:
+        """List the list of every row, as a tuple."""
+        # All of one length at once: half the time of cutting out each of 10⁵.
+        begins = self.ends - self.lengths
+        lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
+        for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
+            places = begins[self.lengths == length]
+            lists[int(length)] = zip(*(self.numbers[places + n].tolist() for n in range(length)), strict=True)
+        return [next(lists[length]) for length in self.lengths.tolist()]
+
+    def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """Return the lists of some rows, all of this length, as a matrix."""
+        begins = (self.ends - self.lengths)[rows]
+        matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
+        return matrix
+
+    def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Say for every row whether what is `said` of each number is true of one in its list."""
+        count = np.concatenate(([0], np.cumsum(mask)))
+        found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
+        return found
+
+    def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the product of every list, -1 where it is beyond any size, and about that of what is not 0 in it."""
+        product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
+        for n in range(int(self.lengths.max(initial=0))):
+            there = self.lengths > n
+            factor = self.numbers[(self.ends - self.lengths)[there] + n]
+            product[there] *= factor  # it may overflow
+            magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
+        product[(magnitude > _MAX_ELEMENTS) & ~self.some(self.numbers == 0)] = -1
+        return product, magnitude
+
+
+def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
+    # Arrow does not check that a column declared without nulls has none.
+    if column.null_count:
+        raise ValueError(f"a value is missing in the column {field.name}")
+    if column.num_chunks == 1:
+        return column.chunk(0)  # nearly always; to combine it starts what computes, 9 ms the first time
+    array = column.combine_chunks()
+    return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks
