@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index, write_index
+from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.records import Seal
@@ -73,10 +72,8 @@ class RankSnapshot:
         with gc_paused():
             manifests = {rank: _manifest(part) for rank, part in self.parts.items()}
             own = manifests[self.rank]
-            rows = [row for rank, part in self.parts.items() for row in _index(manifests[rank], part).rows]
+            index = Index.joined(_index(manifests[rank], part) for rank, part in self.parts.items())
             objects = tuple(record for manifest in manifests.values() for record in manifest.objects)
-            data = write_index(rows)
-            index = read_index(data, digest=digest_hex(data), name=own.index.name)
             faults = index.object_faults(
                 {record.name: (record.digested_bytes, record.size_bytes) for record in objects}
             )
