@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.saving.listening import Listener
+    from ckpt_tasks.state.loader import ResumableLoader
     from ckpt_tasks.state.modules import Gradients
     from ckpt_tasks.state.sampler import ResumableSampler
     from ckpt_tasks.storage.locations import Location
@@ -38,6 +39,7 @@ __all__ = [
     "Listener",
     "Location",
     "RestoreReport",
+    "ResumableLoader",
     "ResumableSampler",
     "errors",
     "export_checkpoint",
@@ -57,6 +59,7 @@ _MODULES = {
     "Listener": "ckpt_tasks.saving.listening",
     "Location": "ckpt_tasks.storage.locations",
     "RestoreReport": "ckpt_tasks.reading.restore",
+    "ResumableLoader": "ckpt_tasks.state.loader",
     "ResumableSampler": "ckpt_tasks.state.sampler",
     "export_checkpoint": "ckpt_tasks.copying.export",
     "open_run": "ckpt_tasks.reading.reading",

@@ -31,6 +31,7 @@ __all__ = [
     "current_streams",
     "preserved_rng",
     "seed_streams",
+    "set_streams",
 ]
 
 RNG = "rng"  # the group of the process's streams
@@ -67,14 +68,12 @@ class OwnStreams:
     def inside(self) -> Iterator[None]:
         """Put training's streams in place for a block; the first block takes over those of the process."""
         outside = current_streams()
-        for stream, state in self._inside.values():
-            _set_state(stream, state)
+        set_streams(self._inside)
         try:
             yield
         finally:
             self._inside = current_streams()
-            for stream, state in outside.values():
-                _set_state(stream, state)
+            set_streams(outside)
 
 
 def seed_streams(seed: int) -> None:
@@ -87,6 +86,12 @@ def seed_streams(seed: int) -> None:
 def current_streams() -> dict[str, tuple[Any, Any]]:
     """Return the streams of the process by name, each with the state that it is in."""
     return {name: (stream, _state(stream)) for name, stream in _streams().items()}
+
+
+def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
+    """Put streams of the process back to where current_streams() found them."""
+    for stream, state in streams.values():
+        _set_state(stream, state)
 
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:

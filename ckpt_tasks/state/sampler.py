@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 
-__all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId"]
+__all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
 
 ORDER_VERSION = 1  # of the order that a key gives: raise it with any change to Permutation, so that a resume notices
 _ROUNDS = 12
@@ -76,11 +76,11 @@ class ResumableSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ):
-        _check_count("size", size, least=1, most=_MAX_SIZE)
-        _check_count("batch_size", batch_size, least=1, most=_MAX_SIZE)
-        _check_count("world_size", world_size, least=1, most=_MAX_SIZE)
-        _check_count("rank", rank, least=0, most=world_size - 1)
-        _check_count("seed", seed, least=0, most=2**64 - 1)
+        check_count("size", size, least=1, most=_MAX_SIZE)
+        check_count("batch_size", batch_size, least=1, most=_MAX_SIZE)
+        check_count("world_size", world_size, least=1, most=_MAX_SIZE)
+        check_count("rank", rank, least=0, most=world_size - 1)
+        check_count("seed", seed, least=0, most=2**64 - 1)
         least = batch_size * world_size if drop_last else world_size
         if size < least:
             raise ConfigError(
@@ -106,8 +106,12 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Count the batches that are left in this epoch, the same on every rank."""
-        left, global_batch = self.size - self._samples, self.batch_size * self.world_size
-        return left // global_batch if self.drop_last else -(-left // global_batch)
+        return self._count(self.size - self._samples)
+
+    @property
+    def epoch_batches(self) -> int:
+        """The batches of a whole epoch, the same on every rank."""
+        return self._count(self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
@@ -127,6 +131,25 @@ class ResumableSampler(Sampler[list[int]]):
             raise ConfigError("the loader draws its batches from another sampler", hint="Pass it batch_sampler=sampler")
         return self._follow(loader)
 
+    def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
+        generator = torch.Generator()
+        generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
+        theirs, loader.generator = loader.generator, generator
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = theirs
+
+    def begin_epoch(self) -> None:
+        """Move the position to the start of the next epoch, unless it is at the start of one."""
+        if self._samples:
+            self._epoch, self._samples = self._epoch + 1, 0
+
+    def name_epochs(self) -> None:
+        """Make the ids of samples say their epoch, from here on."""
+        self._ids_with_epoch = True
+
     def advance(self) -> None:
         """Move the position past the next batch, for a loop that iterates a loader by itself."""
         self._samples += self._taken(self.size - self._samples)
@@ -139,7 +162,7 @@ class ResumableSampler(Sampler[list[int]]):
         the global streams of Python, NumPy and torch's CPU, leaves them as they were, and costs about 0.1 ms a sample.
         Only this sampler's batches fit the wrapped data set: its ids become SampleId from here on.
         """
-        self._ids_with_epoch = True
+        self.name_epochs()
         return _Seeded(dataset, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,6 +202,10 @@ class ResumableSampler(Sampler[list[int]]):
         self._loads += 1
         self._skip_empty_epoch()
 
+    def _count(self, samples: int) -> int:
+        global_batch = self.batch_size * self.world_size
+        return samples // global_batch if self.drop_last else -(-samples // global_batch)
+
     def _skip_empty_epoch(self) -> None:
         """Go to the next epoch if this one has no batch left."""
         if not self._taken(self.size - self._samples):
@@ -213,21 +240,11 @@ class ResumableSampler(Sampler[list[int]]):
     def _follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
         while True:
             loads = self._loads
-            for batch in self._iterate(loader):
+            for batch in self.iterate(loader):
                 self.advance()
                 yield batch
                 if self._loads != loads:
                     break
-
-    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Start an iterator of the loader, which draws a seed for its workers from a generator of our own."""
-        generator = torch.Generator()
-        generator.manual_seed(_seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
-        theirs, loader.generator = loader.generator, generator
-        try:
-            return iter(loader)
-        finally:
-            loader.generator = theirs
 
 
 class _Seeded(Dataset[Any]):
@@ -239,12 +256,12 @@ class _Seeded(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]  # a map-style data set has a length, says torch's Dataset
 
     def __getitem__(self, sample: SampleId) -> Any:
-        with _own_random_numbers(_seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample")):
+        with own_random_numbers(seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample")):
             return self.dataset[int(sample)]
 
 
 @contextmanager
-def _own_random_numbers(seed: int) -> Iterator[None]:
+def own_random_numbers(seed: int) -> Iterator[None]:
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         random.seed(seed)
@@ -257,11 +274,11 @@ def _own_random_numbers(seed: int) -> Iterator[None]:
         torch.set_rng_state(cpu)
 
 
-def _seed_of(text: str) -> int:
+def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _check_count(name: str, value: object, *, least: int, most: int) -> None:
+def check_count(name: str, value: object, *, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:  # bool is an int, and True no size
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
 

@@ -21,6 +21,7 @@ PUBLIC = [
     "Listener",
     "Location",
     "RestoreReport",
+    "ResumableLoader",
     "ResumableSampler",
     "errors",
     "export_checkpoint",

@@ -1,0 +1,135 @@
+"""Lightning: a callback that saves, and resumes by itself.
+
+A checkpoint of step k is taken at the start of the batch after it: validation, epoch ends, schedules and the decisions
+of other callbacks are then all part of it, and only the batch in hand has to be fetched again. The random streams are
+put back at the same place, since what Lightning does before it (a sanity check, workers' seeds) draws from them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.lightning_state import LightningState, LoaderPositions
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.state.rng import current_streams, set_streams
+
+__all__ = ["CkptCallback"]
+
+
+class CkptCallback(Callback):
+    """Save the steps of `Trainer.fit` into a run, and go on where the run is when fit is called again.
+
+    ::
+
+        trainer = Trainer(max_epochs=3, callbacks=[CkptCallback("runs/first")])
+
+    `checkpoint` is a directory, a URL or a CheckpointConfig. `state` names objects of your own that are saved too.
+    Give the trainer a ResumableLoader, or any loader with a state; a plain DataLoader that shuffles keeps no position.
+    `fit(ckpt_path=…)` counts as long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the step
+    in hand, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
+
+    Raises ConfigError for a strategy other than one device or DDP, and what Checkpointer's `restore` and `step` raise.
+    """
+
+    def __init__(
+        self, checkpoint: str | os.PathLike[str] | CheckpointConfig, *, state: Mapping[str, Any] | None = None
+    ):
+        self.config = config_of(checkpoint)
+        self.ckpt: Checkpointer | None = None
+        self._extra = state
+        self._state: dict[str, Any] = {}
+        self._positions = LoaderPositions()
+        self._streams: Any = None  # of the checkpoint restored, until the first batch
+        self._resuming = False
+        self._seen_step = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Come before all other callbacks: what they do at a batch's start belongs to that batch."""
+        if stage == "fit":
+            trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore: model and optimizers are on their devices, and nothing has been trained."""
+        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            raise ConfigError(
+                f"CkptCallback cannot save a {type(trainer.strategy).__name__}",
+                hint="Train on one device or with strategy='ddp', or call Checkpointer in a loop of your own.",
+            )
+        self.ckpt = Checkpointer(self.config)
+        self._lightning = LightningState(trainer, pl_module)
+        own = {"model": pl_module, "optimizers": [*trainer.optimizers], "lightning": self._lightning}
+        self._state = with_extra(own, self._extra)
+        self.ckpt.restore(self._state)
+        self._resuming = self.ckpt.last_restore is not None
+        if self._resuming:
+            self._streams = current_streams()
+            self._lightning.apply()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hold signals back from here on; Lightning has its own handlers by now."""
+        assert self.ckpt is not None
+        if self._resuming:
+            self._lightning.at_train_start()
+        self.ckpt.__enter__()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Report the step before, which is complete; or put the streams back, if this is the first batch."""
+        assert self.ckpt is not None
+        self._positions.note(trainer, batch_idx)
+        # In the middle of an accumulation there are gradients, which no checkpoint holds.
+        stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
+        if self._streams is not None:
+            self._lightning.at_first_batch()
+            set_streams(self._streams)
+            self._streams = None
+        elif stepped and trainer.global_step > self.ckpt.position:
+            self._report(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on with the sums of the epoch that the checkpoint is from."""
+        if self._resuming:
+            self._resuming = False
+            self._lightning.after_first_batch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step."""
+        assert self.ckpt is not None
+        self._lightning.loaders = None
+        if trainer.global_step > self.ckpt.position:
+            self.ckpt.save(trainer.global_step, self._state, metrics=numbers(trainer.callback_metrics))
+        self._end(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the run; snapshots in memory stay for a restart."""
+        self._end(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the run where nothing was left to train."""
+        self._end(None)
+
+    def _report(self, trainer: Trainer) -> None:
+        assert self.ckpt is not None
+        self._lightning.loaders = self._positions.before(trainer)
+        if self._lightning.loaders is None:
+            return  # an epoch's first batches: the next one is reported
+        metrics = numbers(trainer.callback_metrics)
+        self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
+        if trainer.received_sigterm:  # Lightning's own handler has it now
+            raise SIGTERMException
+
+    def _end(self, error: BaseException | None) -> None:
+        ckpt, self.ckpt = self.ckpt, None
+        if ckpt is not None:
+            self._state = {}
+            ckpt.__exit__(type(error) if error else None, error, None)

@@ -1,0 +1,145 @@
+"""What Lightning itself puts into a checkpoint, as one stateful: loops, callbacks, schedules, scaler, hooks, loaders.
+
+Lightning's `dump_checkpoint` calls every hook, so whatever a module, data module or callback adds is in it. The weights
+and the optimizers are groups of their own; the dump keeps weights only where a hook has put others in their place. It
+is taken at the start of a batch that is not trained yet, so the loops, restored, begin with that batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from ckpt_tasks.state.loader import ResumableLoader
+
+__all__ = ["LightningState", "LoaderPositions"]
+
+_HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
+
+
+class LoaderPositions:
+    """The positions of the training loaders before the batch in hand.
+
+    A loader's own state counts what it handed out: the batch in hand, and one more where Lightning fetches ahead. So
+    the states of the last batches are kept.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[list[Any]] = deque(maxlen=3)
+
+    def note(self, trainer: Trainer, batch_idx: int) -> None:
+        """Remember where the loaders are, once a batch has been fetched."""
+        if batch_idx == 0:
+            self._seen.clear()
+        if not all(isinstance(loader, ResumableLoader) for loader in _stateful(trainer)):
+            self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
+
+    def before(self, trainer: Trainer) -> list[Any] | None:
+        """Return the states before the batch in hand; None where they are not known (an epoch's first batches)."""
+        loaders = _stateful(trainer)
+        if all(isinstance(loader, ResumableLoader) for loader in loaders):
+            return [loader.state_before() for loader in loaders]
+        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+        return self._seen[-2 - ahead] if len(self._seen) >= 2 + ahead else None
+
+
+def _stateful(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    loaders = combined.flattened if combined is not None else []
+    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
+
+
+class LightningState:
+    """A stateful over a Trainer; what it is given is applied by `apply`, once the weights are back."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule):
+        self._trainer = trainer
+        self._module = module
+        self.loaders: list[Any] | None = None  # positions to save; None: as the loaders say
+        self._given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dump, without what other groups hold."""
+        trainer = self._trainer
+        dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        for name in ("optimizer_states", *_HYPER):
+            dump.pop(name, None)
+        if _same(dump["state_dict"], self._module.state_dict()):
+            del dump["state_dict"]
+        fit = dump["loops"] = {"fit_loop": dump["loops"]["fit_loop"]}
+        loop = fit["fit_loop"]
+        if self.loaders is not None:
+            loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
+        # The batch in hand may be the epoch's last one; restored so, the loop would take it for done.
+        loop["epoch_loop.batch_progress"] = {**loop["epoch_loop.batch_progress"], "is_last_batch": False}
+        dump["ckpt_tasks"] = {
+            "should_stop": trainer.should_stop,
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "sums": _sums(trainer),
+        }
+        return dump
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember what was saved."""
+        self._given = state
+
+    def apply(self) -> None:
+        """Restore it through Lightning's own ways, as `ckpt_path` does; its own checkpoint, if any, is left aside."""
+        assert self._given is not None
+        trainer, connector = self._trainer, self._trainer._checkpoint_connector
+        own = self._given["ckpt_tasks"]
+        connector._loaded_checkpoint = {"state_dict": self._module.state_dict(), **self._given}
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        connector.restore_lr_schedulers()
+        connector._loaded_checkpoint = {}
+        trainer.should_stop = own["should_stop"]
+        trainer._logger_connector._callback_metrics.update(
+            {name: torch.tensor(value) for name, value in own["logged"].items()}
+        )
+
+    def at_train_start(self) -> None:
+        """Count the batch in hand back: it is fetched again."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        progress.total.ready = progress.total.started
+
+    def at_first_batch(self) -> None:
+        """Put back what Lightning counts anew when it begins."""
+        assert self._given is not None
+        loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
+        epoch_loop._batches_that_stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
+        epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])
+
+    def after_first_batch(self) -> None:
+        """Add the sums of before to those that the first batch has begun: an epoch's mean is one of all batches."""
+        assert self._given is not None
+        sums, self._given = self._given["ckpt_tasks"]["sums"], None
+        for name, metric in self._trainer.fit_loop.epoch_loop._results.items():
+            if name in sums and metric.meta.on_epoch:
+                before = sums[name]
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = metric.cumulated_batch_size + before["count"].to(metric.value.device)
+                value = before["value"].to(metric.value.device)
+                adds = metric.meta.is_mean_reduction or metric.meta.is_sum_reduction
+                metric.value = metric.value + value if adds else metric.meta.reduce_fx(metric.value, value)
+
+
+def _sums(trainer: Trainer) -> dict[str, Any]:
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        name: {"value": metric.value, "count": getattr(metric, "cumulated_batch_size", torch.tensor(0))}
+        for name, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch
+    }
+
+
+def _same(some: dict[str, Any], own: dict[str, Any]) -> bool:
+    return some.keys() == own.keys() and all(
+        isinstance(value, torch.Tensor) and value.data_ptr() == own[name].data_ptr() for name, value in some.items()
+    )

@@ -1,0 +1,144 @@
+"""A data loader with a position: for loops that iterate epoch by epoch, as Lightning's and most of our users' do.
+
+What it keeps, beside what the sampler does:
+
+1. `len` is that of a whole epoch, wherever the position is.
+2. Nothing here draws from a global random stream or leaves one changed: the data set and `collate_fn` draw from streams
+   that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
+3. As with any loader, `iter` begins a new epoch; only the first one after a restore goes on with the epoch restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.state.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
+
+__all__ = ["ResumableLoader"]
+
+_OURS = {"batch_sampler", "sampler", "generator"}
+
+
+class ResumableLoader:
+    """Load a data set as DataLoader does, and go on in the middle of an epoch after a restore.
+
+    ::
+
+        loader = ResumableLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
+        state = {"model": model, "optimizer": optimizer, "data": loader}
+        step = ckpt.restore(state)
+        for epoch in range(loader.epoch, 3):
+            for batch in loader:  # what is left of the epoch
+                ...
+
+    The data set has a length and samples by number. `options` are those of DataLoader (`num_workers`, `pin_memory`,
+    `drop_last` and so on). The position moves when a batch is handed out. Random numbers that the data set or
+    `collate_fn` draws from the streams of Python, NumPy or torch depend on `seed`, the epoch and the batch alone.
+    Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank.
+
+    Raises ConfigError for a data set without length, a size that makes no batch, and a sampler of your own.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ):
+        if given := _OURS & options.keys():
+            raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no length",
+                hint="Put a stream into torchdata's StatefulDataLoader, and that into the state.",
+            )
+        self.dataset = dataset
+        self.sampler = ResumableSampler(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.sampler.name_epochs()
+        batches = _Batches(dataset, collate_fn or default_collate, seed)
+        self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
+        self._in_hand = self.sampler.state_dict()
+        self._restored = False
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.sampler.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one rank."""
+        return self.sampler.batch_size
+
+    def __len__(self) -> int:
+        """Count the batches of a whole epoch."""
+        self._take_place()
+        return self.sampler.epoch_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a new epoch, or go on with the one that was restored."""
+        self._take_place()
+        if not self._restored:
+            self.sampler.begin_epoch()
+        self._in_hand = self.sampler.state_dict()
+        return self._hand_out(self.sampler.iterate(self._loader))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the batches handed out."""
+        return self.sampler.state_dict()
+
+    def state_before(self) -> dict[str, Any]:
+        """Return the position before the batch handed out last, for a save while that batch is not trained yet."""
+        return self._in_hand
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a position; the next `iter` goes on from there. Raises StateMismatchError as the sampler does."""
+        self.sampler.load_state_dict(state_dict)
+        self._in_hand = self.sampler.state_dict()
+        self._restored = True
+
+    def _take_place(self) -> None:
+        """Be the loader of this rank: frameworks begin their process group after the loader is made."""
+        if distributed.is_available() and distributed.is_initialized():
+            self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
+
+    def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._restored = False
+            self._in_hand = self.sampler.state_dict()
+            self.sampler.advance()
+            yield batch
+
+
+class _Batches(Dataset[Any]):
+    """Make whole batches, collated, on random streams of their own."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
+
+    def __getitems__(self, samples: list[SampleId]) -> Any:
+        if not samples:
+            return self._collate([])
+        with own_random_numbers(seed_of(f"{self._seed}/{samples[0].epoch}/{int(samples[0])}/batch")):
+            several = getattr(self._dataset, "__getitems__", None)
+            ids = [int(sample) for sample in samples]
+            return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
