@@ -55,7 +55,8 @@ class CkptCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come before all other callbacks: what they do at a batch's start belongs to that batch."""
         if stage == "fit":
-            trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+            callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009 (it is set where mypy does not look)
+            trainer.callbacks = [self, *(callback for callback in callbacks if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore: model and optimizers are on their devices, and nothing has been trained."""

@@ -60,9 +60,16 @@ class LightningState:
         self._module = module
         self.loaders: list[Any] | None = None  # positions to save; None: as the loaders say
         self._given: dict[str, Any] | None = None
+        self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dump, without what other groups hold."""
+        """Return the dump, without what other groups hold; until training has begun, what a restore gave.
+
+        A restore from memory saves at once what storage lacks, and Lightning's loops are not where they will be by then.
+        """
+        if not self._begun:
+            assert self._given is not None
+            return self._given
         trainer = self._trainer
         dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in ("optimizer_states", *_HYPER):
@@ -84,7 +91,7 @@ class LightningState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember what was saved."""
-        self._given = state
+        self._given, self._begun = state, False
 
     def apply(self) -> None:
         """Restore it through Lightning's own ways, as `ckpt_path` does; its own checkpoint, if any, is left aside."""
@@ -106,12 +113,13 @@ class LightningState:
 
     def at_train_start(self) -> None:
         """Count the batch in hand back: it is fetched again."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
 
     def at_first_batch(self) -> None:
         """Put back what Lightning counts anew when it begins."""
         assert self._given is not None
+        self._begun = True
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
         epoch_loop._batches_that_stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
         epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])

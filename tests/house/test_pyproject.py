@@ -26,6 +26,8 @@ BUILD = [Requirement(line) for line in PROJECT["build-system"]["requires"]]
 DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requirement in extra)]
 # Required for its version alone: Prefect's server imports it, we do not.
 BOUND_ONLY = {"fastapi", "sqlalchemy"}
+# Imported by the adapter of the extra's name alone, which imports nothing else that is not required.
+ADAPTERS = {"lightning": {"lightning"}, "huggingface": {"accelerate", "transformers"}}
 # Started as programs (`python -m …`, `make check`), not imported.
 PROGRAMS = {"mypy", "pytest-timeout", "pytest-xdist", "ruff"}
 OURS = {"ckpt_tasks", "flows", "deployments", "tests", "benchmarks"}
@@ -107,6 +109,10 @@ def test_what_the_requirements_need_is_pinned_too() -> None:
 def test_the_package_imports_what_it_requires() -> None:
     """What ckpt_tasks/ and flows/ import is a runtime requirement, and every runtime requirement is imported."""
     found = foreign_imports("ckpt_tasks", "flows")
+    for extra, adapted in ADAPTERS.items():
+        assert names(EXTRAS[extra]) == adapted
+        for name in adapted:
+            assert found.pop(name).startswith(f"ckpt_tasks/integrations/{extra}")
     declared = names(RUNTIME) - BOUND_ONLY
     assert {name: place for name, place in found.items() if name not in declared} == {}
     assert declared - found.keys() == set()

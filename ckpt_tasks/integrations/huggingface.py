@@ -1,0 +1,267 @@
+"""Hugging Face: a mixin for Trainer that saves and resumes by itself, and the state of an Accelerator.
+
+A callback would come too late: Trainer decides how many epochs and batches to skip before it calls the first one. So
+the step is restored where Trainer begins its own state, together with all else, and what does not exist by then
+(schedule) or is set anew later (sums of the loss) is put in its place as it comes.
+
+A checkpoint of step k is taken when the batches of the next step have been fetched: logs, evaluation, epoch ends and
+the decisions of callbacks are then all part of it. The random streams are put back at the same place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.state.rng import current_streams, set_streams
+
+__all__ = ["CkptMixin", "CkptTrainer", "state_of"]
+
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "train_batch_size",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+_OF_THE_CLOCK = ("_runtime", "_per_second", "epoch")
+_OURS = "the run"  # what Trainer is told to resume from; every method that would read there is overridden
+
+
+class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
+    """Save the steps of a Trainer's `train` into a run, and go on where the run is when train is called again.
+
+    For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
+    CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts as
+    long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the step in hand, with a commit. What
+    Trainer logs becomes the metrics of the step.
+
+    Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint: str | os.PathLike[str] | CheckpointConfig,
+        state: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        self.ckpt = Checkpointer(config_of(checkpoint))
+        self._own_state = state
+        self._ckpt_state: dict[str, Any] = {}
+        self._progress = _Progress(self)
+        self._resumed = False
+        self._streams: Any = None  # of the checkpoint restored, until the first step
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ckpt:
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """Restore everything that exists by now, and say where in the data training begins."""
+        begin: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        optimizer = self.create_optimizer()
+        self._schedule = _Later(lambda: self.lr_scheduler)
+        state = {
+            "model": self.model,
+            "optimizer": getattr(optimizer, "optimizer", optimizer),  # as accelerate wraps it in a second train()
+            "schedule": self._schedule,
+            "trainer": self._progress,
+        }
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler
+        self._ckpt_state = with_extra(state, self._own_state)
+        self.ckpt.restore(self._ckpt_state)
+        self._resumed = self.ckpt.last_restore is not None
+        if self._resumed:
+            self._streams = current_streams()
+            begin = self._progress.apply()
+            options = self._ckpt_state["optimizer"].param_groups
+            self._options = [{name: value for name, value in one.items() if name != "params"} for one in options]
+        return begin
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        resume = None if self._resumed else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)
+        if self._resumed:
+            self._schedule.apply()
+            # A new schedule sets the optimizer to its own first learning rate.
+            for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+                group.update(options)
+        return prepared
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self._resumed:
+            kwargs["resume_from_checkpoint"] = _OURS
+        skipped = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"]
+        self._progress.begin_epoch(kwargs["epoch"], int(skipped) // self.args.gradient_accumulation_steps)
+        super()._run_epoch(**kwargs)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not self._resumed:
+            super()._load_rng_state(checkpoint)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Report the step before, which is complete; or put the streams back, if this is the first one."""
+        batches = super().get_batch_samples(*args, **kwargs)
+        if self._streams is not None:
+            self._progress.at_first_step()
+            set_streams(self._streams)
+            self._streams = None
+        elif self.state.global_step > self.ckpt.position:
+            self.ckpt.step(
+                self.state.global_step,
+                self._ckpt_state,
+                metrics=numbers(self._progress.logged),
+                epoch=int(self.state.epoch),
+            )
+        return batches
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Remember what is logged, as metrics of the next checkpoint."""
+        super().log(logs, *args, **kwargs)
+        self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
+
+    def _finalize_training(self, *args: Any) -> Any:
+        if self.state.global_step > self.ckpt.position:
+            self.ckpt.save(self.state.global_step, self._ckpt_state, metrics=numbers(self._progress.logged))
+        return super()._finalize_training(*args)
+
+
+class CkptTrainer(CkptMixin, Trainer):  # type: ignore[misc]  # Trainer ships no types
+    """Hugging Face's Trainer with a run.
+
+    ::
+
+        trainer = CkptTrainer(model=model, args=args, train_dataset=dataset, checkpoint="runs/first")
+    """
+
+
+def state_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Return what an Accelerator has prepared or registered, as a state for Checkpointer, after `prepare`.
+
+    A loader with a state is in it (`use_stateful_dataloader`); put a ResumableLoader into the state by yourself.
+    """
+    state: dict[str, Any] = {
+        "models": [accelerator.unwrap_model(model) for model in accelerator._models],
+        "optimizers": [optimizer.optimizer for optimizer in accelerator._optimizers],
+        "schedules": [schedule.scheduler for schedule in accelerator._schedulers],
+        "loaders": [loader for loader in accelerator._dataloaders if hasattr(loader, "load_state_dict")],
+        "objects": [*accelerator._custom_objects],
+    }
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    return {name: value for name, value in state.items() if value != []}
+
+
+class _Later:
+    """A stateful that takes what is restored before the object is there, and gives it back until then.
+
+    A restore from memory saves at once what storage lacks.
+    """
+
+    def __init__(self, find: Callable[[], Any]):
+        self._find = find
+        self._given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._given is not None:
+            return self._given
+        found = self._find()
+        return {} if found is None else dict(found.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._given = state
+
+    def apply(self) -> None:
+        self._find().load_state_dict(self._given)
+        self._given = None
+
+
+class _Progress:
+    """What Trainer itself counts and sums, and the states of its callbacks."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._given: dict[str, Any] | None = None
+        self._epoch = self._first_step = 0
+        self.logged: dict[str, Any] = {}
+
+    def begin_epoch(self, epoch: int, skipped: int) -> None:
+        """Note at which step an epoch began: a stream does not say how long it is."""
+        self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._given is not None:  # as in _Later
+            return self._given
+        trainer, state = self._trainer, self._trainer.state
+        return {
+            "progress": {name: getattr(state, name) for name in _PROGRESS},
+            "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],
+            "stopped": trainer.control.should_training_stop,
+            "epoch": self._epoch,
+            "steps_of_epoch": state.global_step - self._first_step,
+            "logged": dict(self.logged),
+            "sums": {name: getattr(trainer, name, 0) for name in _SUMS},
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "flos": trainer.current_flos,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._given = state
+
+    def apply(self) -> tuple[int, int]:
+        """Restore what Trainer keeps; return the epoch to begin with, and the batches of it that are done."""
+        assert self._given is not None
+        trainer, given = self._trainer, self._given
+        for name, value in given["progress"].items():
+            setattr(trainer.state, name, value)
+        for callback, (name, attributes) in zip(self._callbacks(), given["callbacks"], strict=False):
+            if type(callback).__name__ == name:
+                vars(callback).update(attributes)
+        self.logged = given["logged"]
+        if given["stopped"]:
+            return sys.maxsize, 0  # an early stop: nothing is left to train
+        return given["epoch"], given["steps_of_epoch"] * trainer.args.gradient_accumulation_steps
+
+    def at_first_step(self) -> None:
+        """Put back what Trainer sets to zero when it begins."""
+        assert self._given is not None
+        given, self._given = self._given, None
+        for name, value in given["sums"].items():
+            setattr(self._trainer, name, value)
+        self._trainer._tr_loss.fill_(given["loss"])
+        self._trainer.current_flos = given["flos"]
+
+    def _callbacks(self) -> Iterator[Any]:
+        return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
+
+
+def _refuse(trainer: Any) -> None:
+    for what, used in (
+        ("FSDP", trainer.is_fsdp_enabled),
+        ("DeepSpeed", trainer.is_deepspeed_enabled),
+        ("ignore_data_skip", trainer.args.ignore_data_skip),
+    ):
+        if used:
+            raise ConfigError(
+                f"CkptTrainer cannot go on bit for bit with {what}",
+                hint="Call Checkpointer in a loop of your own." if what != "ignore_data_skip" else "Leave it out.",
+            )

@@ -1,0 +1,155 @@
+"""Trainings in a framework that takes seconds to import: it is imported once, and every leg is a fork of that process.
+
+A leg is one process of a training that is killed, or ends. What a job records goes to a file line by line, so a killed
+leg has recorded what it did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.children import Child
+
+Lines = list[list[Any]]  # [what, step, value]
+
+
+class Leg:
+    """What a job is told: where its run is, what to train, and at which step to kill itself."""
+
+    def __init__(self, folder: Path, log: Path, options: Mapping[str, Any], at: int | None, number: int):
+        self.folder = folder
+        self.options = options
+        self._log = log.open("a")
+        self._at = at
+        self._number = number
+
+    def __deepcopy__(self, memo: Any) -> Leg:
+        return self  # an average of weights copies the module that holds it
+
+    def record(self, what: str, step: int, value: float | str) -> None:
+        """Record a value, bit for bit."""
+        self._log.write(json.dumps([what, step, value.hex() if isinstance(value, float) else value]) + "\n")
+        self._log.flush()
+
+    def within(self, step: int, settle: Callable[[], None]) -> None:
+        """Be killed (or sent a signal) here, if this is the step: called in the middle of a step.
+
+        `settle` waits for saves on their way, so that the next leg begins exactly here.
+        """
+        if self._at == step:
+            settle()
+            self._at = None
+            os.kill(os.getpid(), self._number)
+
+    def end(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Record every bit of some tensors, and of the random streams."""
+        seen = hashlib.sha256(repr(random.getstate()).encode())
+        for tensor in (*tensors, torch.get_rng_state()):
+            seen.update(tensor.detach().numpy().tobytes())
+        self.record("end", step, seen.hexdigest())
+
+
+def compared(
+    job: str,
+    folder: Path,
+    options: Mapping[str, Any],
+    stops: Sequence[int],
+    *,
+    number: signal.Signals = signal.SIGKILL,
+    after_s: Sequence[float] = (),
+) -> tuple[Lines, list[Lines], list[int]]:
+    """Train without a stop; train again, stopped within each step of `stops` or after some seconds, and to the end.
+
+    The folder of each has an empty `memory`. Returns the lines of the first, those of each leg of the second, and the
+    legs' statuses; no leg may fail by itself.
+    """
+    call = [job, str(folder), json.dumps(options), json.dumps([*stops]), str(int(number)), json.dumps([*after_s])]
+    with Child(main, call, folder / "said") as child:
+        status = child.wait(600)
+        said = child.said()
+        assert status == 0, said
+    reference, legs, statuses = json.loads((folder / "found.json").read_text())
+    assert not {*statuses} - {0, -number, -signal.SIGKILL}, said[-6000:]
+    return reference, legs, statuses
+
+
+def assert_equal(reference: Lines, legs: Sequence[Lines]) -> None:
+    """Every value that any leg recorded is that of the training without a stop, and nothing is missing."""
+    expected = {(what, step): value for what, step, value in reference}
+    assert len(expected) == len(reference)
+    seen: set[tuple[str, int]] = set()
+    for n, lines in enumerate(legs):
+        for what, step, value in lines:
+            if what != "begin":
+                assert value == expected.get((what, step)), f"leg {n} differs in {what} of step {step}"
+                seen.add((what, step))
+    missing = {key for key in expected if key[0] != "begin"} - seen
+    assert not missing, f"never trained: {sorted(missing)}"
+
+
+def begins(legs: Sequence[Lines]) -> list[int]:
+    """Return at which step each leg began."""
+    return [next(step for what, step, _ in lines if what == "begin") for lines in legs]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all legs in forks of this process, which imports the job's module once."""
+    name, where, options, stops, number, after_s = arguments
+    module, _, attribute = name.partition(":")
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a script; a child of a fork server has its own
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
+    job = getattr(import_module(module), attribute)
+    folder = Path(where)
+    plan = [("reference", None, None)]
+    plan += [("killed", stop, None) for stop in json.loads(stops)]
+    plan += [("killed", None, seconds) for seconds in json.loads(after_s)]
+    plan += [("killed", None, None)]
+    logs: list[Lines] = []
+    statuses = []
+    for n, (which, at, seconds) in enumerate(plan):
+        log = folder / f"{n}.log"
+        home = folder / which
+        (home / "memory").mkdir(parents=True, exist_ok=True)
+        statuses.append(_fork(job, Leg(home, log, json.loads(options), at, int(number)), seconds))
+        logs.append([json.loads(line) for line in log.read_text().splitlines()])
+    (folder / "found.json").write_text(json.dumps([logs[0], logs[1:], statuses]))
+
+
+def _fork(job: Any, leg: Leg, seconds: float | None) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            job(leg)
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException:  # noqa: BLE001 (the test reads it)
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)) if seconds is not None else None
+    if timer:
+        timer.start()
+    _, waited = os.waitpid(pid, 0)
+    if timer:
+        timer.cancel()
+        time.sleep(0)
+    return os.waitstatus_to_exitcode(waited)
