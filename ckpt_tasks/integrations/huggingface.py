@@ -39,7 +39,7 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-_OF_THE_CLOCK = ("_runtime", "_per_second", "epoch")
+_OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 _OURS = "the run"  # what Trainer is told to resume from; every method that would read there is overridden
 
 

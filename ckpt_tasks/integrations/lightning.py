@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
-from ckpt_tasks.integrations.lightning_state import LightningState, LoaderPositions
+from ckpt_tasks.integrations.lightning_state import LightningState, LoaderPositions, begin_streams
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.rng import current_streams, set_streams
 
@@ -55,8 +55,8 @@ class CkptCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come before all other callbacks: what they do at a batch's start belongs to that batch."""
         if stage == "fit":
-            callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009 (it is set where mypy does not look)
-            trainer.callbacks = [self, *(callback for callback in callbacks if callback is not self)]
+            every: Any = trainer  # Lightning sets `callbacks` where mypy does not look
+            every.callbacks = [self, *(callback for callback in every.callbacks if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore: model and optimizers are on their devices, and nothing has been trained."""
@@ -81,6 +81,11 @@ class CkptCallback(Callback):
         if self._resuming:
             self._lightning.at_train_start()
         self.ckpt.__enter__()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin streams anew."""
+        if trainer.current_epoch:
+            begin_streams(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Report the step before, which is complete; or put the streams back, if this is the first batch."""

@@ -7,6 +7,7 @@ is taken at the start of a batch that is not trained yet, so the loops, restored
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from ckpt_tasks.state.loader import ResumableLoader
 
-__all__ = ["LightningState", "LoaderPositions"]
+__all__ = ["LightningState", "LoaderPositions", "begin_streams"]
 
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 
@@ -42,8 +43,23 @@ class LoaderPositions:
         loaders = _stateful(trainer)
         if all(isinstance(loader, ResumableLoader) for loader in loaders):
             return [loader.state_before() for loader in loaders]
-        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
         return self._seen[-2 - ahead] if len(self._seen) >= 2 + ahead else None
+
+
+def begin_streams(trainer: Trainer) -> None:
+    """Make streams of Hugging Face's datasets begin an epoch at their beginning.
+
+    One whose state has been restored begins every epoch where that one was, unless it is told of epochs: Lightning
+    tells samplers only.
+    """
+    datasets = sys.modules.get("datasets")
+    combined = trainer.fit_loop._combined_loader
+    for loader in combined.flattened if combined is not None else []:
+        stream = getattr(loader, "dataset", None)
+        if datasets is not None and isinstance(stream, datasets.IterableDataset):
+            stream.load_state_dict({**stream.state_dict(), "epoch": -1})  # a state of another epoch counts for none
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
@@ -65,7 +81,7 @@ class LightningState:
     def state_dict(self) -> dict[str, Any]:
         """Return the dump, without what other groups hold; until training has begun, what a restore gave.
 
-        A restore from memory saves at once what storage lacks, and Lightning's loops are not where they will be by then.
+        A restore from memory saves at once what storage lacks, before Lightning's loops are where they will be.
         """
         if not self._begun:
             assert self._given is not None

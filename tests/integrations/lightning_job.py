@@ -26,11 +26,13 @@ class Noisy(TensorDataset):
     """Augments from the global streams."""
 
     def __getitem__(self, index: Any) -> Any:
-        x, y = super().__getitem__(index)
+        x, y = (tensor[index] for tensor in self.tensors)
         return x + 0.1 * torch.randn(4) + random.random(), y
 
 
 class Net(lightning.LightningModule):
+    saving: CkptCallback
+
     def __init__(self, leg: Leg):
         super().__init__()
         self.leg = leg
@@ -41,10 +43,12 @@ class Net(lightning.LightningModule):
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
-        loss = (self.net(x) - y).square().mean() * (1 + random.random())
+        loss: torch.Tensor = (self.net(x) - y).square().mean() * (1 + random.random())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.leg.record("loss", self.trainer.fit_loop.total_batch_idx, loss.item())
-        self.leg.within(self.global_step, self.trainer.callbacks[0].ckpt.wait)
+        assert self.saving.ckpt is not None
+        self.leg.settle = self.saving.ckpt.wait
+        self.leg.within(self.global_step)
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
@@ -92,7 +96,8 @@ def train(leg: Leg) -> None:
         step_interval=options.get("interval", 1),
         memory_dir=leg.folder / "memory",
     )
-    callbacks: list[Any] = [CkptCallback(config)]
+    saving = CkptCallback(config)
+    callbacks: list[Any] = [saving]
     if options.get("early"):
         callbacks.append(EarlyStopping("val", patience=0, min_delta=0.05))
     if options.get("ema"):
@@ -112,6 +117,7 @@ def train(leg: Leg) -> None:
     )
     net = Net(leg)
     validation = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=23)
+    net.saving = saving
     trainer.fit(net, loader(kind, data, options.get("workers", 0)), validation)
     moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
     leg.end(trainer.global_step, [*net.state_dict().values(), *moments])

@@ -71,3 +71,12 @@ def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
     assert statuses == [0, -15, 0]
     assert begins(legs) == [0, 8]
     assert_equal(reference, legs)
+
+
+@pytest.mark.slow
+def test_a_loop_with_accelerate_goes_on(tmp_path: Path) -> None:
+    """P73: what an Accelerator has prepared is saved bare, and goes on bit for bit."""
+    reference, legs, statuses = compared(JOB.replace("train", "loop"), tmp_path, {}, [3, 12, 20])
+    assert statuses == [0, -9, -9, -9, 0]
+    assert begins(legs) == [0, 3, 12, 20]
+    assert_equal(reference, legs)

@@ -37,6 +37,7 @@ class Leg:
         self._log = log.open("a")
         self._at = at
         self._number = number
+        self.settle: Callable[[], Any] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> Leg:
         return self  # an average of weights copies the module that holds it
@@ -46,13 +47,13 @@ class Leg:
         self._log.write(json.dumps([what, step, value.hex() if isinstance(value, float) else value]) + "\n")
         self._log.flush()
 
-    def within(self, step: int, settle: Callable[[], None]) -> None:
+    def within(self, step: int) -> None:
         """Be killed (or sent a signal) here, if this is the step: called in the middle of a step.
 
-        `settle` waits for saves on their way, so that the next leg begins exactly here.
+        It waits for saves on their way first (`settle`), so that the next leg begins exactly here.
         """
         if self._at == step:
-            settle()
+            self.settle()
             self._at = None
             os.kill(os.getpid(), self._number)
 
