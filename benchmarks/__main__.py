@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, ledger, loop, many, reuse, save_restore, stall
+from benchmarks import cadence, ledger, loop, many, ranks, reuse, save_restore, stall
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -30,6 +30,7 @@ _TABLES = {
     "reuse": reuse,
     "many": many,
     "ledger": ledger,
+    "ranks": ranks,
 }
 _NAMES = [*_TABLES, "cadence", "prefect"]
 _CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`
@@ -82,6 +83,8 @@ def _show(name: str, found: dict[str, Any]) -> None:
             _table(row, cells, found)
         for contender, share in found.get("written", {}).items():
             _CONSOLE.print(f"{contender} writes {share:.2%} of the state; {found['changing']:.2%} of it can change")
+        for what, ratio in found.get("ratios", {}).items():
+            _CONSOLE.print(f"{what}: {ratio:.3f}")
         for contender, why in found.get("absent", {}).items():
             _CONSOLE.print(f"{contender}: {why}", style="dim")
     elif name == "cadence":

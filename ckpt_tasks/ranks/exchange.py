@@ -24,7 +24,16 @@ from typing import Any, Protocol
 from ckpt_tasks import errors
 from ckpt_tasks.errors import CkptError, StoreError
 
-__all__ = ["ALONE", "Alone", "Exchange", "StoreExchange", "all_or_none", "find_exchange", "from_first"]
+__all__ = [
+    "ALONE",
+    "Alone",
+    "Exchange",
+    "StoreExchange",
+    "Together",
+    "all_or_none",
+    "find_exchange",
+    "from_first",
+]
 
 _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
@@ -258,25 +267,38 @@ def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadli
 
 
 @contextmanager
-def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[Callable[[], None]]:
+def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[Together]:
     """Run a block that every rank completes, or none: it calls what this gives each time before it changes something.
 
     An exception in any rank is raised in all ranks, there or at the end of the block.
     """
-    count, asking = 0, False
-
-    def confirm(word: bytes | BaseException = b"") -> None:
-        nonlocal count, asking
-        count, asking = count + 1, True
-        exchange.agree(f"{topic}/{count}", word, lambda words: b"", deadline_s)
-        asking = False
-
+    together = Together(exchange, topic, deadline_s)
     try:
-        yield confirm
+        yield together
     except BaseException as error:
-        if not asking:
-            confirm(error)
+        if not together.asking:
+            together(error)
         raise
+
+
+class Together:
+    """What the ranks agree on within `all_or_none`, in the same order in all of them."""
+
+    def __init__(self, exchange: Exchange, topic: str = "", deadline_s: float = 0.0):
+        self.rank = exchange.rank
+        self.size = exchange.size
+        self.asking = False
+        self._exchange = exchange
+        self._topic = topic
+        self._deadline_s = deadline_s
+        self._count = 0
+
+    def __call__(self, word: bytes | BaseException = b"", decide: Decide = lambda words: b"") -> bytes:
+        """Wait until every rank is here, and return the same answer in all; see `Exchange.agree`."""
+        self._count, self.asking = self._count + 1, True
+        answer = self._exchange.agree(f"{self._topic}/{self._count}", word, decide, self._deadline_s)
+        self.asking = False
+        return answer
 
 
 @contextmanager

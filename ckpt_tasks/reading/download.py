@@ -1,24 +1,26 @@
-"""The tensors of a checkpoint in a store that is far away: every byte is asked for once.
+"""The tensors of a checkpoint in a store that is far away: every byte is asked for once, by one rank of a host.
 
 What is wanted comes in a few large reads, several at a time, into memory that is laid out like the objects: so a read
-needs no copy, and what lies between takes no memory, as it is never touched. A read whose bytes are not what was
-written is made once more before the checkpoint is given up.
+needs no copy, and what lies between takes no memory, as it is never touched. The ranks of a host see each other's
+memory (sharing.py). A read whose bytes are not what was written is made once more before the checkpoint is given up.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box, blocks_in_order, intersection
+from ckpt_tasks.format.regions import Box
 from ckpt_tasks.policy.ranges import Span, merge_spans
+from ckpt_tasks.ranks.exchange import ALONE, Together
+from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, verify_run
-from ckpt_tasks.state.placements import ALONE, is_sharded, local_of, place_of
+from ckpt_tasks.reading.sharing import Share, share
+from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
@@ -36,17 +38,19 @@ class DownloadedTensors:
     """The tensors of `rows`, fetched from a store as a whole; see `TensorSource`.
 
     A tensor may be cut into boxes that many ranks wrote, and a DTensor takes the box of it that is this rank's. Only
-    regions that hold an element of what is asked for are read.
+    regions that hold an element of what is asked for are read. All ranks must call `fetch`.
     """
 
-    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
+    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow], together: Together | None = None):
         self._store = store
+        self._together = together or Together(ALONE)
         self._rows = sorted(rows, key=lambda row: (row.object, row.begin))
         self._by_key: dict[str, list[IndexRow]] = {}
         for row in self._rows:
             self._by_key.setdefault(row.full_key, []).append(row)
         self._memory = {name: _Laid(rows) for name, rows in _by_object(self._rows)}
-        self._fetched: set[IndexRow] = set()
+        self._fetched: set[IndexRow] = set()  # into that memory
+        self._share: Share | None = None
         self._fills: list[_Pair] = []
 
     def like(self, key: str) -> torch.Tensor:
@@ -55,7 +59,7 @@ class DownloadedTensors:
 
     def read(self, key: str) -> torch.Tensor:
         self._get(self._by_key[key])
-        if _in_order(self._by_key[key]):
+        if in_order(self._by_key[key]):
             return self._view(self._by_key[key][0], self._by_key[key][0].tensor_shape)
         values = torch.empty_like(self.like(key), device="cpu")
         self.copy([(values, key)])
@@ -66,10 +70,15 @@ class DownloadedTensors:
 
     def fetch(self, pairs: Sequence[_Pair] = ()) -> None:
         fills, self._fills = self._fills, []
-        wanted: dict[str, list[Box]] = {}
+        boxes: dict[str, list[Box]] = {}
         for into, key in (*fills, *pairs):
-            wanted.setdefault(key, []).append(_box_of(into, key))
-        self._get([row for row in self._rows if row.full_key not in wanted or _meets(row, wanted[row.full_key])])
+            boxes.setdefault(key, []).append(box_of(into, key))
+        needed = [row for row in self._rows if row.full_key not in boxes or meets(row, boxes[row.full_key])]
+        needed = [row for row in needed if row not in self._fetched]
+        self._share = share(self._together, needed, kept=True)
+        self._get(needed if self._share is None else self._share.mine(needed))
+        if self._together.size > 1:
+            self._together()  # what the others of this host read is there, and good
         self.copy(fills)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
@@ -78,28 +87,34 @@ class DownloadedTensors:
     def _pieces(self, into: torch.Tensor, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the parts of a tensor to be filled, each with its values."""
         rows = self._by_key[key]
-        if not is_sharded(into) and _in_order(rows):
+        if not is_sharded(into) and self._share is None and in_order(rows):
             yield into, self._view(rows[0], rows[0].tensor_shape)
             return
-        box, local = _box_of(into, key), local_of(into).detach()
-        for row in rows:
-            common = intersection(row.box, box)
-            if common is not None:
-                yield _within(local, common, box), _within(self._view(row), common, row.box)
+        for piece in pieces(into, key, rows):
+            yield piece.into, within(self._view(piece.row), piece.box, piece.row.box)
 
     def _view(self, row: IndexRow, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        memory, begin = self._place(row)
+        return tensor_at(memory, row.dtype, row.box.shape if shape is None else shape, begin)
+
+    def _place(self, row: IndexRow) -> tuple[memoryview, int]:
+        """Return the memory that has a region's bytes, or will have them, and where they begin in it."""
+        if self._share is not None and row not in self._fetched:
+            return self._share.at(row)
         laid = self._memory[row.object]
-        return tensor_at(laid.memory, row.dtype, row.box.shape if shape is None else shape, row.begin - laid.base)
+        return laid.memory, row.begin - laid.base
 
     def _get(self, rows: Sequence[IndexRow]) -> None:
         reads = [*_reads([row for row in rows if row not in self._fetched], self._store.gap_bytes)]
         in_threads(self._read, reads, _IN_FLIGHT, "ckpt-download")
-        self._fetched.update(rows)
+        if self._share is None:
+            self._fetched.update(rows)
 
     def _read(self, read: _Read) -> None:
         name, span, rows = read
-        laid = self._memory[name]
-        data = memoryview(laid.memory)[span.begin - laid.base : span.end - laid.base]
+        memory, begin = self._place(rows[0])
+        begin -= rows[0].begin - span.begin
+        data = memory[begin : begin + span.end - span.begin]
         for again in (True, False):
             self._store.read(name, span.begin, data)
             faults = [fault for row in rows for fault in verify_run([row], data[row.begin - span.begin :])]
@@ -109,37 +124,12 @@ class DownloadedTensors:
                 raise IntegrityError(faults[0])
 
 
-def _box_of(into: torch.Tensor, key: str) -> Box:
-    return place_of(into, key, ALONE).box
-
-
-def _meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
-    return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
-
-
-def _within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
-    """View a box of a tensor, where the tensor itself is the box `of`."""
-    for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
-        if extent != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, begin - base, extent)
-    return tensor
-
-
-def _in_order(rows: Sequence[IndexRow]) -> bool:
-    """Say whether the regions of a tensor are its elements in order, one after the other in one object."""
-    first = rows[0]
-    if len(rows) == 1:
-        return first.box.shape == first.tensor_shape
-    boxes = blocks_in_order([row.box for row in rows], first.tensor_shape)
-    return boxes and all(b.object == a.object and b.begin == a.end for a, b in pairwise(rows))
-
-
 class _Laid:
     """Memory that stands for an object's bytes from `base` on; what is never read is never taken."""
 
     def __init__(self, rows: Sequence[IndexRow]):
         self.base = rows[0].begin // _PAGE * _PAGE
-        self.memory = mmap.mmap(-1, max(1, max(row.end for row in rows) - self.base))
+        self.memory = memoryview(mmap.mmap(-1, max(1, max(row.end for row in rows) - self.base)))
 
 
 def _by_object(rows: Iterable[IndexRow]) -> Iterator[tuple[str, list[IndexRow]]]:

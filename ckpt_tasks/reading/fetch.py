@@ -4,6 +4,9 @@ A restore reads twice. The first pass digests every byte in a buffer that stays 
 reads straight into the live tensors, and digests once more what has arrived there. So a restore takes no memory beside
 the state, and none is touched for the first time (which costs several times a copy). New memory is not visible yet
 and is read once, to its place.
+
+With many ranks the first pass is divided among those of a host (sharing.py). In the second each rank reads what it
+needs; a region of which it needs a part goes through a buffer, so that all of it is digested.
 """
 
 from __future__ import annotations
@@ -11,18 +14,22 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from ckpt_tasks.errors import FormatVersionError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import Digest
 from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.regions import Box
+from ckpt_tasks.ranks.exchange import ALONE, Together
+from ckpt_tasks.reading.boxes import Piece, box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
+from ckpt_tasks.reading.sharing import share
 from ckpt_tasks.state.memcpy import is_plain
-from ckpt_tasks.state.placements import local_pairs
+from ckpt_tasks.state.placements import local_of
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
@@ -35,15 +42,21 @@ _DIRECT_BYTES = 256 << 10  # smaller tensors are read many at once and copied to
 
 _Pair = tuple[torch.Tensor, str]
 _Job = Callable[[], None]
+_Direct = tuple[IndexRow, memoryview, torch.Tensor]
 _T = TypeVar("_T")
 
 
 class StoredTensors:
-    """The tensors of `rows`, read from a store; see `TensorSource`."""
+    """The tensors of `rows`, read from a store; see `TensorSource`. All ranks must call `fetch`.
 
-    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
+    A tensor may be cut into boxes that many ranks wrote, and a DTensor takes the box of it that is this rank's.
+    """
+
+    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow], together: Together | None = None):
         self._store = store
+        self._together = together or Together(ALONE)
         self._rows = _by_key(rows)
+        self._cut = {key for key, rows in self._rows.items() if not in_order(rows)}
         self._fills: list[_Pair] = []
         self._buffers = threading.local()
 
@@ -60,15 +73,22 @@ class StoredTensors:
         self._fills.append((into, key))
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        fills, self._fills = local_pairs(self._fills), []
+        fills, self._fills = self._fills, []
         filled = {key for _, key in fills}
+        boxes: dict[str, list[Box]] = {}
+        for into, key in pairs:
+            if not self._is_whole(into, key):
+                boxes.setdefault(key, []).append(box_of(into, key))
         rest = [row for key, rows in self._rows.items() if key not in filled for row in rows]
+        rest = [row for row in rest if row.full_key not in boxes or meets(row, boxes[row.full_key])]
+        shared = share(self._together, rest, kept=False)
+        rest = rest if shared is None else shared.mine(rest)
         checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
         _run([*self._reads(fills), *checks])
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         try:
-            _run(self._reads(local_pairs(pairs)))
+            _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
             # It was verified a moment ago, so no older one is asked: a retry verifies again, and falls back if it must.
             raise StoreError(
@@ -79,19 +99,32 @@ class StoredTensors:
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _is_whole(self, into: torch.Tensor, key: str) -> bool:
+        """Say whether a target takes the bytes of a tensor in their order."""
+        return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
+
     def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:
-        large: list[tuple[IndexRow, memoryview, torch.Tensor]] = []
+        large: list[_Direct] = []
         rest: list[_Pair] = []
+        parts: dict[IndexRow, list[Piece]] = {}
         for into, key in pairs:
             rows = self._rows[key]
-            if into.nbytes >= _DIRECT_BYTES and is_plain(into) and into.dtype == getattr(torch, rows[0].dtype):
-                memory, start = _memory(into), rows[0].begin
-                large += [(row, memory[row.begin - start : row.end - start], into) for row in rows]
+            if not self._is_whole(into, key):
+                for piece in pieces(into, key, rows):
+                    if piece.is_whole and _is_direct(piece.into, piece.row):
+                        large.append((piece.row, _memory(piece.into), piece.into))
+                    else:
+                        parts.setdefault(piece.row, []).append(piece)
+            elif _is_direct(local := local_of(into), rows[0]):
+                memory, start = _memory(local), rows[0].begin
+                large += [(row, memory[row.begin - start : row.end - start], local) for row in rows]
             else:
-                rest.append((into, key))
+                rest.append((local, key))
+        runs = merge_runs(parts, _PIECE_BYTES)
         return [
             *(partial(self._read_direct, rows) for rows in _dealt(large, lambda one: one[1].nbytes)),
             *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
+            *(partial(self._read_parts, parts, some) for some in _dealt(runs, _run_bytes)),
         ]
 
     def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
@@ -111,7 +144,32 @@ class StoredTensors:
         if window:
             yield window
 
-    def _read_direct(self, rows: Iterable[tuple[IndexRow, memoryview, torch.Tensor]]) -> None:
+    def _read_parts(self, parts: Mapping[IndexRow, Sequence[Piece]], runs: Iterable[list[IndexRow]]) -> None:
+        for run in runs:
+            begin = run[0].begin
+            buffer, aligned = self._read_run(run)
+            copy_all(
+                (
+                    piece.into,
+                    within(
+                        tensor_at(buffer, row.dtype, row.box.shape, aligned + row.begin - begin), piece.box, row.box
+                    ),
+                )
+                for row in run
+                for piece in parts[row]
+            )
+
+    def _read_run(self, run: Sequence[IndexRow]) -> tuple[bytearray, int]:
+        """Read and verify regions that follow each other; return a buffer, and where the first one begins in it."""
+        begin, end = run[0].begin, run[-1].end
+        aligned = begin % 16  # a view needs its tensor where its dtype can be
+        buffer = self._buffer(aligned + end - begin)
+        data = memoryview(buffer)[aligned : aligned + end - begin]
+        self._store.read(run[0].object, begin, data)
+        _good(run, data)
+        return buffer, aligned
+
+    def _read_direct(self, rows: Iterable[_Direct]) -> None:
         for row, memory, into in rows:
             self._read_large(row, memory.__getitem__)
             torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the system writes
@@ -119,12 +177,8 @@ class StoredTensors:
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:
             rows = [row for _, key in window for row in self._rows[key]]
-            begin, end = rows[0].begin, rows[-1].end
-            aligned = begin % 16  # a view needs its tensor where its dtype can be
-            buffer = self._buffer(aligned + end - begin)
-            data = memoryview(buffer)[aligned : aligned + end - begin]
-            self._store.read(rows[0].object, begin, data)
-            _good(rows, data)
+            begin = rows[0].begin
+            buffer, aligned = self._read_run(rows)
             first = ((into, self._rows[key][0]) for into, key in window)
             copy_all(
                 (into, tensor_at(buffer, row.dtype, row.tensor_shape, aligned + row.begin - begin))
@@ -160,18 +214,15 @@ class StoredTensors:
 
 
 def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
-    """Order every tensor's regions; one rank wrote whole tensors, so they follow each other in one object."""
+    """Order every tensor's regions."""
     found: dict[str, list[IndexRow]] = {}
     for row in sorted(rows, key=lambda row: (row.object, row.begin)):
-        before = found.setdefault(row.full_key, [])
-        if before and (row.object, row.begin) != (before[-1].object, before[-1].end):
-            raise FormatVersionError(
-                "the tensor is cut over several objects, which this version cannot put together",
-                key=row.full_key,
-                hint="Upgrade ckpt-tasks.",
-            )
-        before.append(row)
+        found.setdefault(row.full_key, []).append(row)
     return found
+
+
+def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
+    return into.nbytes >= _DIRECT_BYTES and is_plain(into) and into.dtype == getattr(torch, row.dtype)
 
 
 def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:

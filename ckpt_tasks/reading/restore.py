@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +26,8 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.ranks.exchange import ALONE, Exchange, all_or_none
+from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.ranks.exchange import ALONE, Exchange, Together, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
@@ -107,7 +108,7 @@ def restore_newest(
     skipped: list[tuple[int, str]] = []
     for number, (checkpoint, cached) in enumerate(_sources(candidates, in_memory)):
         try:
-            with all_or_none(ranks, f"{topic}/{number}", deadline_s) as confirm:
+            with all_or_none(ranks, f"{topic}/{number}", deadline_s) as together:
                 report = restore_one(
                     store,
                     checkpoint,
@@ -115,9 +116,7 @@ def restore_newest(
                     partial=partial,
                     run_key=run_key,
                     snapshot=cached,
-                    confirm=confirm,
-                    rank=ranks.rank,
-                    world_size=ranks.size,
+                    together=together,
                 )
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
@@ -172,19 +171,19 @@ def restore_one(
     partial: bool = False,
     run_key: str | None = None,
     snapshot: HostSnapshot | None = None,
-    confirm: Callable[[], None] = lambda: None,
-    rank: int = 0,
-    world_size: int = 1,
+    together: Together | None = None,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
-    It comes from `snapshot`, if there is one. `confirm` is as in RestorePlan.apply. If another number of ranks saved
-    it, the random streams of every rank but 0 are seeded from rank 0's and the rank.
+    It comes from `snapshot`, if there is one. `together` are the ranks that restore it at once. If another number of
+    ranks saved it, the random streams of every rank but 0 are seeded from rank 0's and the rank.
 
     Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
     RunMismatchError where it is not of the run `run_key`; the target is untouched then.
     """
     started = time.perf_counter()
+    together = together or Together(ALONE)
+    rank, world_size = together.rank, together.size
     if snapshot is not None:
         store, opened = snapshot.store, snapshot.open()
     else:
@@ -198,15 +197,14 @@ def restore_one(
         raise
     wanted = opened.index.of_tensors(plan.keys).rows
     names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
-    for record in opened.manifest.objects:
-        if record.name in names:
-            check_header(store, record)
-    alone = world_size == opened.manifest.world_size == 1
+    headers = [record for record in opened.manifest.objects if record.name in names]
+    for record in headers if snapshot is not None else headers[rank::world_size]:
+        _check_header(store, record, opened.rows)
     if snapshot is not None:
         source = snapshot.tensors(store, wanted)
     else:
-        source = StoredTensors(store, wanted) if store.near and alone else DownloadedTensors(store, wanted)
-    plan.apply(source, confirm)
+        source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
+    plan.apply(source, together)
     derived = not partial and world_size != opened.manifest.world_size
     if derived and rank:
         streams = canonical_json(opened.manifest.groups[RNG])
@@ -219,3 +217,15 @@ def restore_one(
         seconds=time.perf_counter() - started,
         derived_streams=derived,
     )
+
+
+def _check_header(store: ReadableStore, record: ObjectRecord, rows: Sequence[IndexRow]) -> None:
+    """Check an object's size and header; an error also names what is lost with it."""
+    try:
+        check_header(store, record)
+    except (IntegrityError, ObjectNotFoundError) as error:
+        lost = [row for row in rows if row.object == record.name]
+        if lost:
+            more = f" and {len(lost) - 1} more regions" if len(lost) > 1 else ""
+            error.message += f"; it holds {lost[0].full_key} (bytes {lost[0].begin}–{lost[0].end}){more}"
+        raise

@@ -8,7 +8,7 @@ Invariants
 
 1. No page of map_memory() is in a child: not to write to, not to read, and not to keep. MADV_DONTFORK says so to the
    kernel. It holds for a child that C code forks, too.
-2. No descriptor of open_descriptor() is open in a child that Python forks.
+2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork comes between the making of a page or descriptor and its mark.
 
@@ -20,6 +20,7 @@ that has begun, however long it takes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -42,6 +43,7 @@ __all__ = [
     "lower_priority",
     "map_memory",
     "open_descriptor",
+    "open_nameless",
 ]
 
 _DONTFORK = 10  # MADV_DONTFORK: the mmap module of a Python that was built elsewhere may lack the name
@@ -110,8 +112,22 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
     return fd
 
 
+def open_nameless() -> int:
+    """Make a file in memory that has no name, and so is gone with the last process that has it open or mapped.
+
+    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also where a system has no such
+    files. Close it with close_descriptor().
+    """
+    with _forking:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fd = os.memfd_create("ckpt-tasks")
+        _descriptors.add(fd)
+    return fd
+
+
 def close_descriptor(fd: int) -> None:
-    """Close what open_descriptor() has opened."""
+    """Close what open_descriptor() or open_nameless() has opened."""
     with _forking:
         _descriptors.remove(fd)
         os.close(fd)

@@ -54,7 +54,7 @@ class RestorePlan:
         self._parts = dict(parts)
         self._copies = copies
 
-    def apply(self, source: TensorSource, confirm: Callable[[], None] = lambda: None) -> None:
+    def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
         """Restore from a source of the stored tensors.
 
         `confirm` is called before anything is changed, and again once the code of the user's has run; what it raises
@@ -79,7 +79,7 @@ class RestorePlan:
             parts[RNG].write()
 
 
-def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], None]) -> None:
+def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], object]) -> None:
     guarded = [(name, part, part.guard) for name, part in parts.items() if part.guard is not None]
     for _, _, guard in guarded:
         guard.keep()

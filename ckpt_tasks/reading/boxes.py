@@ -1,0 +1,64 @@
+"""Which regions of a tensor a target needs, and which part of it each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.regions import Box, blocks_in_order, intersection
+from ckpt_tasks.state.placements import ALONE, local_of, place_of
+
+__all__ = ["Piece", "box_of", "in_order", "meets", "pieces", "within"]
+
+
+class Piece(NamedTuple):
+    """A part of a target, its box of the whole tensor, and the region that holds its values."""
+
+    into: torch.Tensor
+    box: Box
+    row: IndexRow
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it takes all of the region."""
+        return self.box == self.row.box
+
+
+def box_of(into: torch.Tensor, key: str) -> Box:
+    """Return the box of a tensor that a target holds: all of it, or this rank's part of a DTensor."""
+    return place_of(into, key, ALONE).box
+
+
+def meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
+    """Say whether a region holds an element of a box."""
+    return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
+
+
+def pieces(into: torch.Tensor, key: str, rows: Iterable[IndexRow]) -> Iterator[Piece]:
+    """Cut a target into the parts that the regions of its tensor hold."""
+    box, local = box_of(into, key), local_of(into).detach()
+    for row in rows:
+        common = intersection(row.box, box)
+        if common is not None:
+            yield Piece(within(local, common, box), common, row)
+
+
+def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
+    """View a box of a tensor, where the tensor itself is the box `of`."""
+    for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
+        if extent != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, begin - base, extent)
+    return tensor
+
+
+def in_order(rows: Sequence[IndexRow]) -> bool:
+    """Say whether the regions of a tensor are its elements in order, one after the other in one object."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first.box.shape == first.tensor_shape
+    boxes = blocks_in_order([row.box for row in rows], first.tensor_shape)
+    return boxes and all(b.object == a.object and b.begin == a.end for a, b in pairwise(rows))

@@ -1,0 +1,182 @@
+"""Who of a host's ranks reads what: every region that is wanted there once, by one of the ranks that want it.
+
+Every rank writes what it wants into a file in memory. The other ranks of its host read that, and so each of them knows
+who reads what. Regions that are read to be kept are read into such files, too.
+
+Invariants
+
+1. Every region that a rank wants is read by one rank of its host, which wants it as well.
+2. The files have no names: whichever process is killed, nothing stays behind.
+3. All ranks of a host share, or none does: where one cannot open the file of another, each reads for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.ranks.exchange import Together
+from ckpt_tasks.reading.opening import READ_BYTES
+from ckpt_tasks.state.processes import close_descriptor, map_memory, open_descriptor, open_nameless
+from ckpt_tasks.storage.publishing import write_at
+
+__all__ = ["Readers", "Share", "divide", "host_name", "share"]
+
+_PAGE = 4096
+
+Spans = Mapping[str, npt.NDArray[np.int64]]  # object → where each of its regions begins and ends
+
+
+class Readers(NamedTuple):
+    """Who reads the regions of an object, by their first byte, and how far behind its place there a byte is in memory.
+
+    A rank is named by its place among the ranks of the host.
+    """
+
+    by_begin: Mapping[int, int]
+    shift: int
+
+
+class Share(NamedTuple):
+    """What this rank reads for its host, and the memory into which each rank of the host reads, if it is kept."""
+
+    place: int
+    readers: Mapping[str, Readers]
+    memory: Sequence[memoryview]
+
+    def mine(self, rows: Iterable[IndexRow]) -> list[IndexRow]:
+        """List the rows that this rank reads."""
+        return [row for row in rows if self._reader(row) == self.place]
+
+    def at(self, row: IndexRow) -> tuple[memoryview, int]:
+        """Return the memory that holds a region, and where the first byte of the region is in it."""
+        return self.memory[self._reader(row)], self.readers[row.object].shift + row.begin
+
+    def _reader(self, row: IndexRow) -> int:
+        if row.begin == row.end or row.object not in self.readers:
+            return self.place  # there is nothing to read
+        return self.readers[row.object].by_begin[row.begin]
+
+
+def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
+    """Choose a reader for every region that a rank wants; say how many bytes of memory all of them would lie in.
+
+    Ranks that want the same regions take turns at every 16 MiB of an object, so what one reads lies together.
+    """
+    found, size_bytes = {}, 0
+    for number, name in enumerate(sorted({name for spans in wants for name in spans})):
+        here = [(place, spans[name]) for place, spans in enumerate(wants) if name in spans]
+        spans = np.concatenate([one for _, one in here])
+        places = np.repeat([place for place, _ in here], [len(one) for _, one in here])
+        order = np.lexsort((places, spans[:, 0]))
+        begins = spans[order, 0]
+        first = np.flatnonzero(np.r_[True, begins[1:] != begins[:-1]])
+        turns = (begins[first] // READ_BYTES + number) % np.diff(np.r_[first, len(begins)])
+        base = int(begins[0]) // _PAGE * _PAGE
+        by_begin = dict(zip(begins[first].tolist(), places[order][first + turns].tolist(), strict=True))
+        found[name] = Readers(by_begin, size_bytes - base)
+        size_bytes += -(-(int(spans[:, 1].max()) - base) // _PAGE) * _PAGE
+    return found, size_bytes
+
+
+def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
+    """Agree with the other ranks of this host who reads what; None where this rank reads for itself.
+
+    `kept`: what is read is kept in memory that all of them see. All ranks must call it.
+    """
+    if together.size == 1:
+        return None
+    with ExitStack() as files:
+        token = secrets.token_hex(8)
+        try:
+            own = _nameless(files), _nameless(files)
+            write_at(own[0], _written(token, rows), 0)
+            word = json.dumps([host_name(), token, os.getpid(), *own])
+        except OSError:
+            word = json.dumps(["", token, 0, 0, 0])
+        words = json.loads(together(word.encode(), _joined))
+        host = words[together.rank][0]
+        here = [rank for rank, (name, *_) in enumerate(words) if name == host] if host else [together.rank]
+        try:
+            found = _joint(files, [words[rank][1:] for rank in here], here.index(together.rank), kept=kept)
+        except OSError:
+            found = None
+        opened = json.loads(together(b"0" if found is None else b"1", _joined))
+        return found if len(here) > 1 and all(opened[rank] for rank in here) else None
+
+
+def host_name() -> str:
+    """Name what ranks need in common to open each other's files: a kernel, its numbers of processes, and the user.
+
+    "" where no file of another process can be opened.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:
+    """Read what each rank of the host wants, and map the memory of all; None for a rank that is alone there."""
+    if len(words) == 1:
+        return None
+    wants = [_read(_opened(files, pid, number, os.O_RDONLY), token) for token, pid, number, _ in words]
+    readers, size_bytes = divide(wants)
+    memory = []
+    if kept and size_bytes:
+        for n, (_, pid, _, number) in enumerate(words):
+            fd = _opened(files, pid, number, os.O_RDWR)
+            if n == place:
+                os.ftruncate(fd, size_bytes)
+            memory.append(map_memory(size_bytes, fd))  # none of its pages is there before it is read into
+    return Share(place, readers, memory)
+
+
+def _nameless(files: ExitStack) -> int:
+    fd = open_nameless()
+    files.callback(close_descriptor, fd)
+    return fd
+
+
+def _opened(files: ExitStack, pid: int, number: int, flags: int) -> int:
+    fd = open_descriptor(Path(f"/proc/{pid}/fd/{number}"), flags)
+    files.callback(close_descriptor, fd)
+    return fd
+
+
+def _written(token: str, rows: Iterable[IndexRow]) -> bytes:
+    """Write where the regions of some rows begin and end, by object."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for row in rows:
+        if row.begin < row.end:
+            spans.setdefault(row.object, []).append((row.begin, row.end))
+    head = json.dumps([token, {name: len(here) for name, here in spans.items()}])
+    return head.encode() + b"\n" + np.array([span for here in spans.values() for span in here], np.int64).tobytes()
+
+
+def _read(fd: int, token: str) -> Spans:
+    """Read what `_written` writes; raise OSError where it is another process's file."""
+    with open(fd, "rb", closefd=False) as file:
+        head, _, data = file.read().partition(b"\n")
+    if token.encode() not in head:
+        raise OSError("the file is of another process")
+    numbers = np.frombuffer(data, np.int64).reshape(-1, 2)
+    found, at = {}, 0
+    for name, count in json.loads(head)[1].items():
+        found[name] = numbers[at : at + count]
+        at += count
+    return found
+
+
+def _joined(words: list[bytes]) -> bytes:
+    return b"[" + b",".join(words) + b"]"
