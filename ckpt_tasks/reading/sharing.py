@@ -54,16 +54,16 @@ class Share(NamedTuple):
     memory: Sequence[memoryview]
 
     def mine(self, rows: Iterable[IndexRow]) -> list[IndexRow]:
-        """List the rows that this rank reads."""
-        return [row for row in rows if self._reader(row) == self.place]
+        """List the rows that this rank reads; there is nothing to read of an empty tensor."""
+        return [row for row in rows if row.begin < row.end and self._reader(row) == self.place]
 
     def at(self, row: IndexRow) -> tuple[memoryview, int]:
         """Return the memory that holds a region, and where the first byte of the region is in it."""
+        if row.begin == row.end:
+            return memoryview(b""), 0
         return self.memory[self._reader(row)], self.readers[row.object].shift + row.begin
 
     def _reader(self, row: IndexRow) -> int:
-        if row.begin == row.end or row.object not in self.readers:
-            return self.place  # there is nothing to read
         return self.readers[row.object].by_begin[row.begin]
 
 
