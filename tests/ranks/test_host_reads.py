@@ -200,8 +200,7 @@ def restore_what_is_damaged(rank: int, size: int, root: str, far: bool, step: in
     return restored, said, digests(state["model"], state["optimizer"]) == before
 
 
-@pytest.mark.parametrize("far", [True, False])
-@pytest.mark.parametrize("how", ["lost", "changed"])
+@pytest.mark.parametrize(("how", "far"), [("lost", True), ("changed", False)])
 def test_a_damaged_object_is_named_by_tensor_and_range(tmp_path: Path, how: str, far: bool) -> None:
     """P47: whatever object is damaged, all ranks are told which tensor, and are untouched; then all take the older."""
     damaged(tmp_path, how, far=far, every=7)
