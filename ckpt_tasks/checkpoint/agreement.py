@@ -16,7 +16,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ranks.exchange import all_or_none, find_exchange, from_first
+from ckpt_tasks.ranks.exchange import Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
 from ckpt_tasks.saving.committer import Line
@@ -67,7 +67,7 @@ class Agreement:
         self.exchange.agree(self.topic("options"), self._options, _same_options, self.deadline_s)
         return take(self.exchange, self.topic("own"), make, line, deadline_s=deadline_s, open_memory=open_memory)
 
-    def together(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+    def together(self, name: str) -> AbstractContextManager[Together]:
         """Run a block in all ranks, or in none; see `all_or_none`."""
         return all_or_none(self.exchange, self.topic(name), self.deadline_s)
 
