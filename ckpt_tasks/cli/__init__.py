@@ -28,13 +28,14 @@ from ckpt_tasks.cli.show import show
 from ckpt_tasks.cli.sync import sync
 from ckpt_tasks.cli.train import train
 from ckpt_tasks.cli.verify import verify
+from ckpt_tasks.cli.verify_resume import verify_resume
 
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (train, evaluate),
     "Look": (ls, show, diff, report, plan),
-    "Keep": (verify, prune),
+    "Keep": (verify, verify_resume, prune),
     "Move": (sync, fork, export),
     "Mend": (doctor, doctor_store),
 }

@@ -65,6 +65,7 @@ def test_killed_at_random(seed: int, tmp_path: Path) -> None:
     assert_equal(reference, [leg for leg in legs if leg])
 
 
+@pytest.mark.slow
 def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
     """P69: the step in hand is finished and committed, then the signal has its way."""
     reference, legs, statuses = compared(JOB, tmp_path, {"interval": 100}, [7], number=signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""Prove that a program goes on bit for bit: train it, kill it, resume it, compare."""

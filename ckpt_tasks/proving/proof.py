@@ -1,0 +1,137 @@
+"""Train a program without a break, kill and resume another one twice, and compare every step bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tasks.errors import ConfigError, ProgramError
+
+__all__ = ["Difference", "Proof", "verify_resume"]
+
+_LEAST_STEPS = 6
+_CAUSES = {
+    "streams": "more or fewer numbers were drawn from a global random stream: by a loader that is not in the state, by "
+    "a thread, or where training begins",
+    "hidden": "something outside of the state has another value after a resume: a counter, a generator, a buffer",
+    "kernel": "the program gives another result each time, without any kill: a generator that is not seeded, the "
+    "clock, the order of a set, or a kernel that is not deterministic (torch.use_deterministic_algorithms(True))",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first step that differs, what differs in it (the first one first), and the likely cause in words.
+
+    `after_kills`: how many times the training had been killed by then; 0 means that it is not the resume's fault.
+    """
+
+    step: int
+    what: tuple[str, ...]
+    after_kills: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared: steps, the steps within which a process was killed, values per step; and what differs."""
+
+    steps: int
+    killed_within: tuple[int, ...]
+    values: int
+    difference: Difference | None
+
+    @property
+    def good(self) -> bool:
+        """Whether all is equal."""
+        return self.difference is None
+
+
+def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12) -> Proof:
+    """Train "module:Program" twice, once with two kills, in processes of its own; say whether they end the same.
+
+    Every value of the state, every metric and the random streams are compared after every step. Raises ConfigError for
+    fewer than 6 steps, and ProgramError where the program cannot be built or fails.
+    """
+    if type(steps) is not int or steps < _LEAST_STEPS:
+        raise ConfigError(f"steps must be a whole number from {_LEAST_STEPS} on, not {steps!r}", key="steps")
+    saves = [steps // 3, 2 * steps // 3]
+    kills = [saves[0] + 2, saves[1] + 2]
+    with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
+        legs = [("twin", None), *(("killed", within) for within in (*kills, None))]
+        orders = [
+            {
+                "program": program,
+                "params": dict(params or {}),
+                "steps": steps,
+                "saves": saves,
+                "run": f"{folder}/{run}",
+                "log": f"{folder}/{n}.log",
+                "die_within": within,
+            }
+            for n, (run, within) in enumerate(legs)
+        ]
+        twin, *killed = _train(program, orders)
+    values = max(len(line["values"]) + len(line["metrics"]) for line in twin[1:])
+    return Proof(steps, tuple(kills), values, _difference(twin, killed))
+
+
+def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Let processes carry the orders out, one after the other; return what each recorded."""
+    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # what can be imported here can be there
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tasks.proving.child", json.dumps(orders)],
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise ProgramError(f"{program} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+    logs = (Path(order["log"]).read_text(encoding="utf-8") for order in orders)
+    return [[json.loads(line) for line in log.splitlines()] for log in logs]
+
+
+def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> Difference | None:
+    expected = {line["step"]: line for line in twin[1:]}
+    for kills, (begin, *lines) in enumerate(legs):
+        for line in lines:
+            if what := _unequal(expected[line["step"]], line):
+                cause = _cause(expected[line["step"]], line, what, begin["unsaved"], kills)
+                return Difference(line["step"], tuple(what), kills, cause)
+    return None
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Name what differs: random streams first, then what is neither weight nor moment, metrics, and the rest."""
+    values = sorted(
+        key
+        for key in one["values"].keys() | other["values"].keys()
+        if one["values"].get(key) != other["values"].get(key)
+    )
+    names = one["metrics"].keys() | other["metrics"].keys()
+    metrics = sorted(name for name in names if one["metrics"].get(name) != other["metrics"].get(name))
+    streams = [key for key in values if key.startswith("rng/")]
+    return [*streams, *(f"metric {name}" for name in metrics), *(key for key in values if key not in streams)]
+
+
+def _cause(
+    one: Mapping[str, Any], other: Mapping[str, Any], what: list[str], unsaved: list[list[str]], kills: int
+) -> str:
+    found = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
+    if kills == 0:
+        hint = f". Not in the state, and perhaps not seeded: {', '.join(found)}" if found else ""
+        return _CAUSES["streams" if what[0].startswith("rng/") else "kernel"] + hint
+    found = [f"{path} ({name})" for path, name, _ in unsaved]
+    own = one["attributes"]
+    found += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
+    hint = f". Held by the program, and not in its state: {', '.join(found)}" if found else ""
+    return _CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint
