@@ -140,6 +140,9 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
 
     def _finalize_training(self, *args: Any) -> Any:
+        if self._streams is not None:  # nothing was left to train
+            self._progress.at_first_step()
+            self._streams = None
         if self.state.global_step > self.ckpt.position:
             self.ckpt.save(self.state.global_step, self._ckpt_state, metrics=numbers(self._progress.logged))
         return super()._finalize_training(*args)
