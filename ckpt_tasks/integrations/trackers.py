@@ -1,0 +1,179 @@
+"""TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
+
+A tracker hears of a step when the step is committed, so it never has one that was trained and lost. A mark, one small
+file, says up to which step it has come. A restart goes on from there: what was committed and is not in the tracker (the
+process died in between) comes from the run itself. Where training goes back to an older checkpoint, the tracker is told
+which steps were left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.reading.restore import RestoreReport
+from ckpt_tasks.saving.listening import Listener
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["MLflow", "TensorBoard", "Tracker", "WandB"]
+
+_MOST_AT_ONCE = 900  # MLflow takes at most 1,000 metrics in one request
+
+
+class Tracker:
+    """What all trackers share; `directory` holds the mark, on a disk that the next process finds again.
+
+    `write` takes steps, `left` hears that the steps from `first` to `last` were left behind.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = Path(directory)
+        self._mark = self.directory / f"ckpt-tasks-{type(self).__name__.lower()}.json"
+
+    def follow(self, ckpt: Checkpointer) -> None:
+        """Write what this Checkpointer commits from now on. Call it before `restore`. Of many ranks, rank 0 writes."""
+        ckpt.listen(Listener(measured=self.measured, restored=lambda report: self.restored(ckpt, report)))
+
+    def measured(self, steps: Sequence[StepMetrics]) -> None:
+        """Write steps that were committed, and remember how far this has come."""
+        self.write(steps)
+        self._remember(steps[-1].step)
+
+    def restored(self, ckpt: Checkpointer, report: RestoreReport) -> None:
+        """Bring the tracker to where training goes on from."""
+        known = self.known_step
+        if known > report.step:
+            self.left(report.step + 1, known)
+            self._remember(report.step)
+        elif known < report.step:
+            curve = ckpt.run.curve().steps
+            lacking = [s for s in curve if known < s.step <= report.step and not s.abandoned]
+            if lacking:
+                self.measured([StepMetrics(s.step, s.at_s, s.metrics) for s in lacking])
+
+    @property
+    def known_step(self) -> int:
+        """The last step that the tracker has, 0 without one."""
+        try:
+            return int(json.loads(self._mark.read_text())["step"])
+        except FileNotFoundError:
+            return 0
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        """Write the metrics of steps."""
+        raise NotImplementedError
+
+    def left(self, first: int, last: int) -> None:
+        """Mark steps that were left behind."""
+        raise NotImplementedError
+
+    def _remember(self, step: int) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        new = self._mark.with_suffix(".new")
+        new.write_text(json.dumps({"step": step}))
+        new.replace(self._mark)
+
+
+class TensorBoard(Tracker):
+    """Scalars in a log directory of TensorBoard. What was left behind is purged: TensorBoard shows it no more."""
+
+    def __init__(self, log_dir: str | os.PathLike[str]):
+        super().__init__(log_dir)
+        self._writer: SummaryWriter | None = None
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        """Write a scalar for each metric of each step, at the time when it was reported."""
+        writer = self._open(steps[0].step)
+        for step, at_s, metrics in steps:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step, walltime=at_s)
+        writer.flush()
+
+    def left(self, first: int, last: int) -> None:
+        """Begin a new file that purges everything from `first` on."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._open(first).flush()
+
+    def _open(self, first: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is None:  # purged: a process that died between its write and its mark has written these
+            self._writer = SummaryWriter(self.directory, purge_step=first)  # type: ignore[no-untyped-call]
+        return self._writer
+
+
+class MLflow(Tracker):
+    """One run of MLflow for one run of training, however often that is resumed.
+
+    `directory` holds the mark. Where MLflow has no way to take back what was left behind, the tag
+    `ckpt_tasks.left_behind` names the steps, and later values of the same steps stand beside the earlier ones.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, run_key: str, experiment: str = "Default", uri: str | None = None
+    ):
+        super().__init__(directory)
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        self.run_id = self._find(run_key, experiment)
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        """Log each metric of each step, at the time when it was reported."""
+        from mlflow.entities import Metric
+
+        rows = [Metric(name, value, round(at_s * 1000), step) for step, at_s, ms in steps for name, value in ms.items()]
+        for begin in range(0, len(rows), _MOST_AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=rows[begin : begin + _MOST_AT_ONCE])
+
+    def left(self, first: int, last: int) -> None:
+        """Add the steps to the tag `ckpt_tasks.left_behind`."""
+        before = self._client.get_run(self.run_id).data.tags.get("ckpt_tasks.left_behind")
+        text = f"{before}, {first} to {last}" if before else f"{first} to {last}"
+        self._client.set_tag(self.run_id, "ckpt_tasks.left_behind", text)
+
+    def _find(self, run_key: str, experiment: str) -> str:
+        known = self._client.get_experiment_by_name(experiment)
+        experiment_id = known.experiment_id if known else self._client.create_experiment(experiment)
+        quoted = run_key.replace("'", "")
+        found = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        made = self._client.create_run(experiment_id, tags={"ckpt_tasks.run_key": quoted}, run_name=run_key)
+        return str(made.info.run_id)
+
+
+class WandB(Tracker):
+    """One run of Weights & Biases for one run of training; `settings` go to `wandb.init` (project, mode, …).
+
+    Metrics are drawn against `step`. Where training goes back, `line` counts up, so that both lines can be told apart,
+    and the summary `left_behind` names the steps.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, run_key: str, **settings: Any):
+        super().__init__(directory)
+        import wandb
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.run: Any = wandb.init(id=run_key, name=run_key, dir=self.directory, resume="allow", **settings)
+        self.run.define_metric("*", step_metric="step")
+        self._line = 0
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        """Log each step."""
+        for step, at_s, metrics in steps:
+            self.run.log({**metrics, "step": step, "line": self._line, "at_s": at_s})
+
+    def left(self, first: int, last: int) -> None:
+        """Begin another line."""
+        self._line += 1
+        self.run.summary["left_behind"] = f"{first} to {last}"

@@ -1,0 +1,105 @@
+"""Trackers have the run's own curve: every committed step once, over crashes and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.integrations.trackers import MLflow, TensorBoard, Tracker, WandB
+from ckpt_tasks.ledger.config import CheckpointConfig
+
+
+class Noted(Tracker):
+    """A tracker that writes into lists which outlive it."""
+
+    def __init__(self, directory: Path, steps: list[int], lines: list[tuple[int, int]]):
+        super().__init__(directory)
+        self.steps, self.lines = steps, lines
+        self.fails = False
+
+    def write(self, steps: Sequence[StepMetrics]) -> None:
+        if self.fails:
+            raise OSError("the tracker's server is away")
+        self.steps += [one.step for one in steps]
+
+    def left(self, first: int, last: int) -> None:
+        self.lines.append((first, last))
+
+
+def train(root: Path, tracker: Tracker, end: int, back: int | None = None) -> None:
+    """Train to a step, from an older one if given; every step says a loss, every tenth is saved."""
+    config = CheckpointConfig(checkpoint_dir=root / "run", step_interval=10, max_num_checkpoints=None, memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        tracker.follow(ckpt)
+        for step in range(ckpt.restore({"at": 0}, step=back) + 1, end + 1):
+            ckpt.step(step, {"at": 0}, metrics={"loss": float(step)})
+            ckpt.wait()
+
+
+def test_a_tracker_has_every_committed_step_once_and_hears_of_what_was_left(tmp_path: Path) -> None:
+    """Uncommitted steps never reach it; a restart goes on; a restore of an older step names what it leaves behind."""
+    steps: list[int] = []
+    lines: list[tuple[int, int]] = []
+    train(tmp_path, Noted(tmp_path, steps, lines), 25)
+    assert steps == [*range(1, 21)]
+    train(tmp_path, Noted(tmp_path, steps, lines), 40)
+    assert (steps, lines) == ([*range(1, 41)], [])
+    train(tmp_path, Noted(tmp_path, steps, lines), 30, back=20)
+    assert lines == [(21, 40)]
+    assert steps[40:] == [*range(21, 31)]
+
+
+def test_what_a_tracker_missed_comes_from_the_run(tmp_path: Path) -> None:
+    """A server that was away, or a death between commit and write: the next start brings the steps from the run."""
+    steps: list[int] = []
+    deaf = Noted(tmp_path, steps, [])
+    deaf.fails = True
+    train(tmp_path, deaf, 20)
+    assert steps == []
+    train(tmp_path, Noted(tmp_path, steps, []), 30)
+    assert steps == [*range(1, 31)]
+
+
+def test_tensorboard_shows_one_line(tmp_path: Path) -> None:
+    """What TensorBoard reads after two resumes and a step back: every step once, with its value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for end, back in ((25, None), (40, None), (35, 30)):
+        train(tmp_path, TensorBoard(tmp_path / "logs"), end, back)
+    events = EventAccumulator(str(tmp_path / "logs"), size_guidance={"scalars": 0})
+    events.Reload()
+    # Steps 31 to 35 are trained again, and not committed: the line ends where training went on from.
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(step, float(step)) for step in range(1, 31)]
+
+
+@pytest.mark.slow
+def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, one MLflow run: every step once; after a step back the tag names what was left."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file://{tmp_path}/mlruns"
+    for end, back in ((25, None), (40, None), (30, 20)):
+        tracker = MLflow(tmp_path / "mark", run_key="run", uri=uri)
+        train(tmp_path, tracker, end, back)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    history = [(one.step, one.value) for one in client.get_metric_history(tracker.run_id, "loss")]
+    assert history == [(step, float(step)) for step in (*range(1, 41), *range(21, 31))]
+    assert client.get_run(tracker.run_id).data.tags["ckpt_tasks.left_behind"] == "21 to 40"
+
+
+@pytest.mark.slow
+def test_wandb_continues_one_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, every process writes a file of the same run id, and together they have every step once."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for end in (25, 40):
+        tracker = WandB(tmp_path / "wandb", run_key="run", project="tests", mode="offline")
+        train(tmp_path, tracker, end)
+        assert tracker.run.summary["step"] == end - end % 10
+        assert tracker.run.id == "run"
+        tracker.run.finish()
+    assert len([*(tmp_path / "wandb").rglob("run-run.wandb")]) == 2
