@@ -9,12 +9,13 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
+from ckpt_tasks.format.records import Rollback, checkpoint_item, read_checkpoint, read_rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
@@ -33,7 +34,7 @@ _OF_HOST = ("memory_dir", "local_dir")  # options that may differ from rank to r
 
 _log = logging.getLogger("ckpt_tasks")
 _Found = TypeVar("_Found", bound=HostSnapshot)
-Tried = tuple[list[Checkpoint], list[Checkpoint]]
+Tried = tuple[list[Checkpoint], list[Checkpoint], Rollback | None]
 
 
 class Agreement:
@@ -72,16 +73,18 @@ class Agreement:
         return all_or_none(self.exchange, self.topic(name), self.deadline_s)
 
     def candidates(self, find: Callable[[], Tried]) -> Tried:
-        """Return the live checkpoints and those to try, as rank 0 finds them."""
+        """Return the live checkpoints, those to try, and the last rollback, as rank 0 finds them."""
         if self.alone:
             return find()
 
         def found() -> bytes:
-            return json.dumps([[checkpoint_item(c) for c in checkpoints] for checkpoints in find()]).encode()
+            *both, rollback = find()
+            items = [[checkpoint_item(c) for c in checkpoints] for checkpoints in both]
+            return json.dumps([*items, asdict(rollback) if rollback else None]).encode()
 
-        told = json.loads(from_first(self.exchange, self.topic("candidates"), found, self.deadline_s))
-        live, tried = ([read_checkpoint(item) for item in items] for items in told)
-        return live, tried
+        *both, rollback = json.loads(from_first(self.exchange, self.topic("candidates"), found, self.deadline_s))
+        live, tried = ([read_checkpoint(item) for item in items] for items in both)
+        return live, tried, read_rollback(rollback)
 
     def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
         """Return the snapshots of this host of which every rank has sealed its part, as rank 0 orders them."""

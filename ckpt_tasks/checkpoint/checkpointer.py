@@ -9,12 +9,15 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
+from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.records import Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.ledger.steps import StepLog, read_steps_file
@@ -66,6 +69,7 @@ class Checkpointer(HeldRun):
         self._finite = FiniteMetrics(config.on_non_finite)
         self._at = Position()
         self._steps = StepLog()
+        self._left_out = LeftOut()
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -110,9 +114,13 @@ class Checkpointer(HeldRun):
         self._wait_idle()
         self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
-        known, candidates = self._ranks.candidates(partial(self._candidates, step))
+        known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
+        self._left_out.check(rollback, state)
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
-        if step is not None or self._finite.failed_step is not None:
+        rolled_back = (
+            rollback is not None and rollback.pending and known[:1] and known[0].manifest_digest == rollback.identity
+        )
+        if step is not None or self._finite.failed_step is not None or rolled_back:
             digests = {checkpoint.manifest_digest for checkpoint in candidates}
             in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:
@@ -138,9 +146,10 @@ class Checkpointer(HeldRun):
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
         if step is None and (failed_step := self._finite.went_back(chosen.step)) is not None:
-            self.note("rollback", step=chosen.step, failed=failed_step)
+            rollback = self._went_back(chosen, failed_step, state)
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
+        self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached is not None else None)
         if chosen.n < 0:  # storage does not have it yet
             assert cached is not None
@@ -177,6 +186,7 @@ class Checkpointer(HeldRun):
         self._check_finite(step, metrics, saving=taken)
         self._steps.add(step, metrics or {})
         self._at.stepped(now)
+        self._left_out.at(step, state)
         if taken:
             keep = ending or self.config.retention_policy.preserves(step)
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
@@ -208,6 +218,7 @@ class Checkpointer(HeldRun):
         self._check_finite(step, metrics, saving=True)
         self._steps.add(step, metrics or {})
         _, ending = self._due(point(step, epoch))
+        self._left_out.at(step, state)
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._deliver_signal(everywhere=ending)
@@ -266,12 +277,23 @@ class Checkpointer(HeldRun):
                 self._refuse_save(error)
             raise
 
-    def _candidates(self, step: int | None) -> tuple[list[Checkpoint], list[Checkpoint]]:
-        """Return the live checkpoints, and those to try."""
-        known = self.checkpoints()
+    def _candidates(self, step: int | None) -> Tried:
+        """Return the live checkpoints, those to try, and the last rollback."""
+        live = self._history.head().state
+        known = lineage(live.live)
         if step is not None:
-            return known, [self.run.find(step)]
-        return known, known if self._finite.failed_step is None else self._finite.older(known)
+            return known, [self.run.find(step)], live.rollback
+        return known, known if self._finite.failed_step is None else self._finite.older(known), live.rollback
+
+    def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
+        """Record that training goes on from a checkpoint before a step whose metrics were not finite.
+
+        The batches from there to that step are left out, if the state can do that: the same ones would do the same.
+        """
+        skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
+        rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
+        self._record_rollback(rollback, failed=failed_step)
+        return rollback
 
     def _due(self, now: SavePoint) -> tuple[bool, bool]:
         """Say whether a save is due at this step, and whether a signal ends training there; the same in all ranks."""

@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt_tasks.checkpoint.agreement import Agreement
+from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
-from ckpt_tasks.errors import OwnerError, StateError
+from ckpt_tasks.errors import IntegrityError, OwnerError, StateError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict
@@ -24,6 +26,7 @@ from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.upkeep.pruning import Pruner
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,6 +145,31 @@ class HeldRun:
         """Record in the run's history which program it trains, with which parameters. Raises StateError as `note`."""
         recorded = {"program": program, "params": params}
         self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
+
+    def rollback(
+        self, step: int, *, skip_batches: tuple[int, int] | None = None, reason: str = "by hand"
+    ) -> Checkpoint:
+        """Make the checkpoint of a step the one that training goes on from; what came after it is abandoned.
+
+        Call `restore` next. `skip_batches` are left out then: (first, last), named by the steps that would have taken
+        them; an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte of the
+        checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
+        ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing is changed then.
+        """
+        held = self._held()
+        self._saver.wait()
+        target = self.run.find(step)
+        skip = checked_skip(skip_batches, target.step)
+        if isinstance(held, Tenure) and (faults := verify_checkpoint(self._history.store, target)):
+            raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=step)
+        rollback = Rollback(identity=target.manifest_digest, step=target.step, skip=skip, by=self._flow_run_id)
+        self._record_rollback(rollback, why=reason)
+        self._knows_line, self._line.known_n = False, -1  # a save without a restore would go on from the other line
+        return target
+
+    def _record_rollback(self, rollback: Rollback, **fields: Any) -> None:
+        fields = {"step": rollback.step, "skip": rollback.skip, **fields}
+        self._held().note("rollback", fields, lambda state: state.rolled_back(rollback))
 
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.

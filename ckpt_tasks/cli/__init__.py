@@ -24,6 +24,7 @@ from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.plan import plan
 from ckpt_tasks.cli.prune import prune
 from ckpt_tasks.cli.report import report
+from ckpt_tasks.cli.rollback import rollback
 from ckpt_tasks.cli.show import show
 from ckpt_tasks.cli.sync import sync
 from ckpt_tasks.cli.train import train
@@ -35,7 +36,7 @@ __all__ = ["app", "main"]
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (train, evaluate),
     "Look": (ls, show, diff, report, plan),
-    "Keep": (verify, verify_resume, prune),
+    "Keep": (verify, verify_resume, prune, rollback),
     "Move": (sync, fork, export),
     "Mend": (doctor, doctor_store),
 }

@@ -23,7 +23,7 @@ from ckpt_tasks.orchestration.events import announce
 from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 from ckpt_tasks.policy.stopping import EarlyStop
-from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
+from ckpt_tasks.session.forked import check_program, fork_run, recorded_params, roll_back
 from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
 
@@ -56,6 +56,8 @@ def train(
     retry_delay_seconds: float = 2.0,
     early_stop: EarlyStop | None = None,
     fork_from: str | None = None,
+    rollback_to: int | None = None,
+    skip_batches: str | None = None,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -64,7 +66,8 @@ def train(
     `retry_delay_seconds` seconds, then twice that, and so on. However this flow run ends, another one with the same
     `run_key` and directory continues from the newest good checkpoint. If the store or Prefect's API does not answer, a
     deployment's flow run crashes, so that it is resumed. A new run begins with the checkpoint `fork_from` ("DIR@STEP")
-    of another run, if given. `early_stop` suspends the flow run at the end of a batch.
+    of another run, if given. With `rollback_to` this flow run goes back to that step, once, and leaves out the batches
+    `skip_batches` ("401-410", by step, or how many). `early_stop` suspends the flow run at the end of a batch.
     """
     with crashes_while_the_api_is_away():
         stay_as_decided()
@@ -74,6 +77,8 @@ def train(
         check_program(config, program)
         if fork_from is not None:
             fork_run(fork_from, config, params)
+        if rollback_to is not None:
+            roll_back(config, rollback_to, skip_batches, flow_run.id)
         params = effective_params(factory, recorded_params(config), params)
         find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)

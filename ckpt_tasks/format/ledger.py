@@ -30,6 +30,7 @@ from ckpt_tasks.format.records import (
     Lease,
     Origin,
     Owner,
+    Rollback,
     attempt_object,
     read_checkpoint,
     read_evaluation,
@@ -37,6 +38,7 @@ from ckpt_tasks.format.records import (
     read_origin,
     read_owner,
     read_params,
+    read_rollback,
 )
 
 __all__ = [
@@ -67,7 +69,7 @@ class State:
     `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an
     entry could not be read; what attempts up to it have left may be what that entry named, and is never swept. `origin`
     is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a flow trains, and
-    `params` with what it is built; None where no flow has trained the run.
+    `params` with what it is built; None where no flow has trained the run. `rollback` is the last step back.
     """
 
     owner: Owner | None = None
@@ -84,6 +86,7 @@ class State:
     origin: Origin | None = None
     params: Mapping[str, Any] | None = None
     program: str | None = None
+    rollback: Rollback | None = None
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
@@ -121,7 +124,13 @@ class State:
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
             state = replace(state, stalled_flow_run=None, stalled_attempts=0)
+        if state.rollback is not None:
+            state = replace(state, rollback=state.rollback.after(checkpoint.step))
         return state
+
+    def rolled_back(self, rollback: Rollback) -> State:
+        """Return the state in which a checkpoint is the newest again, and what came after it is abandoned."""
+        return replace(self, live=_follow(self.live, rollback.identity), rollback=rollback)
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
@@ -311,4 +320,5 @@ def _state(body: Mapping[str, Any]) -> State:
         origin=read_origin(body.get("origin")),  # runs of before there were forks say nothing of it
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
+        rollback=read_rollback(body.get("rollback")),
     )

@@ -7,7 +7,7 @@ and its bounds, so that nothing later computes with a text, or makes a path of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
@@ -35,6 +35,7 @@ __all__ = [
     "Lease",
     "Origin",
     "Owner",
+    "Rollback",
     "Seal",
     "attempt_object",
     "checkpoint_item",
@@ -44,6 +45,7 @@ __all__ = [
     "read_origin",
     "read_owner",
     "read_params",
+    "read_rollback",
 ]
 
 _MAX_PID = 2**31 - 1
@@ -138,6 +140,30 @@ class Origin:
     params: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """The last step back that was asked for: to which checkpoint, and which batches training then leaves out.
+
+    `skip` holds the steps that would have taken the first and the last of these batches. It is `pending` until a commit
+    has a position in the data behind them. `by` is the flow run that asked for it.
+    """
+
+    identity: str
+    step: int
+    skip: tuple[int, int] | None = None
+    pending: bool = True
+    by: str | None = None
+
+    @property
+    def skips_at(self) -> int:
+        """The step after which the batches are left out."""
+        return self.step if self.skip is None else self.skip[0] - 1
+
+    def after(self, step: int) -> Rollback:
+        """Return what is left of it after a commit of a step."""
+        return replace(self, pending=self.pending and step < self.skips_at)
+
+
 def read_owner(item: Mapping[str, Any]) -> Owner:
     """Read an owner; raises one of parsing.MALFORMED, like all of these."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
@@ -209,6 +235,23 @@ def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
         identity=text(item["identity"]),
         set=read_params(item["set"]) or {},
         params=read_params(item["params"]),
+    )
+
+
+def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
+    """Read the last step back, if there was one."""
+    if item is None:
+        return None
+    skip = item["skip"]
+    if skip is not None:
+        first, last = (whole(step, MAX_STEP) for step in skip)
+        skip = first, last
+    return Rollback(
+        identity=text(item["identity"]),
+        step=whole(item["step"], MAX_STEP),
+        skip=skip,
+        pending=flag(item["pending"]),
+        by=optional(item["by"]),
     )
 
 

@@ -23,7 +23,7 @@ __all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "ste
 MOST_ENTRIES = 20_000  # with a retire after every commit some 10,000 commits
 _AT_ONCE = 16  # requests to a store that is far away
 _LONGEST_TEXT = 300
-_NOTES = {"fallback": "fallback", SYNCED: "copied"}
+_NOTES = {"fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class Moment:
     """What one ledger entry says of a run's course.
 
     `what` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that came after
-    one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "pruned" or "copied". `at_s` is
-    in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came, what failed, which
-    suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are the name and the digest
-    of its table of steps.
+    one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
+    "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came,
+    what failed, which suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are the
+    name and the digest of its table of steps.
     """
 
     kind: str
@@ -110,7 +110,8 @@ def moment(entry: Entry) -> Moment | None:
     if event["kind"] == "retire" and event.get("checkpoints"):  # else only what dead owners left was given up
         return Moment(**about, kind="pruned", text=_count(event.get("checkpoints")))
     kind = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
-    return Moment(**about, kind=kind, step=_step(event), text=_text(event, "skipped", "from")) if kind else None
+    words = _rolled_back(event) if kind == "rollback" else _text(event, "skipped", "from")
+    return Moment(**about, kind=kind, step=_step(event), text=words) if kind else None
 
 
 def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]:
@@ -172,6 +173,16 @@ def steps_of(event: Mapping[str, Any], step: int) -> tuple[str, str] | None:
 
 def _text(event: Mapping[str, Any], *names: str) -> str:
     return next((str(event[name])[:_LONGEST_TEXT] for name in names if event.get(name)), "")
+
+
+def _rolled_back(event: Mapping[str, Any]) -> str:
+    """Say why training went back, and what it leaves out."""
+    failed = f"step {event['failed']} was not finite" if event.get("failed") is not None else ""
+    why = failed or _text(event, "why")
+    match event.get("skip"):
+        case [first, last]:
+            return f"{why}; batches {first} to {last} are left out"[:_LONGEST_TEXT]
+    return why
 
 
 def _count(value: Any) -> str:

@@ -50,6 +50,7 @@ _SAID = {
     "lost": "taken over from a dead process",
     "taken": "resumed",
     "fallback": "fell back",
+    "rollback": "rolled back",
     "copied": "copied",
 }
 _HAPPENINGS_SHOWN = 40

@@ -1,4 +1,4 @@
-"""Runs that were forked, programs and their parameters: what a flow asks of them and records."""
+"""Runs that were forked or rolled back, programs and their parameters: what a flow asks of them and records."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.rollback import parse_skip
 from ckpt_tasks.copying.fork import checked_params, find_source, plan_fork, run_fork
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, RunMismatchError, StateError
 from ckpt_tasks.format.ledger import State
@@ -23,6 +24,7 @@ __all__ = [
     "params_of",
     "record_program",
     "recorded_params",
+    "roll_back",
 ]
 
 _ABSENT = object()
@@ -51,6 +53,18 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     except StateError:
         if not _is_forked(history):  # else another process of the same flow run was faster
             raise
+
+
+def roll_back(config: CheckpointConfig, step: int, skip_batches: str | None, flow_run_id: str | None) -> None:
+    """Have the run go on from an older checkpoint; once for a flow run, however often that is started.
+
+    `skip_batches` is "401-410" or "10", as for `ckpt rollback`. Raises what `Checkpointer.rollback` raises.
+    """
+    with Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
+        done = ckpt.run.head().state.rollback
+        if flow_run_id is None or done is None or done.by != flow_run_id:
+            ckpt.acquire()
+            ckpt.rollback(step, skip_batches=parse_skip(skip_batches, step), reason="a parameter of the flow run")
 
 
 def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:

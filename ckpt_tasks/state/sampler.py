@@ -155,6 +155,13 @@ class ResumableSampler(Sampler[list[int]]):
         self._samples += self._taken(self.size - self._samples)
         self._skip_empty_epoch()
 
+    def skip_batches(self, count: int) -> None:
+        """Leave out the next `count` batches; a running `follow` throws away what was prefetched of them."""
+        _check_count("count", count, least=0, most=_MAX_SIZE)
+        for _ in range(count):
+            self.advance()
+        self._loads += 1
+
     def seeded(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
 

@@ -1,0 +1,75 @@
+"""A step back: which checkpoint training goes on from, and the batches that it then leaves out.
+
+As in PaLM's training (Chowdhery et al., 2022, section 5.1): after a spike of the loss, go on from a checkpoint before
+it, and leave out the batches that led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.records import Rollback
+from ckpt_tasks.state.groups import objects_of
+
+__all__ = ["LeftOut", "can_leave_out", "checked_skip", "parse_skip"]
+
+
+class LeftOut:
+    """The batches that are left out once training comes to them."""
+
+    def __init__(self) -> None:
+        self._skip: tuple[int, int] | None = None
+
+    def check(self, rollback: Rollback | None, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError where batches are to be left out, and nothing in the state can do that."""
+        if rollback is not None and rollback.pending and rollback.skip is not None and not can_leave_out(state):
+            first, last = rollback.skip
+            raise ConfigError(
+                f"batches {first} to {last} are to be left out, and no object of the state has skip_batches(count)",
+                hint="Put a ResumableSampler into the state, or roll back again without --skip-batches.",
+                step=rollback.step,
+            )
+
+    def restored(self, rollback: Rollback | None, step: int, state: Mapping[str, Any]) -> None:
+        """Go on from a restored step; what was left out on the way there is part of its position in the data."""
+        pending = rollback is not None and rollback.pending and step <= rollback.skips_at
+        self._skip = rollback.skip if rollback is not None and pending else None
+        self.at(step, state)
+
+    def at(self, step: int, state: Mapping[str, Any]) -> None:
+        """Leave the batches out if the next step would take the first of them; call it before the step is saved."""
+        if self._skip is None or step < self._skip[0] - 1:
+            return
+        first, last = self._skip
+        self._skip = None
+        for value in objects_of(state):
+            if callable(getattr(value, "skip_batches", None)):
+                value.skip_batches(last - first + 1)
+
+
+def can_leave_out(state: Mapping[str, Any]) -> bool:
+    """Say whether an object of the state can leave out batches: it has `skip_batches(count)`."""
+    return any(callable(getattr(value, "skip_batches", None)) for value in objects_of(state))
+
+
+def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | None:
+    """Return which batches to leave out after a checkpoint; raise ConfigError where training has taken them by then."""
+    if skip is not None and not step < skip[0] <= skip[1] <= MAX_STEP:
+        raise ConfigError(
+            f"batches {skip[0]} to {skip[1]} do not come after step {step}",
+            hint=f"Name them by the steps that would take them, from {step + 1} on: 401-410, or how many: 10.",
+        )
+    return skip
+
+
+def parse_skip(text: str | None, step: int) -> tuple[int, int] | None:
+    """Read "401-410", the steps that would take the batches, or "10", how many after a checkpoint of `step`."""
+    if text is None:
+        return None
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise ConfigError(f"{text!r:.80} names no batches", hint='Write "401-410", or how many: "10".')
+    return checked_skip((int(first), int(last)) if dash else (step + 1, step + int(first)), step)
