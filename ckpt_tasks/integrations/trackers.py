@@ -107,7 +107,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:  # purged: a process that died between its write and its mark has written these
-            self._writer = SummaryWriter(self.directory, purge_step=first)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(self.directory, purge_step=first)
         return self._writer
 
 

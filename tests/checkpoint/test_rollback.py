@@ -32,7 +32,7 @@ class Training:
 
     def __init__(self) -> None:
         self.sampler = ResumableSampler(BATCHES, batch_size=1, shuffle=False)
-        self.loader = DataLoader(range(BATCHES), batch_sampler=self.sampler)  # type: ignore[arg-type]
+        self.loader: Any = DataLoader(range(BATCHES), batch_sampler=self.sampler)  # type: ignore[arg-type]
         self.state: dict[str, Any] = {"data": self.sampler, "weight": torch.zeros(1)}
         self.seen: dict[int, int] = {}
 

@@ -81,15 +81,17 @@ def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Two processes, one MLflow run: every step once; after a step back the tag names what was left."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path}/mlruns"
+    made = []
     for end, back in ((25, None), (40, None), (30, 20)):
-        tracker = MLflow(tmp_path / "mark", run_key="run", uri=uri)
-        train(tmp_path, tracker, end, back)
+        made.append(MLflow(tmp_path / "mark", run_key="run", uri=uri))
+        train(tmp_path, made[-1], end, back)
+    (run_id,) = {tracker.run_id for tracker in made}
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
-    history = [(one.step, one.value) for one in client.get_metric_history(tracker.run_id, "loss")]
+    history = [(one.step, one.value) for one in client.get_metric_history(run_id, "loss")]
     assert history == [(step, float(step)) for step in (*range(1, 41), *range(21, 31))]
-    assert client.get_run(tracker.run_id).data.tags["ckpt_tasks.left_behind"] == "21 to 40"
+    assert client.get_run(run_id).data.tags["ckpt_tasks.left_behind"] == "21 to 40"
 
 
 @pytest.mark.slow
