@@ -157,7 +157,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def skip_batches(self, count: int) -> None:
         """Leave out the next `count` batches; a running `follow` throws away what was prefetched of them."""
-        _check_count("count", count, least=0, most=_MAX_SIZE)
+        check_count("count", count, least=0, most=_MAX_SIZE)
         for _ in range(count):
             self.advance()
         self._loads += 1

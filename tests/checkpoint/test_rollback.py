@@ -80,7 +80,7 @@ def test_a_death_before_or_after_the_left_out_batches_changes_nothing(tmp_path: 
 
 
 def test_what_lies_in_memory_does_not_undo_a_rollback(tmp_path: Path) -> None:
-    """P44: a snapshot that was sealed after the newest commit is not restored once that commit was rolled back to."""
+    """A snapshot that was sealed after the newest commit is not restored once that commit was rolled back to."""
     run_dir, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     state: dict[str, Any] = {"weight": torch.zeros(4)}
@@ -132,7 +132,7 @@ def test_a_state_that_cannot_leave_batches_out_says_so_before_anything_changes(t
 
 
 def test_a_loss_that_is_not_finite_leaves_out_the_batches_that_led_to_it(tmp_path: Path) -> None:
-    """P28: on_non_finite="rollback" goes back and past a batch that makes a deterministic program diverge each time."""
+    """on_non_finite="rollback" goes back and past a batch that makes a deterministic program diverge each time."""
     training = Training()
     with Checkpointer(config(tmp_path, on_non_finite="rollback")) as ckpt:
         with pytest.raises(NonFiniteError):

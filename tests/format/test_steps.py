@@ -34,7 +34,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 
 def test_changed_bytes_are_refused_before_they_are_parsed() -> None:
-    """P4: the digest is looked at first."""
+    """The digest is looked at first."""
     with pytest.raises(IntegrityError, match="committed"):
         read_steps(b"anything", digest="0" * 32, name="steps")
 

@@ -87,7 +87,7 @@ def test_a_prune_takes_no_steps_and_a_copy_brings_those_of_its_checkpoints(tmp_p
 
 
 def test_a_damaged_table_is_counted_and_named_and_nothing_else_is_lost(tmp_path: Path) -> None:
-    """P4: a bit flips in a table of steps: the other steps are read, `ckpt verify` names it, a restore goes on."""
+    """A bit flips in a table of steps: the other steps are read, `ckpt verify` names it, a restore goes on."""
     with opened(tmp_path) as writer:
         train(writer, {"at": 0}, 0, 20, 0.0)
     table = only(tmp_path, "steps/000000000010-*")
