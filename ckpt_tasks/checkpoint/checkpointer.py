@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out
+from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
@@ -117,10 +117,7 @@ class Checkpointer(HeldRun):
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
         self._left_out.check(rollback, state)
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
-        rolled_back = (
-            rollback is not None and rollback.pending and known[:1] and known[0].manifest_digest == rollback.identity
-        )
-        if step is not None or self._finite.failed_step is not None or rolled_back:
+        if step is not None or self._finite.failed_step is not None or goes_back(rollback, known):
             digests = {checkpoint.manifest_digest for checkpoint in candidates}
             in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
         if not candidates and not in_memory:

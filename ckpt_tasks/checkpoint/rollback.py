@@ -6,15 +6,15 @@ it, and leave out the batches that led to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import MAX_STEP
-from ckpt_tasks.format.records import Rollback
+from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.state.groups import objects_of
 
-__all__ = ["LeftOut", "can_leave_out", "checked_skip", "parse_skip"]
+__all__ = ["LeftOut", "can_leave_out", "checked_skip", "goes_back", "parse_skip"]
 
 
 class LeftOut:
@@ -53,6 +53,12 @@ class LeftOut:
 def can_leave_out(state: Mapping[str, Any]) -> bool:
     """Say whether an object of the state can leave out batches: it has `skip_batches(count)`."""
     return any(callable(getattr(value, "skip_batches", None)) for value in objects_of(state))
+
+
+def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> bool:
+    """Say whether nothing has been committed since a rollback: what lies in memory would undo it."""
+    newest = newest_first[0].manifest_digest if newest_first else None
+    return rollback is not None and rollback.pending and rollback.identity == newest
 
 
 def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | None:
