@@ -77,8 +77,7 @@ def train(
         check_program(config, program)
         if fork_from is not None:
             fork_run(fork_from, config, params)
-        if rollback_to is not None:
-            roll_back(config, rollback_to, skip_batches, flow_run.id)
+        roll_back(config, rollback_to, skip_batches, flow_run.id)
         params = effective_params(factory, recorded_params(config), params)
         find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
@@ -103,6 +102,5 @@ def train(
                 break
     with crashes_while_the_api_is_away():
         stopping.suspend()
-    step = ckpt.position if stopping.why else total_steps
-    metrics, why = session.metrics, stopping.why
-    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)
+    step, why = ckpt.position if stopping.why else total_steps, stopping.why
+    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=session.metrics, stopped_because=why)

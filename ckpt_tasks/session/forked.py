@@ -55,11 +55,13 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
             raise
 
 
-def roll_back(config: CheckpointConfig, step: int, skip_batches: str | None, flow_run_id: str | None) -> None:
-    """Have the run go on from an older checkpoint; once for a flow run, however often that is started.
+def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | None, flow_run_id: str | None) -> None:
+    """Have the run go on from the checkpoint of `step`, if given; once for a flow run, however often that is started.
 
     `skip_batches` is "401-410" or "10", as for `ckpt rollback`. Raises what `Checkpointer.rollback` raises.
     """
+    if step is None:
+        return
     with Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
         done = ckpt.run.head().state.rollback
         if flow_run_id is None or done is None or done.by != flow_run_id:
