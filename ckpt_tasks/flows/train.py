@@ -62,12 +62,11 @@ def train(
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is one task: it restores
-    if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times, after
-    `retry_delay_seconds` seconds, then twice that, and so on. However this flow run ends, another one with the same
-    `run_key` and directory continues from the newest good checkpoint. If the store or Prefect's API does not answer, a
-    deployment's flow run crashes, so that it is resumed. A new run begins with the checkpoint `fork_from` ("DIR@STEP")
-    of another run, if given. With `rollback_to` this flow run goes back to that step, once, and leaves out the batches
-    `skip_batches` ("401-410", by step, or how many). `early_stop` suspends the flow run at the end of a batch.
+    if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times. However this flow run
+    ends, another one with the same `run_key` and directory continues from the newest good checkpoint; it crashes, so
+    that it is resumed, where the store or Prefect's API does not answer. A new run begins with the checkpoint
+    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and leaves out `skip_batches` ("401-410", or how
+    many). `early_stop` suspends the flow run at the end of a batch.
     """
     with crashes_while_the_api_is_away():
         stay_as_decided()
