@@ -82,8 +82,7 @@ def train(
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     crash_lost_task_runs()
-    # In this block SIGTERM and Ctrl-C wait for the end of the step and its commit.
-    with (
+    with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit
         logged_with_the_flow_run(),
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
