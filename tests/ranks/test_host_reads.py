@@ -26,6 +26,7 @@ from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.training import build, config, digests
 from tests.support.gang import Gang, run
 
+NAMELESS, CLOSED = 0, -1  # a host whose ranks have no files for each other, and one where a rank cannot open them
 WIDE = 8192  # the state is large beside headers and random streams
 Counted = list[tuple[str, int, int]]  # of an object, from which byte on, how many
 
@@ -65,10 +66,16 @@ def watch(*, far: bool, on_read: Callable[[], None] = lambda: None) -> Counted:
     return count
 
 
+def closed(path: Path, flags: int) -> int:
+    raise PermissionError(path)
+
+
 def restore(rank: int, size: int, kind: str, root: str, how: str = "far", hosts: int = 1) -> dict[str, Any]:  # noqa: PLR0917 (a job)
     """Restore; return the bytes that this rank has read, and digests of all that is there."""
     name = sharing.host_name()
-    sharing.host_name = lambda: f"{name}/{rank * hosts // size}" if hosts else ""
+    sharing.host_name = lambda: f"{name}/{rank * max(hosts, 1) // size}" if hosts != NAMELESS else ""
+    if hosts == CLOSED and rank == 1:
+        sharing.open_descriptor = closed
     state, count = state_of(kind, size, stepped=how == "near"), watch(far=how == "far")
     with Checkpointer(config(root, memory_dir=None)) as ckpt:
         step = ckpt.restore(state)
@@ -129,7 +136,7 @@ def test_a_local_directory_is_verified_once_for_a_host(tmp_path: Path) -> None:
     assert all(1.4 * once < rank["read"] < 1.6 * once for rank in found)
 
 
-@pytest.mark.parametrize(("hosts", "times"), [(2, 2), (0, 4)])
+@pytest.mark.parametrize(("hosts", "times"), [(2, 2), (NAMELESS, 4), (CLOSED, 4)])
 def test_each_host_reads_for_itself(tmp_path: Path, hosts: int, times: int) -> None:
     """Four ranks on two hosts read twice; ranks that cannot see each other's memory read for themselves."""
     saved = run(1, save, "ddp", str(tmp_path))[0]
