@@ -75,7 +75,7 @@ def restore(rank: int, size: int, kind: str, root: str, how: str = "far", hosts:
     name = sharing.host_name()
     sharing.host_name = lambda: f"{name}/{rank * max(hosts, 1) // size}" if hosts != NAMELESS else ""
     if hosts == CLOSED and rank == 1:
-        sharing.open_descriptor = closed
+        setattr(sharing, "open_descriptor", closed)  # noqa: B010 (it is not exported)
     state, count = state_of(kind, size, stepped=how == "near"), watch(far=how == "far")
     with Checkpointer(config(root, memory_dir=None)) as ckpt:
         step = ckpt.restore(state)
