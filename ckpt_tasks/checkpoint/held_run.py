@@ -133,6 +133,18 @@ class HeldRun:
         """Leave the checkpoint of a step to the policy again. Raises StateError if the directory is not held."""
         self._pin(step, None)
 
+    def remove(self, checkpoint: Checkpoint) -> Verdict:
+        """Take a checkpoint out of the run and delete it; the verdict says whether it went, and why not.
+
+        The newest, the newest good, pinned and leased ones stay. Raises StateError if the directory is not held,
+        CheckpointNotFoundError, and NoGoodCheckpointError if none verifies.
+        """
+        held = self._held()
+        self.wait()
+        if not isinstance(held, Tenure):
+            raise StateError("only rank 0 removes checkpoints", hint="Call it in rank 0.")
+        return self._pruner.remove(held.owner, checkpoint, self._line.digest)
+
     def note(self, what: str, **fields: Any) -> None:
         """Write an event of your own into the run's history. Raises StateError if the directory is not held."""
         self._held().note(what, fields)

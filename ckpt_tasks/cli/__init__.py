@@ -21,6 +21,7 @@ from ckpt_tasks.cli.export import export
 from ckpt_tasks.cli.fork import fork
 from ckpt_tasks.cli.help_screen import SectionedCommand, SectionedGroup
 from ckpt_tasks.cli.ls import ls
+from ckpt_tasks.cli.pin import pin, rm, unpin
 from ckpt_tasks.cli.plan import plan
 from ckpt_tasks.cli.prune import prune
 from ckpt_tasks.cli.report import report
@@ -30,13 +31,14 @@ from ckpt_tasks.cli.sync import sync
 from ckpt_tasks.cli.train import train
 from ckpt_tasks.cli.verify import verify
 from ckpt_tasks.cli.verify_resume import verify_resume
+from ckpt_tasks.cli.watch import watch
 
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (train, evaluate),
-    "Look": (ls, show, diff, report, plan),
-    "Keep": (verify, verify_resume, prune, rollback),
+    "Look": (ls, show, watch, diff, report, plan),
+    "Keep": (verify, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export),
     "Mend": (doctor, doctor_store),
 }

@@ -31,6 +31,7 @@ __all__ = [
     "WatchedStore",
     "console",
     "errors_told",
+    "finite",
     "output",
     "printable",
     "reading",
@@ -99,7 +100,7 @@ class Output:
     def data(self, payload: Mapping[str, Any]) -> None:
         """Print the answer as JSON, where that was asked for; NaN and infinity, which JSON lacks, as strings."""
         if self.as_json:
-            typer.echo(json.dumps(_finite(payload), indent=2))
+            typer.echo(json.dumps(finite(payload), indent=2))
 
     def print(self, *parts: RenderableType) -> None:
         """Print something for people, unless JSON was asked for. Texts wrap at words, and names are never cut."""
@@ -215,13 +216,14 @@ def _print_error(error: CkptError, out: Output) -> None:
     console(stderr=True).print(line, soft_wrap=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return JSON data with NaN and infinity, which JSON lacks, as strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -36,7 +36,7 @@ from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
 
-__all__ = ["NEVER_OWNED", "Heartbeat", "acquire", "damage", "identify", "why_free"]
+__all__ = ["NEVER_OWNED", "Heartbeat", "Signs", "acquire", "damage", "identify", "why_free"]
 
 NEVER_OWNED = "it has had no owner"
 
@@ -136,7 +136,7 @@ def acquire(
     long as it takes to tell whether that is alive: `timeout_s`. So does everyone where the owner's clock cannot tell.
     Raises OwnedError where the owner may be alive and `take_over` is False.
     """
-    began_s, signs = time.monotonic(), _Signs(history, timeout_s)
+    began_s, signs = time.monotonic(), Signs(history, timeout_s)
     while True:
         head = history.head()
         owner = head.state.owner
@@ -256,7 +256,7 @@ def _is_held_here(owner: Owner) -> bool:
     return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
 
 
-class _Signs:
+class Signs:
     """An owner's signs of life: how old the newest is by its clock, or since when it has not changed by ours.
 
     `watching`: its clock says nothing (it is ahead by more than the timeout, or the sign is damaged), and the sign has

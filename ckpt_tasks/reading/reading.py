@@ -19,7 +19,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
-from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, State, lineage
+from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State, lineage
 from ckpt_tasks.ledger.history import Head, History, now_iso
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 from ckpt_tasks.state.processes import Process
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.steps import Curve
     from ckpt_tasks.reading.restore import RestoreReport
 
-__all__ = ["Run", "open_run", "run_of"]
+__all__ = ["Run", "open_run", "put_pin", "run_of"]
 
 _LONGEST_LEASE_S = 3.2e9
 
@@ -49,7 +49,7 @@ def run_of(config: CheckpointConfig) -> Run:
 
 
 class Run:
-    """One run, read-only but for leases and evaluations; `run_key` is None where format.json is damaged.
+    """One run, read-only but for leases, pins and evaluations; `run_key` is None where format.json is damaged.
 
     `read_only` is True once a lease was denied, and the run was read without one.
     """
@@ -136,6 +136,19 @@ class Run:
         except (StoreError, CommitUncertainError) as error:
             _log.warning("The lease of step %d stays until it expires: %s", step, error)
 
+    def pin(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Keep a checkpoint whatever the policy says, also while another process trains the run.
+
+        Raises CheckpointNotFoundError if the run has pruned it, ConfigError for an empty reason.
+        """
+        if not reason.strip():
+            raise ConfigError("a pin needs a reason", hint="Say why the checkpoint is to stay.")
+        put_pin(self.history, checkpoint, reason)
+
+    def unpin(self, checkpoint: Checkpoint) -> None:
+        """Leave a checkpoint to the policy again. Raises CheckpointNotFoundError if the run has pruned it."""
+        put_pin(self.history, checkpoint, None)
+
     def evaluations(self) -> list[Evaluation]:
         """List the evaluations of live checkpoints, in the order in which they were recorded."""
         return list(self.head().state.evaluations)
@@ -216,6 +229,20 @@ class Run:
             if entry.event["kind"] == "note":
                 found.append({**entry.event, "at": entry.at, "n": n})
         return found
+
+
+def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner: Owner | None = None) -> None:
+    """Pin a checkpoint, or unpin it without a `reason`; as its `owner`, or as anybody.
+
+    Raises CheckpointNotFoundError if it is pruned by now, and FencedError if the directory is not that owner's.
+    """
+
+    def change(state: State, n: int) -> State:
+        if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
+            raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
+        return state.with_pin(checkpoint.manifest_digest, reason)
+
+    history.append({"kind": "pin", "step": checkpoint.step, "reason": reason}, change, owner=owner)
 
 
 class _RecordedMeanwhileError(Exception):

@@ -24,14 +24,16 @@ from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.reading.reading import Run, put_pin
 from ckpt_tasks.state.processes import lower_priority
 from ckpt_tasks.upkeep.upkeep import (
     Retirement,
     delete_retired,
     missing_metric,
+    newest_good,
     orphans,
     plan_prune,
+    plan_removal,
     retire,
     verify_checkpoint,
 )
@@ -186,14 +188,27 @@ class Pruner:
 
         Raises CheckpointNotFoundError where it is not live, or is pruned while this is written.
         """
-        found = Run(self._history, None).find(step)
+        put_pin(self._history, Run(self._history, None).find(step), reason, owner)
 
-        def change(state: State, n: int) -> State:
-            if all(one.manifest_digest != found.manifest_digest for one in state.live):
-                raise CheckpointNotFoundError("the checkpoint has just been pruned", step=step)
-            return state.with_pin(found.manifest_digest, reason)
+    def remove(self, owner: Owner, checkpoint: Checkpoint, going_on_from: str | None) -> Verdict:
+        """Take a checkpoint out of the run and delete its objects, unless `plan_removal` keeps it.
 
-        self._history.append({"kind": "pin", "step": step, "reason": reason}, change, owner=owner)
+        Raises CheckpointNotFoundError, and NoGoodCheckpointError if no checkpoint verifies; nothing is removed then.
+        """
+        with self._one, self.retiring:
+            state, digest = self._newest(owner), checkpoint.manifest_digest
+            if all(one.manifest_digest != digest for one in state.live):
+                raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
+            self.verified.add(newest_good(self._history.store, state).manifest_digest)
+            verified = frozenset(self.verified)
+            plan = partial(plan_removal, digest=digest, verified=verified, restored_from=going_on_from)
+            retirement = Retirement(self._history.store, state, plan, self.deleted)
+            if retirement.checkpoints:
+                retire(self._history, owner, retirement)
+                self.deleted -= retirement.deleted
+                self._delete(retirement.given_up, lambda: None)
+                state = state if retirement.given_up else self._newest(owner)  # pinned or leased meanwhile
+            return next(v for v in plan(state) if v.manifest_digest == digest)
 
     def _orphans(self, state: State) -> list[str]:
         """List what dead owners left, so many at once as fit into an entry; one look is enough while it shrinks."""

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
@@ -44,8 +44,10 @@ __all__ = [
     "RunFaults",
     "delete_retired",
     "missing_metric",
+    "newest_good",
     "orphans",
     "plan_prune",
+    "plan_removal",
     "retire",
     "verify_checkpoint",
     "verify_run_directory",
@@ -212,6 +214,38 @@ def plan_prune(
         verified=verified,
         restored_from=restored_from,
         metrics=state.evaluated,
+    )
+
+
+def plan_removal(
+    state: State, digest: str, verified: frozenset[str], restored_from: str | None = None
+) -> list[Verdict]:
+    """Decide whether one checkpoint may go because a person says so; every other one stays.
+
+    The newest, the newest of those that are `verified` to be good, pinned and leased ones may not go.
+    """
+    everything = RetentionPolicy(max_num_checkpoints=0)
+    verdicts = plan_prune(state, everything, verified=verified, restored_from=restored_from)
+    return [
+        replace(v, keep=True, reasons=("another one is meant",))
+        if v.manifest_digest != digest
+        else v
+        if v.keep
+        else replace(v, reasons=("by hand",))
+        for v in verdicts
+    ]
+
+
+def newest_good(store: Store, state: State) -> Checkpoint:
+    """Read the checkpoints, newest first, until one verifies, and return it; raise NoGoodCheckpointError if none does."""
+    reasons = []
+    for checkpoint in lineage(state.live):
+        faults = verify_checkpoint(store, checkpoint)
+        if not faults:
+            return checkpoint
+        reasons.append((checkpoint.step, faults[0]))
+    raise NoGoodCheckpointError(
+        "no checkpoint verifies, so none may go", reasons=tuple(reasons), hint="`ckpt verify` lists the damage."
     )
 
 

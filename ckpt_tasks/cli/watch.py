@@ -1,0 +1,259 @@
+"""`ckpt watch`: follow a run while it trains."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.facts import RunArgument
+from ckpt_tasks.cli.ls import title
+from ckpt_tasks.cli.output import console, finite, output, printable
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.report.words import age, number, size, span
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from ckpt_tasks.format.ledger import Checkpoint, Entry
+    from ckpt_tasks.ledger.history import Head
+    from ckpt_tasks.ledger.timeline import Moment
+    from ckpt_tasks.reading.reading import Run
+
+__all__ = ["watch"]
+
+_FIRST = 256  # entries that the curve begins with
+_POINTS = 512
+_EVENTS_SHOWN = 5
+_TIMEOUT_S = 120.0  # what an owner has unless its configuration says otherwise
+_BARS = "▁▂▃▄▅▆▇█"
+_QUIET = ("lease",)  # of evaluators and copies: many, and none says how training goes
+
+LinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event, one a line.")]
+EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="how often to look")]
+
+
+def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
+    """Follow a run: its step and rate, the last commit, whether its owner lives, and its loss. Ctrl-C ends it.
+
+    It reads alone, and the run need not know. Without a terminal it prints a line for each event.
+    """
+    from ckpt_tasks.reading.reading import open_run
+
+    with output(as_json) as out, suppress(KeyboardInterrupt):
+        run = open_run(directory)
+        course, screen = _Course(run), console()
+        if screen.is_terminal and not as_json:
+            _show(course, screen, max(every, 0.1))
+        for event in [course.first(), *course.new()]:
+            _say(event, as_json=out.as_json)
+        while True:
+            for event in course.new():
+                _say(event, as_json=out.as_json)
+            time.sleep(max(every, 0.1))
+
+
+def _show(course: _Course, screen: Console, every_s: float) -> None:
+    from rich.live import Live
+
+    course.new()
+    with Live(course.panel(screen.width), console=screen, auto_refresh=False, transient=False) as live:
+        while True:
+            course.new()
+            live.update(course.panel(screen.width), refresh=True)
+            time.sleep(every_s)
+
+
+def _say(event: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(finite(event)))
+    elif event["event"] not in _QUIET:
+        typer.echo(_line(event))
+
+
+class _Course:
+    """What is known of a run by now; `new` looks again and returns what has happened since."""
+
+    def __init__(self, run: Run):
+        from ckpt_tasks.ledger.ownership import Signs
+        from ckpt_tasks.ledger.timeline import read_timeline
+
+        self._run = run
+        self._signs = Signs(run.history, _TIMEOUT_S)
+        known = read_timeline(run.history, _FIRST)
+        self._commits: deque[Moment] = deque((m for m in known.moments if m.kind == "commit"), _POINTS)
+        self._shown: deque[dict[str, Any]] = deque(map(_event, known.moments[-_EVENTS_SHOWN:]), _EVENTS_SHOWN)
+        self._head: Head = run.head()
+        self._next_n = self._head.next_n
+        self._free: str | None = None
+        self._trouble: str | None = None
+        self._owner_known = False
+
+    def first(self) -> dict[str, Any]:
+        """Return what there is before the first event."""
+        newest = self._newest()
+        return {
+            "event": "watching",
+            "run_key": self._run.run_key,
+            "checkpoint_dir": self._run.history.store.url,
+            "step": newest.step if newest else None,
+            "metrics": dict(newest.metrics) if newest else {},
+        }
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the events since the last look; a store that does not answer is one, and is asked again."""
+        events = []
+        try:
+            self._head = self._run.head()
+            while self._next_n < self._head.next_n:
+                events.append(self._entry(self._next_n))
+                self._next_n += 1
+            events += self._owner()
+            self._trouble = None
+        except StoreError as error:
+            if self._trouble is None:
+                events.append({"event": "trouble", "text": str(error)})
+            self._trouble = str(error)
+        self._shown.extend(event for event in events if event["event"] not in _QUIET)
+        return events
+
+    def _entry(self, n: int) -> dict[str, Any]:
+        from ckpt_tasks.ledger.timeline import moment
+
+        try:
+            entry, _ = self._run.history.read_entry(n)
+        except (IntegrityError, ObjectNotFoundError) as error:
+            return {"event": "damaged", "n": n, "text": str(error)}
+        found = moment(entry)
+        if found is None:
+            return _raw(entry)
+        if found.kind == "commit":
+            self._commits.append(found)
+        return _event(found)
+
+    def _owner(self) -> list[dict[str, Any]]:
+        """Return an event where the owner has become silent, or lives after all."""
+        from ckpt_tasks.ledger.ownership import identify, why_free
+
+        owner = self._head.state.owner
+        silent_s = None if owner is None or owner.released else self._signs.silent_s(owner)
+        free = why_free(owner, identify(None), silent_s, _TIMEOUT_S)
+        changed = not self._owner_known or (free is None) != (self._free is None)
+        self._free, self._owner_known = free, True
+        if not changed:
+            return []
+        text = free or (f"process {owner.pid} on {owner.host}" if owner else "")
+        return [{"event": "owner", "alive": free is None, "text": text}]
+
+    def _newest(self) -> Checkpoint | None:
+        from ckpt_tasks.format.ledger import lineage
+
+        return next(iter(lineage(self._head.state.live)), None)
+
+    def rate(self) -> float | None:
+        """Return steps per second between the last two commits of one owner; None where there are none yet."""
+        if len(self._commits) < 2:
+            return None
+        before, last = self._commits[-2], self._commits[-1]
+        steps, took_s = (last.step or 0) - (before.step or 0), last.at_s - before.at_s
+        return steps / took_s if before.epoch == last.epoch and steps > 0 and took_s > 0 else None
+
+    def panel(self, width: int) -> RenderableType:
+        """Return everything for a terminal of `width` columns."""
+        from rich.console import Group
+        from rich.text import Text
+
+        newest, rate = self._newest(), self.rate()
+        lines = [title(self._run)]
+        if newest is None:
+            lines.append(Text("There is no checkpoint yet."))
+        else:
+            speed = "" if rate is None else f", {number(rate)} steps/s"
+            saved = f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {span(newest.cost_s)}"
+            lines.append(Text.assemble(("step ", "dim"), (f"{newest.step:,}", "bold"), speed))
+            lines.append(Text.assemble(("last commit ", "dim"), saved))
+        owner = self._head.state.owner
+        if self._free is None and owner is not None:
+            who = printable(f"process {owner.pid} on {owner.host}")
+            lines.append(Text.assemble(("owner ", "dim"), ("alive", "green"), f": {who}"))
+        else:
+            lines.append(Text.assemble(("owner ", "dim"), (f"none: {printable(self._free or '')}", "yellow")))
+        lines += self._curve(width)
+        lines += [
+            Text(printable(_line(event)), style="dim", overflow="ellipsis", no_wrap=True) for event in self._shown
+        ]
+        if self._trouble:
+            lines.append(Text(printable(f"The store does not answer: {self._trouble}"), style="red"))
+        return Group(*lines, Text("Ctrl-C ends it; the run goes on.", style="dim"))
+
+    def _curve(self, width: int) -> list[RenderableType]:
+        from rich.text import Text
+
+        from ckpt_tasks.report.picture import main_metric
+
+        name = main_metric(one.metrics for one in self._commits)
+        if name is None:
+            return []
+        values = [one.metrics[name] for one in self._commits if name in one.metrics]
+        label, last = printable(f"{name} "), f" {number(values[-1])}"
+        return [Text.assemble((label, "dim"), sparkline(values, width - len(label) - len(last)), last)]
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Draw the newest `width` values with one character each; what is not finite is a gap."""
+    import math
+
+    shown = values[-max(width, 1) :]
+    known = [value for value in shown if math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    top = len(_BARS) - 1
+    return "".join(
+        " " if not math.isfinite(v) else _BARS[0 if high == low else round((v - low) / (high - low) * top)]
+        for v in shown
+    )
+
+
+def _event(found: Moment) -> dict[str, Any]:
+    from datetime import UTC, datetime
+
+    at = datetime.fromtimestamp(found.at_s, UTC).isoformat(timespec="milliseconds")
+    event: dict[str, Any] = {"event": found.kind, "n": found.n, "at": at}
+    if found.step is not None:
+        event["step"] = found.step
+    if found.metrics:
+        event["metrics"] = dict(found.metrics)
+    return {**event, "text": found.text} if found.text else event
+
+
+def _raw(entry: Entry) -> dict[str, Any]:
+    kind = str(entry.event.get("note") if entry.event["kind"] == "note" else entry.event["kind"])
+    step = entry.event.get("step")
+    words = [str(entry.event[name]) for name in ("reason", "holder") if entry.event.get(name)]
+    event: dict[str, Any] = {
+        "event": kind,
+        "n": entry.n,
+        "at": entry.at,
+        **({"step": step} if step is not None else {}),
+    }
+    return {**event, "text": words[0]} if words else event
+
+
+def _line(event: dict[str, Any]) -> str:
+    """Write an event in one line."""
+    from ckpt_tasks.report.picture import sort_metrics
+    from ckpt_tasks.report.words import when
+
+    metrics = event.get("metrics") or {}
+    parts = [
+        when(event["at"])[11:] if "at" in event else "        ",
+        f"step {event['step']}" if event.get("step") is not None else "",
+        ("alive" if event["alive"] else "not alive") if "alive" in event else "",
+        ", ".join(f"{name} {number(metrics[name])}" for name in sort_metrics(metrics)[:3]),
+        event.get("text", ""),
+    ]
+    said = [printable(part) for part in parts[1:] if part]
+    return f"{parts[0]}  {event['event']:<10} {', '.join(said)}".rstrip()
