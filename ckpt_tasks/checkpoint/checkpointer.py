@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
@@ -26,11 +26,12 @@ from ckpt_tasks.reading.restore import RestoreReport, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.schedule import Position, check_step, point
 from ckpt_tasks.state.capture import capture, warn_of_unsaved
+from ckpt_tasks.state.selection import Only, Selection
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer", "hold_signals"]
+__all__ = ["Checkpointer"]
 
 _PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
 _log = logging.getLogger("ckpt_tasks")
@@ -102,14 +103,28 @@ class Checkpointer(HeldRun):
         """The steps completed: as restored, or as last reported by `step()` or `save()`; 0 before either."""
         return self._at.step
 
-    def restore(self, state: dict[str, Any], *, step: int | None = None) -> int:
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        only: Only | None = None,
+        missing: Literal["error", "keep"] = "error",
+        leave: Iterable[str] = (),
+    ) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
 
         Modules, optimizers and other statefuls are restored in place, plain values of `state` are replaced. A restore
         is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one; `last_restore` says
         which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
         RunMismatchError; the state is untouched then.
+
+        A loose restore takes a part, for fine-tuning: `only` names the groups ("model") and keys ("model/encoder") to
+        take, or maps them to what the checkpoint calls them; the random streams are "rng". With `missing="keep"` what
+        the checkpoint lacks keeps its value. `leave` names what is not taken. `last_restore` says what was taken, left
+        and new. Raises ConfigError for a name that stands for nothing.
         """
+        selection = Selection.of(only, missing, leave)
         self._own()
         self._wait_idle()
         self._steps.restored()
@@ -132,6 +147,7 @@ class Checkpointer(HeldRun):
             self._history.store,
             candidates,
             state,
+            selection=selection,
             run_key=self.config.run_key,
             damaged=damaged,
             in_memory=in_memory,
@@ -140,10 +156,7 @@ class Checkpointer(HeldRun):
             deadline_s=self._ranks.deadline_s,
         )
         self._ranks.restored(chosen.step)
-        if report.skipped or report.damaged:
-            self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
-        if step is None and (failed_step := self._finite.went_back(chosen.step)) is not None:
-            rollback = self._went_back(chosen, failed_step, state)
+        rollback = self._note(chosen, report, state, newest=step is None) or rollback
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
@@ -155,7 +168,7 @@ class Checkpointer(HeldRun):
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         else:
             self._line.follow(chosen)
-            if cached is None:  # a restore from memory or a local copy does not verify the bytes in the store
+            if cached is None and selection is None:  # nothing else reads every byte that the store has
                 self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
@@ -274,6 +287,16 @@ class Checkpointer(HeldRun):
                 self._refuse_save(error)
             raise
 
+    def _note(
+        self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
+    ) -> Rollback | None:
+        """Write into the run's history what a restore passed over, and that it goes back from a failed step."""
+        if report.skipped or report.damaged:
+            self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
+        if newest and (failed_step := self._finite.went_back(chosen.step)) is not None:
+            return self._went_back(chosen, failed_step, state)
+        return None
+
     def _candidates(self, step: int | None) -> Tried:
         """Return the live checkpoints, those to try, and the last rollback."""
         live = self._history.head().state
@@ -306,18 +329,3 @@ class Checkpointer(HeldRun):
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
             self._release(prune_s=0)  # so the next owner need not wait for a timeout; a later save takes it again
             self._interrupt.deliver()
-
-
-def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
-    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, with the one that waits.
-
-    For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
-    """
-    if not ckpt._entered or not ckpt._process.is_here:
-        return
-    if hold:
-        ckpt._deliver_signal()  # nothing has been trained since the last commit
-        ckpt._interrupt.install()
-    else:
-        ckpt._interrupt.uninstall()
-        ckpt._interrupt.deliver()

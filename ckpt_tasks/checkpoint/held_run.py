@@ -71,14 +71,14 @@ class HeldRun:
         self._knows_state = False  # all ranks have captured a state
 
     @property
-    def last_commit(self) -> Checkpoint | None:
-        """The checkpoint that this process committed last."""
-        return self._line.last_commit
-
-    @property
     def run(self) -> Run:
         """The run, read-only: does not take the run directory."""
         return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
+
+    @property
+    def last_commit(self) -> Checkpoint | None:
+        """The checkpoint that this process committed last."""
+        return self._line.last_commit
 
     def wait(self) -> None:
         """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.

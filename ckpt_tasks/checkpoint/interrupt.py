@@ -14,9 +14,12 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Interrupt"]
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+
+__all__ = ["Interrupt", "hold_signals"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PREFECT = "prefect.utilities.engine"  # looked up, never imported: without Prefect there is nothing to do
@@ -134,3 +137,18 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
+    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, with the one that waits.
+
+    For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
+    """
+    if not ckpt._entered or not ckpt._process.is_here:
+        return
+    if hold:
+        ckpt._deliver_signal()  # nothing has been trained since the last commit
+        ckpt._interrupt.install()
+    else:
+        ckpt._interrupt.uninstall()
+        ckpt._interrupt.deliver()

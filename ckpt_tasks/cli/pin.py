@@ -38,7 +38,10 @@ def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: J
 
 
 def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
-    """Leave a checkpoint to the policy of its run again; works while another process trains the run."""
+    """Leave a checkpoint to the policy of its run again.
+
+    Works while another process trains the run.
+    """
     with output(as_json) as out:
         run, found = _named(checkpoint)
         was = run.head().state.pins.get(found.manifest_digest)
@@ -96,9 +99,7 @@ def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
         try:
             ckpt.acquire()
         except OwnedError as error:
-            error.hint = (
-                "Only the process that trains a run may remove its checkpoints. Stop it first, or let it prune."
-            )
+            error.hint = "Only the process that trains a run removes its checkpoints. Stop it first, or let it prune."
             raise
         return ckpt.remove(checkpoint)
 

@@ -6,9 +6,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.ledger.steps import Curve
     from ckpt_tasks.reading.restore import RestoreReport
+    from ckpt_tasks.state.selection import Only
 
 __all__ = ["Run", "open_run", "put_pin", "run_of"]
 
@@ -88,16 +89,28 @@ class Run:
             )
         raise ConfigError(f"{which!r} is not a checkpoint", hint="Name a step, 'latest' or 'best'.")
 
-    def restore(self, checkpoint: Checkpoint, state: dict[str, Any], *, partial: bool = False) -> RestoreReport:
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        state: dict[str, Any],
+        *,
+        partial: bool = False,
+        only: Only | None = None,
+        missing: Literal["error", "keep"] = "error",
+        leave: Iterable[str] = (),
+    ) -> RestoreReport:
         """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
 
-        With `partial` only the groups that `state` names are restored, and no random stream. Raises
-        StateMismatchError, IntegrityError or StoreError; the state is untouched then.
+        With `partial` only the groups that `state` names are restored, and no random stream. `only`, `missing` and
+        `leave` take a part, as there. Raises StateMismatchError, IntegrityError or StoreError; the state is untouched
+        then.
         """
         # Imported only here: reading a run without restoring from it does not wait for torch.
         from ckpt_tasks.reading.restore import restore_one
+        from ckpt_tasks.state.selection import Selection
 
-        return restore_one(self.history.store, checkpoint, state, partial=partial)
+        selection = Selection.of(only, missing, leave)
+        return restore_one(self.history.store, checkpoint, state, partial=partial, selection=selection)
 
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:

@@ -34,6 +34,7 @@ from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.state.capture import plan_restore
 from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.rng import RNG, seed_streams
+from ckpt_tasks.state.selection import Selection
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
@@ -72,6 +73,8 @@ class RestoreReport:
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
     `derived_streams`: another number of ranks saved it, so the random streams of every rank but 0 begin anew.
+    Of a loose restore: what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept its
+    value; groups, or keys where only a part of a group is meant.
     """
 
     step: int
@@ -82,6 +85,9 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...] = ()
     damaged: tuple[str, ...] = ()
     derived_streams: bool = False
+    taken: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
 
 
 def restore_newest(
@@ -90,6 +96,7 @@ def restore_newest(
     state: dict[str, Any],
     *,
     partial: bool = False,
+    selection: Selection | None = None,
     run_key: str | None = None,
     damaged: tuple[str, ...] = (),
     in_memory: Sequence[_Snapshot] = (),
@@ -114,6 +121,7 @@ def restore_newest(
                     checkpoint,
                     state,
                     partial=partial,
+                    selection=selection,
                     run_key=run_key,
                     snapshot=cached,
                     together=together,
@@ -169,14 +177,16 @@ def restore_one(
     state: dict[str, Any],
     *,
     partial: bool = False,
+    selection: Selection | None = None,
     run_key: str | None = None,
     snapshot: HostSnapshot | None = None,
     together: Together | None = None,
 ) -> RestoreReport:
     """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
 
-    It comes from `snapshot`, if there is one. `together` are the ranks that restore it at once. If another number of
-    ranks saved it, the random streams of every rank but 0 are seeded from rank 0's and the rank.
+    `selection`: only that part. It comes from `snapshot`, if there is one. `together` are the ranks that restore it at
+    once. If another number of ranks saved it, the random streams of every rank but 0 are seeded from rank 0's and the
+    rank.
 
     Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
     RunMismatchError where it is not of the run `run_key`; the target is untouched then.
@@ -191,12 +201,13 @@ def restore_one(
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     try:
-        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial)
+        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial, selection=selection)
     except StateMismatchError as error:
         error.step = checkpoint.step
         raise
     wanted = opened.index.of_tensors(plan.keys).rows
-    names = {row.object for row in wanted} if partial else {record.name for record in opened.manifest.objects}
+    some = partial or selection is not None
+    names = {row.object for row in wanted} if some else {record.name for record in opened.manifest.objects}
     headers = [record for record in opened.manifest.objects if record.name in names]
     for record in headers if snapshot is not None else headers[rank::world_size]:
         _check_header(store, record, opened.rows)
@@ -205,7 +216,7 @@ def restore_one(
     else:
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
     plan.apply(source, together)
-    derived = not partial and world_size != opened.manifest.world_size
+    derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         streams = canonical_json(opened.manifest.groups[RNG])
         seed_streams(int(digest_hex(streams + str(rank).encode())[:16], 16))
@@ -216,6 +227,9 @@ def restore_one(
         size_bytes=sum(row.end - row.begin for row in wanted),
         seconds=time.perf_counter() - started,
         derived_streams=derived,
+        taken=plan.chosen.taken,
+        left=plan.chosen.left,
+        new=plan.chosen.new,
     )
 
 

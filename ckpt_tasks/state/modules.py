@@ -27,6 +27,7 @@ __all__ = [
     "Gradients",
     "ModulePart",
     "capture_module",
+    "module_names",
     "named_parameters",
     "parameter_names",
     "takes_part",
@@ -91,13 +92,21 @@ def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[st
 
 
 class ModulePart:
-    """Restore one module."""
+    """Restore one module; the names in `kept` keep their values."""
 
-    def __init__(self, module: nn.Module, group: str, tree: dict[str, Any], copies: Copies):
+    def __init__(
+        self,
+        module: nn.Module,
+        group: str,
+        tree: dict[str, Any],
+        copies: Copies,
+        *,
+        kept: frozenset[str] = frozenset(),
+    ):
         self._module = unwrapped(module)
         self._group = group
         self._tree = tree
-        self._state = _named_state(module, group)
+        self._state = {name: value for name, value in _named_state(module, group).items() if name not in kept}
         self._value: dict[str, Any] = {}
         self._copies = copies
         self._owners = {_bare(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
@@ -133,7 +142,11 @@ class ModulePart:
             return
         make = Maker(source)
         own = self._module.state_dict()
-        self._value = type(own)((name, unpack(self._tree[_bare(name)], make, live)) for name, live in own.items())
+        values = (
+            (name, unpack(self._tree[_bare(name)], make, live) if _bare(name) in self._tree else live)
+            for name, live in own.items()
+        )
+        self._value = type(own)(values)
         if hasattr(own, "_metadata"):  # the versions of the submodules' states
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
@@ -185,6 +198,11 @@ def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
     if len(named) != len(state):
         raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
     return named
+
+
+def module_names(module: nn.Module, group: str) -> list[str]:
+    """List the names of a module's state, without wrappers."""
+    return [*_named_state(module, group)]
 
 
 def takes_part(module: nn.Module) -> bool:

@@ -67,14 +67,24 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
 
 
 class OptimizerPart:
-    """Restore one optimizer, in its own order of parameters."""
+    """Restore one optimizer, in its own order of parameters; those in `kept` keep what it holds for them."""
 
-    def __init__(self, optimizer: Optimizer, group: str, tree: Any, names: Mapping[int, str], copies: Copies):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: str,
+        tree: Any,
+        names: Mapping[int, str],
+        copies: Copies,
+        *,
+        kept: frozenset[str] = frozenset(),
+    ):
         self._optimizer = optimizer
         self._group = group
         self._tree = _checked(tree, group)
         self._named = _named_groups(optimizer, names, group)
         self._copies = copies
+        self._kept = kept
         self._copied_into: set[Any] = set()
         self._source: TensorSource = HeldTensors({})
         self._make = Maker(self._source)
@@ -85,7 +95,7 @@ class OptimizerPart:
 
     def compare(self, differences: Differences) -> None:
         """Compare which parameters there are, in which group each is, and the shapes that no module answers for."""
-        here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members}
+        here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members if name not in self._kept}
         there = {name: n for n, saved in enumerate(self._tree["param_groups"]) for name in saved["params"]}
         differences.names(self._group, set(here), set(there))
         if len(self._named) != len(self._tree["param_groups"]):
@@ -121,6 +131,8 @@ class OptimizerPart:
                     at = partial(_device, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
                     place, entry = f"{self._group}/{name}", self._tree["state"][name]
                     self._state[parameter] = self._values(place, entry, live.get(parameter, {}), at, parameter)
+                elif name in self._kept and parameter in live:
+                    self._state[parameter] = live[parameter]
             device = members[0][1].device if members and options.get("capturable") else torch.device("cpu")
             at = partial(_anywhere, device=device)
             made = self._values(f"{self._group}/param_groups/{n}", options, live_options, at)
@@ -180,11 +192,17 @@ class OptimizerPart:
         state = unpack(self._tree["shared"], make)
         for name, entry in self._tree["state"].items():
             state[numbers[name]] = unpack(entry, make, own["state"].get(numbers[name]))
+        state |= {numbers[name]: own["state"][numbers[name]] for name in self._kept if numbers[name] in own["state"]}
         groups = []
         for saved, live in zip(self._tree["param_groups"], own["param_groups"], strict=True):
             kept = {key: live[key] for key in _NOT_OPTIONS if key in live}
             groups.append({**unpack(saved["options"], make, live), **kept})
         return {**unpack(self._tree["other"], make, own), "state": state, "param_groups": groups}
+
+
+def optimizer_names(optimizer: Optimizer, names: Mapping[int, str], group: str) -> list[list[str]]:
+    """Name the parameters of an optimizer, by param group; `names` are those of the modules' parameters by id()."""
+    return [[name for name, _ in members] for members in _named_groups(optimizer, names, group)]
 
 
 def _state_dict(optimizer: Optimizer, group: str) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class HeldTensors:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
+_STRICT_HINT = (
+    "Make the objects as they were when it was saved; to take only a part of it, as for fine-tuning, "
+    "restore(state, only=[…], missing='keep')"
+)
+_LOOSE_HINT = "Name what is not to be taken in leave=[…]; with missing='keep' what the checkpoint lacks keeps its value"
+
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
 
 
@@ -116,6 +122,7 @@ class Differences:
     unexpected: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     hint: str | None = None
+    loose: bool = False
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
         """Compare names: what only the target has is missing, what only the checkpoint has is unexpected."""
@@ -141,7 +148,7 @@ class Differences:
                 missing=tuple(self.missing),
                 unexpected=tuple(self.unexpected),
                 different=tuple(self.different),
-                hint=self.hint,
+                hint=self.hint or (_LOOSE_HINT if self.loose else _STRICT_HINT),
             )
 
 

@@ -36,6 +36,7 @@ from ckpt_tasks.state.restore_parts import (
     needed_keys,
 )
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, preserved_rng
+from ckpt_tasks.state.selection import Chosen, Selection, choose
 from ckpt_tasks.state.values import unpack
 
 __all__ = ["RestorePlan", "plan_restore"]
@@ -46,11 +47,12 @@ _KINDS = ("module", "optimizer", "stateful", "generator", "plain", "rng")
 class RestorePlan:
     """What a restore will do; nothing has been changed yet.
 
-    `keys` are the full keys of the tensors that it needs.
+    `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
     """
 
-    def __init__(self, parts: Mapping[str, RestorePart], keys: frozenset[str], copies: Copies):
+    def __init__(self, parts: Mapping[str, RestorePart], keys: frozenset[str], copies: Copies, chosen: Chosen):
         self.keys = keys
+        self.chosen = chosen
         self._parts = dict(parts)
         self._copies = copies
 
@@ -120,21 +122,33 @@ def plan_restore(
     *,
     partial: bool = False,
     rng: bool = True,
+    selection: Selection | None = None,
 ) -> RestorePlan:
     """Compare a target with a checkpoint and plan the restore; nothing is changed and nothing is drawn.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
-    `state` names, and no random streams. Raises StateMismatchError with every difference, UnsupportedStateError where
-    the target could not be saved either, IntegrityError where a tree is not what capture makes.
+    `state` names, and no random streams. `selection`: a loose restore takes this part. Raises StateMismatchError with
+    every difference, UnsupportedStateError where the target could not be saved either, IntegrityError where a tree is
+    not what capture makes.
     """
     state = flat(state)
     differences = Differences(tensors)
-    wanted = _wanted(state, groups, differences, partial=partial, rng=rng)
+    chosen = Chosen()
+    with preserved_rng(), gc_paused():
+        if selection is None:
+            chosen.groups = _wanted(state, groups, differences, partial=partial, rng=rng)
+        else:
+            differences.loose = True
+            chosen = choose(state, groups, selection, differences, rng=rng and not partial)
+    wanted = chosen.groups
+    for name, group in wanted.items():
+        if group.kind not in _KINDS:
+            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
     copies = Copies()
     with preserved_rng(), gc_paused():
         try:
-            parts = _parts(state, wanted, differences, copies)
+            parts = _parts(state, chosen, differences, copies)
         except UnsupportedStateError as error:
             error.message = error.message.replace("cannot be stored", "cannot be restored into")
             raise
@@ -144,7 +158,7 @@ def plan_restore(
             if isinstance(part, PlainPart):
                 part.compare_rest(differences)
     differences.raise_any()
-    return RestorePlan(parts, keys, copies)
+    return RestorePlan(parts, keys, copies, chosen)
 
 
 def _wanted(
@@ -158,18 +172,16 @@ def _wanted(
     if rng and not partial:
         differences.missing += [RNG] if RNG not in groups else []
         wanted |= {RNG: groups[RNG]} if RNG in groups else {}
-    for name, group in wanted.items():
-        if group.kind not in _KINDS:
-            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     return wanted
 
 
 def _parts(
-    state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, copies: Copies
+    state: Mapping[str, Any], chosen: Chosen, differences: Differences, copies: Copies
 ) -> dict[str, RestorePart]:
     names = parameter_names(named_parameters(modules_of(state)))
     parts: dict[str, RestorePart] = {}
-    for name, group in groups.items():
+    for name, group in chosen.groups.items():
+        kept = chosen.kept.get(name, frozenset())
         if name == RNG:
             parts[RNG] = StreamsPart(group.tree)
             continue
@@ -178,9 +190,9 @@ def _parts(
             why = f"{kind} ({type(value).__qualname__}) here, {group.kind} in the checkpoint"
             differences.differ(name, why)
         elif kind == "module":
-            parts[name] = ModulePart(value, name, group.tree, copies)
+            parts[name] = ModulePart(value, name, group.tree, copies, kept=kept)
         elif kind == "optimizer":
-            parts[name] = OptimizerPart(value, name, group.tree, names, copies)
+            parts[name] = OptimizerPart(value, name, group.tree, names, copies, kept=kept)
         elif kind == "stateful":
             parts[name] = StatefulPart(value, name, group.tree)
         elif kind == "generator":

@@ -237,7 +237,7 @@ def plan_removal(
 
 
 def newest_good(store: Store, state: State) -> Checkpoint:
-    """Read the checkpoints, newest first, until one verifies, and return it; raise NoGoodCheckpointError if none does."""
+    """Return the newest checkpoint that verifies, after reading it; raise NoGoodCheckpointError if none does."""
     reasons = []
     for checkpoint in lineage(state.live):
         faults = verify_checkpoint(store, checkpoint)

@@ -1,0 +1,319 @@
+"""Which part of a checkpoint a loose restore takes, by names alone; nothing is read or changed here.
+
+A place is a full name: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an optimizer
+("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not one of "model/encoder.weight".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.state.groups import kind_of, modules_of
+from ckpt_tasks.state.modules import module_names, named_parameters, parameter_names
+from ckpt_tasks.state.optimizers import optimizer_names
+from ckpt_tasks.state.restore_parts import Differences, GroupState, Saved
+from ckpt_tasks.state.rng import RNG
+
+__all__ = ["Chosen", "Only", "Selection", "choose"]
+
+Only = Iterable[str] | Mapping[str, str]
+
+_MISSING = ("error", "keep")
+_IN_PART = ("module", "optimizer")
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to take: `only` maps a place of the state to the checkpoint's place for it, None takes everything.
+
+    `keep`: what the checkpoint lacks keeps its value, and what the state lacks is left. `leave` names what is not
+    taken, in the state and in the checkpoint.
+    """
+
+    only: Mapping[str, str] | None
+    keep: bool
+    leave: tuple[str, ...]
+
+    @classmethod
+    def of(cls, only: Only | None, missing: str, leave: Iterable[str]) -> Selection | None:
+        """Return what the arguments of a restore select; None for everything, strictly. Raises ConfigError."""
+        if missing not in _MISSING:
+            raise ConfigError(f"missing must be 'error' or 'keep', not {missing!r:.80}")
+        for name, value in (("only", only), ("leave", leave)):
+            if isinstance(value, str):
+                raise ConfigError(f"{name} is a list of names, not a text", hint=f"Write {name}=[{value!r:.80}].")
+        if only is not None and not isinstance(only, Mapping):
+            only = {place: place for place in only}
+        left = tuple(leave)
+        places = [*left, *(only or {}), *(only or {}).values()]
+        wrong = [place for place in places if not isinstance(place, str) or not place]
+        if wrong:
+            raise ConfigError(f"{wrong[0]!r:.80} is not the name of a group or a key")
+        if only is None and missing == "error" and not left:
+            return None
+        return cls(only, missing == "keep", left)
+
+    def source_of(self, place: str) -> str | None:
+        """Return the checkpoint's place for one of the state; None if it is not taken."""
+        if _is_in(place, self.leave):
+            return None
+        if self.only is None:
+            return place
+        for prefix, source in self.only.items():
+            if _begins(place, prefix):
+                rest = place[len(prefix) :].lstrip("/.")
+                return f"{source}{_separator(source, rest)}{rest}"
+        return None
+
+    def covers(self, source: str) -> bool:
+        """Say whether a place of the checkpoint is to be taken."""
+        return not _is_in(source, self.leave) and (self.only is None or _is_in(source, self.only.values()))
+
+
+@dataclass
+class Chosen:
+    """The groups to restore, by the state's names; `kept` are the keys in each that keep their value.
+
+    `taken` and `new` are places of the state, `left` of the checkpoint: whole groups where all of one is.
+    """
+
+    groups: dict[str, Saved] = field(default_factory=dict)
+    kept: dict[str, frozenset[str]] = field(default_factory=dict)
+    taken: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+
+def choose(
+    state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
+) -> Chosen:
+    """Choose what to restore into a flat state, and note what should be there and is not.
+
+    Raises ConfigError for a name that stands for nothing.
+    """
+    chooser = _Chooser(state, groups, selection, differences)
+    for name in state:
+        chooser.group(name)
+    chooser.streams(wanted=rng and (selection.only is None or RNG in selection.only))
+    return chooser.finish()
+
+
+class _Chooser:
+    def __init__(
+        self, state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences
+    ):
+        self._state, self._groups = state, groups
+        self._selection, self._differences = selection, differences
+        self._parameters = parameter_names(named_parameters(modules_of(state)))
+        self._chosen = Chosen()
+        self._here: dict[str, list[str]] = {}  # the places of the state, by group
+        self._there = {name: _places(name, group) for name, group in groups.items()}
+        self._taken: set[str] = set()  # of the state
+        self._used: set[str] = set()  # of the checkpoint
+
+    def group(self, name: str) -> None:
+        """Choose for one group of the state."""
+        kind = kind_of(self._state[name])
+        if kind == "module":
+            self._module(name)
+        elif kind == "optimizer":
+            self._optimizer(name)
+        else:
+            self._whole(name)
+
+    def streams(self, *, wanted: bool) -> None:
+        """Choose whether the random streams are restored."""
+        if not wanted:
+            return
+        if RNG in self._groups:
+            self._chosen.groups[RNG] = self._groups[RNG]
+            self._use(RNG, RNG)
+        elif not self._selection.keep:
+            self._differences.missing.append(RNG)
+        self._here[RNG] = [RNG]
+
+    def finish(self) -> Chosen:
+        """Note what is left over, and check that every name stands for something."""
+        self._check_names()
+        if not self._taken - {RNG}:
+            self._differences.missing += [name for name in self._here if name != RNG]
+            self._differences.unexpected += [name for name in self._there if name != RNG]
+        elif not self._selection.keep:
+            for name, places in self._there.items():
+                self._differences.unexpected += [one for one in places if self._is_over(name, one)]
+        chosen = self._chosen
+        chosen.taken = _summed(self._here, self._taken)
+        everywhere = {place for places in self._here.values() for place in places}
+        chosen.new = _summed(self._here, everywhere - self._taken)
+        there = {place for places in self._there.values() for place in places}
+        chosen.left = _summed(self._there, there - self._used)
+        return chosen
+
+    def _is_over(self, name: str, place: str) -> bool:
+        """Say whether a place of the checkpoint should have been taken, and the state has nothing for it."""
+        # What is left of a module is left of its optimizer, too.
+        parameter = place.partition("/")[2] if self._groups[name].kind == "optimizer" else ""
+        of_left = _is_in(parameter, self._selection.leave)
+        return place not in self._used and self._selection.covers(place) and not of_left
+
+    def _module(self, name: str) -> None:
+        tree: dict[str, Any] = {}
+        kept: set[str] = set()
+        here = self._here[name] = []
+        met = False
+        for key in module_names(self._state[name], name):
+            place = f"{name}/{key}"
+            here.append(place)
+            source = self._selection.source_of(place)
+            found, value = self._find(source, "module", place)
+            met = met or found is not None
+            if found is None or value is _ABSENT:
+                kept.add(key)
+                self._lack(place, source)
+            else:
+                tree[key] = value
+                self._use(place, source)
+        if tree:
+            self._chosen.groups[name], self._chosen.kept[name] = GroupState("module", tree), frozenset(kept)
+        elif met:
+            self._differences.differ(name, "none of its keys is in the checkpoint")
+
+    def _optimizer(self, name: str) -> None:
+        members = optimizer_names(self._state[name], self._parameters, name)
+        here = self._here[name] = [f"{name}/{one}" for names in members for one in names]
+        source_group, sources = None, {}
+        for one in (one for names in members for one in names):
+            source = self._selection.source_of(f"{name}/{one}")
+            if source is None or _is_in(one, self._selection.leave):
+                continue
+            group, _, parameter = source.partition("/")
+            source_group = source_group or group
+            sources[one] = self._selection.source_of(one) or parameter
+        saved = self._groups.get(source_group or "")
+        if saved is None or saved.kind != "optimizer":
+            if sources and saved is not None:
+                self._differences.differ(name, f"optimizer here, {saved.kind} in the checkpoint")
+            elif sources and not self._selection.keep:
+                self._differences.missing.append(name)
+            return
+        known = {one: n for n, group in enumerate(saved.tree["param_groups"]) for one in group["params"]}
+        taken = {one: source for one, source in sources.items() if source in known}
+        for place in here:
+            one = place.partition("/")[2]
+            if one in taken:
+                self._use(place, f"{source_group}/{taken[one]}")
+                self._check_shape(place, one, taken[one])
+            else:
+                self._lack(place, f"{source_group}/{sources[one]}" if one in sources else None)
+        if taken:
+            self._chosen.groups[name] = GroupState("optimizer", _of_taken(saved.tree, taken, known))
+            self._chosen.kept[name] = frozenset(place.partition("/")[2] for place in here) - taken.keys()
+
+    def _check_shape(self, place: str, here: str, source: str) -> None:
+        """Note where the moments of a parameter would be of another shape than the parameter itself."""
+        group, _, key = here.partition("/")
+        live = self._state[group].state_dict().get(key) if group in modules_of(self._state) else None
+        stored = self._differences.stored.get(source)
+        if live is not None and stored is not None and tuple(live.shape) != tuple(stored[1]):
+            self._differences.differ(place, f"{[*live.shape]} here, {[*stored[1]]} in the checkpoint")
+
+    def _whole(self, name: str) -> None:
+        self._here[name] = [name]
+        source = self._selection.source_of(name)
+        if source is not None and source in self._groups:
+            self._chosen.groups[name] = self._groups[source]
+            self._use(name, source)
+        else:
+            self._lack(name, source)
+
+    def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
+        """Return the group of the checkpoint that a place comes from, and the value there."""
+        group, _, key = (source or "").partition("/")
+        saved = self._groups.get(group)
+        if saved is not None and saved.kind != kind:
+            group_here = place.partition("/")[0]
+            said = f"{group_here} ({kind} here, {saved.kind} in the checkpoint)"
+            if said not in self._differences.different:
+                self._differences.different.append(said)
+            return None, _ABSENT
+        return saved, _ABSENT if saved is None else saved.tree.get(key, _ABSENT)
+
+    def _use(self, place: str, source: str | None) -> None:
+        self._taken.add(place)
+        self._used.add(source or "")
+
+    def _lack(self, place: str, source: str | None) -> None:
+        """Note a place of the state that was to be taken, and is not in the checkpoint."""
+        if source is not None and not self._selection.keep:
+            self._differences.missing.append(place)
+
+    def _check_names(self) -> None:
+        here = [place for places in self._here.values() for place in places] + [RNG]
+        there = [place for places in self._there.values() for place in places]
+        for prefix, source in (self._selection.only or {}).items():
+            if not any(_begins(place, prefix) for place in here):
+                raise _named_nothing("only", prefix, "state", self._here)
+            if not any(_begins(place, source) for place in there):
+                raise _named_nothing("only", source, "checkpoint", self._there)
+        for prefix in self._selection.leave:
+            if not any(_begins(place, prefix) for place in (*here, *there)):
+                raise _named_nothing("leave", prefix, "state", self._here)
+
+
+_ABSENT: Any = object()
+
+
+def _named_nothing(argument: str, name: str, side: str, places: Mapping[str, list[str]]) -> ConfigError:
+    group = name.partition("/")[0]
+    known = [one.partition("/")[2] for one in places[group]] if group in places and "/" in name else [*places]
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    where = f"{group} in the {side}" if group in places and "/" in name else f"the {side}"
+    hint = f"There {'are' if len(known) != 1 else 'is'} {', '.join(known[:_SHOWN]) or 'none'}{more}."
+    return ConfigError(f"{argument} names {name!r:.200}, and there is nothing of that name in {where}", hint=hint)
+
+
+def _places(name: str, group: Saved) -> list[str]:
+    if group.kind == "module":
+        return [f"{name}/{key}" for key in group.tree]
+    if group.kind == "optimizer":
+        return [f"{name}/{one}" for members in group.tree["param_groups"] for one in members["params"]]
+    return [name]
+
+
+def _of_taken(tree: Mapping[str, Any], taken: Mapping[str, str], known: Mapping[str, int]) -> dict[str, Any]:
+    """Return an optimizer's tree with the parameters that are taken alone, under the names that they have here."""
+    groups = [
+        {"params": [one for one, source in taken.items() if known[source] == n], "options": members["options"]}
+        for n, members in enumerate(tree["param_groups"])
+    ]
+    parts = {
+        part: {one: tree[part][source] for one, source in taken.items() if source in tree[part]}
+        for part in ("state", "shapes")
+    }
+    return {**tree, **parts, "param_groups": groups}
+
+
+def _summed(places: Mapping[str, list[str]], chosen: set[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name, all_of_it in places.items():
+        some = [place for place in all_of_it if place in chosen]
+        found += [name] if some and len(some) == len(all_of_it) else some
+    return tuple(found)
+
+
+def _begins(place: str, prefix: str) -> bool:
+    return place == prefix or (place.startswith(prefix) and (prefix[-1] in "/." or place[len(prefix)] in "/."))
+
+
+def _is_in(place: str, prefixes: Iterable[str]) -> bool:
+    return any(_begins(place, prefix) for prefix in prefixes)
+
+
+def _separator(source: str, rest: str) -> str:
+    if not rest or source[-1] in "/.":
+        return ""
+    return "." if "/" in source else "/"

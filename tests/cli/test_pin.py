@@ -1,0 +1,147 @@
+"""`ckpt pin`, `unpin` and `rm`: a person decides about one checkpoint, and no rule and no other process undoes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.storage.local import LocalStore
+from tests.support.cli_runs import ckpt, config, flip, only, save_steps, tree
+from tests.support.owner_child import OwnerChild
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in open_run(run_dir).checkpoints()]
+
+
+def test_a_pin_by_another_process_outlives_the_owners_commits(run_dir: Path) -> None:
+    """P64: a run that another process trains is pinned; its next commits keep the pin, and its rule the checkpoint."""
+    owner = OwnerChild(run_dir)
+    assert owner.ask("save 1") == "ok 1"
+    assert ckpt("pin", f"{run_dir}@1", "-m", "the paper").out.splitlines() == [
+        f"{run_dir.name} step 1  {run_dir}",
+        "Pinned: the paper. No rule removes it now.",
+    ]
+    for step in range(2, 8):
+        assert owner.ask(f"save {step}") == f"ok {step}"
+    assert owner.ask("close") == "ok"
+    owner.kill()
+    assert 1 in steps(run_dir)
+    assert len(steps(run_dir)) < 7  # the rule has removed others
+    assert [*open_run(run_dir).head().state.pins.values()] == ["the paper"]
+
+
+def test_unpin_leaves_it_to_the_policy(run_dir: Path) -> None:
+    """What is unpinned goes with the next prune that would remove it; what is not pinned is said to be so."""
+    save_steps(run_dir, 1, 2)
+    assert ckpt("pin", f"{run_dir}@1", "--json").data["pinned"] == "by hand"
+    assert ckpt("unpin", f"{run_dir}@1", "--json").data["was"] == "by hand"
+    assert ckpt("unpin", f"{run_dir}@1").err == (
+        "error: the checkpoint is not pinned (step 1). `ckpt ls` shows which ones are.\n"
+    )
+    assert ckpt("prune", run_dir, "--max-num-checkpoints", "1").status == 0
+    assert steps(run_dir) == [2]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_not_pinned(run_dir: Path) -> None:
+    """A pin of a checkpoint that is gone is an error, and no entry names it."""
+    save_steps(run_dir, 1, 2)
+    run = open_run(run_dir)
+    found = run.find(1)
+    assert ckpt("rm", f"{run_dir}@1").status == 0
+    with pytest.raises(CheckpointNotFoundError, match="just been pruned"):
+        run.pin(found, "too late")
+    assert open_run(run_dir).head().state.pins == {}
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "rm"])
+def test_a_verb_that_changes_wants_a_step(run_dir: Path, verb: str) -> None:
+    """A directory alone names no checkpoint: nothing is guessed, and nothing is written."""
+    before = tree(save_steps(run_dir, 1))
+    answer = ckpt(verb, run_dir)
+    assert (answer.status, answer.err) == (
+        1,
+        f"error: '{run_dir}' names no checkpoint. Write DIR@500, DIR@latest or DIR@best.\n",
+    )
+    assert tree(run_dir) == before
+
+
+def test_rm_removes_one_checkpoint(run_dir: Path) -> None:
+    """P65: its objects are gone, every other checkpoint verifies, and a dry run has changed nothing before."""
+    before = tree(save_steps(run_dir, 1, 2, 3))
+    dry = ckpt("rm", f"{run_dir}@2", "--dry-run", "--json")
+    assert (dry.status, dry.data["verdict"], dry.data["reasons"]) == (0, "would go", ["by hand"])
+    assert tree(run_dir) == before
+    assert ckpt("rm", f"{run_dir}@2", "--json").data["verdict"] == "removed"
+    assert steps(run_dir) == [3, 1]
+    assert not (run_dir / "checkpoint_000000000002").exists()
+    assert ckpt("verify", run_dir).status == 0
+
+
+def test_rm_keeps_what_must_stay(run_dir: Path) -> None:
+    """P60: the newest, pinned and leased checkpoints stay, each with its reason and exit status 1."""
+    save_steps(run_dir, 1, 2, 3)
+    ckpt("pin", f"{run_dir}@1", "-m", "the paper")
+    run = open_run(run_dir)
+    with run.lease(run.find(2), "an evaluation"):
+        before = tree(run_dir)
+        for step, reason in ((3, "newest, newest verified"), (2, "leased by an evaluation"), (1, "pinned: the paper")):
+            for options in ((), ("--dry-run",)):
+                answer = ckpt("rm", f"{run_dir}@{step}", *options)
+                assert answer.status == 1
+                assert f"It stays: {reason}." in answer.out
+        assert {name for name in tree(run_dir) if not name.startswith("ledger")} == {
+            name for name in before if not name.startswith("ledger")
+        }
+    assert steps(run_dir) == [3, 2, 1]
+
+
+def test_rm_never_takes_the_last_good_one(run_dir: Path) -> None:
+    """P60: where all newer checkpoints are damaged the newest good one stays, and where none is good all stay."""
+    save_steps(run_dir, 1, 2, 3)
+    flip(only(run_dir, "checkpoint_000000000003/*/model-*.safetensors"), -1)
+    answer = ckpt("rm", f"{run_dir}@2")
+    assert (answer.status, "It stays: newest verified." in answer.out) == (1, True)
+    assert ckpt("rm", f"{run_dir}@1").status == 0
+    flip(only(run_dir, "checkpoint_000000000002/*/model-*.safetensors"), -1)
+    save_steps_of_copy = steps(run_dir)
+    answer = ckpt("rm", f"{run_dir}@2", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "NoGoodCheckpointError")
+    assert steps(run_dir) == save_steps_of_copy == [3, 2]
+
+
+def test_rm_keeps_away_from_a_run_in_use(run_dir: Path) -> None:
+    """P33: while another process holds the run nothing is removed, and the error says who may."""
+    owner = OwnerChild(run_dir)
+    for step in (1, 2):
+        assert owner.ask(f"save {step}") == f"ok {step}"
+    answer = ckpt("rm", f"{run_dir}@1", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
+    assert "Only the process that trains a run removes its checkpoints" in answer.data["error"]["hint"]
+    owner.kill()
+    assert steps(run_dir) == [2, 1]
+
+
+def test_a_pin_between_the_plan_and_the_entry_counts(run_dir: Path) -> None:
+    """P64: what is pinned while `remove` works stays, and the verdict says so."""
+    save_steps(run_dir, 1, 2)
+    with Checkpointer(config(run_dir)) as mine:
+        mine.acquire()
+        victim = mine.run.find(1)
+        put_if_absent = LocalStore.put_if_absent
+        pinned: list[str] = []
+
+        class Pinning(LocalStore):
+            def put_if_absent(self, name: str, body: bytes) -> None:
+                if not pinned:
+                    pinned.append(name)
+                    open_run(run_dir).pin(victim, "just now")
+                put_if_absent(self, name, body)
+
+        mine._history.store = Pinning(str(run_dir))
+        verdict = mine.remove(victim)
+    assert (verdict.keep, verdict.reasons) == (True, ("pinned: just now",))
+    assert steps(run_dir) == [2, 1]
