@@ -22,7 +22,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.reading.restore import RestoreReport, restore_newest
+from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.schedule import Position, check_step, point
 from ckpt_tasks.state.capture import capture, warn_of_unsaved
@@ -119,10 +119,9 @@ class Checkpointer(HeldRun):
         which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
         RunMismatchError; the state is untouched then.
 
-        A loose restore takes a part, for fine-tuning: `only` names the groups ("model") and keys ("model/encoder") to
-        take, or maps them to what the checkpoint calls them; the random streams are "rng". With `missing="keep"` what
-        the checkpoint lacks keeps its value. `leave` names what is not taken. `last_restore` says what was taken, left
-        and new. Raises ConfigError for a name that stands for nothing.
+        A loose restore takes a part, for fine-tuning: `only` names the groups ("model", "rng") and keys ("model/head")
+        to take, or maps them to what the checkpoint calls them, and `leave` those that are not taken. With
+        `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that names nothing.
         """
         selection = Selection.of(only, missing, leave)
         self._own()
@@ -133,15 +132,9 @@ class Checkpointer(HeldRun):
         self._left_out.check(rollback, state)
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
         if step is not None or self._finite.failed_step is not None or goes_back(rollback, known):
-            digests = {checkpoint.manifest_digest for checkpoint in candidates}
-            in_memory = [cached for cached in in_memory if cached.checkpoint.manifest_digest in digests]
+            in_memory = of_checkpoints(in_memory, candidates)
         if not candidates and not in_memory:
-            self._ranks.restored(0)
-            self._knows_line = True
-            self._saver.restored(None)
-            self._at.restored(0, None)  # steps that were never committed are taken again
-            self._deliver_signal()
-            return 0
+            return self._begin()
         damaged, self._damaged = self._damaged, ()
         chosen, report, cached = restore_newest(
             self._history.store,
@@ -160,19 +153,25 @@ class Checkpointer(HeldRun):
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
-        self._saver.restored(cached.slot if cached is not None else None)
-        if chosen.n < 0:  # storage does not have it yet
-            assert cached is not None
+        self._saver.restored(cached.slot if cached else None)
+        self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
+        if chosen.n < 0 and cached is not None:  # storage does not have it yet
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
-            self._line.follow(known[0] if known else None)
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        else:
-            self._line.follow(chosen)
-            if cached is None and selection is None:  # nothing else reads every byte that the store has
-                self._pruner.verified.add(chosen.manifest_digest)
+        elif cached is None and selection is None:  # nothing else reads every byte that the store has
+            self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
         return chosen.step
+
+    def _begin(self) -> int:
+        """Begin a run that has no checkpoint; steps that were never committed are taken again."""
+        self._ranks.restored(0)
+        self._knows_line = True
+        self._saver.restored(None)
+        self._at.restored(0, None)
+        self._deliver_signal()
+        return 0
 
     def step(
         self,

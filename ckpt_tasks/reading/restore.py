@@ -37,7 +37,7 @@ from ckpt_tasks.state.rng import RNG, seed_streams
 from ckpt_tasks.state.selection import Selection
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Opened", "RestoreReport", "open_checkpoint", "restore_newest", "restore_one"]
+__all__ = ["Opened", "RestoreReport", "of_checkpoints", "open_checkpoint", "restore_newest", "restore_one"]
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -88,6 +88,12 @@ class RestoreReport:
     taken: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
+
+
+def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpoint]) -> list[_Snapshot]:
+    """Return the snapshots of this host that are of some checkpoints."""
+    digests = {checkpoint.manifest_digest for checkpoint in checkpoints}
+    return [one for one in in_memory if one.checkpoint.manifest_digest in digests]
 
 
 def restore_newest(
