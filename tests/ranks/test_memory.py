@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
+from ckpt_tasks.errors import FencedError
 from ckpt_tasks.storage.local import LocalStore
-from tests.ranks.test_failures import steps_of
+from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import build, config, digests, train
 from tests.support.gang import Gang, report, run
 
@@ -183,3 +184,57 @@ def test_a_copy_that_all_have_in_a_local_directory_is_restored(tmp_path: Path, k
     assert [one["digests"] for one in run(SIZE, restored, kind, str(root), {"memory_dir": None})] == [
         one["digests"] for one in found
     ]
+
+
+def is_fenced(rank: int, size: int, root: str, memory: str) -> str:
+    """Save until the run is another gang's: the error leaves the block, which keeps what may be restored."""
+    state = state_of("fsdp", size)
+    try:
+        with Checkpointer(config(root, memory_dir=memory, owner_timeout_s=30)) as ckpt:
+            ckpt.save(1, state)
+            report("saved")
+            for step in range(2, 10_000):
+                ckpt.save(step, state)
+                time.sleep(0.02)
+    except FencedError as error:
+        return type(error).__name__
+    return "never"
+
+
+def takes_over(rank: int, size: int, root: str) -> None:
+    ckpt = Checkpointer(config(root, memory_dir=None), take_over=True)
+    ckpt.restore(state_of("fsdp", size))
+    ckpt.close()
+
+
+def test_a_fenced_gang_leaves_no_memory(tmp_path: Path) -> None:
+    """What a gang took after it had lost the run is not part of it: no rank leaves a sealed snapshot."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    with Gang(SIZE, is_fenced, str(root), str(memory)) as gang:
+        assert [gang.said(rank)[1] for rank in range(SIZE)] == ["saved"] * SIZE
+        run(SIZE, takes_over, str(root))
+        assert gang.results() == ["FencedError"] * SIZE
+    assert [slots(memory, rank) for rank in range(SIZE)] == [{}, {}]
+
+
+def restored_apart(rank: int, size: int, kind: str, root: str, hosts: list[str]) -> dict[str, Any]:
+    return restored(rank, size, kind, root, {"memory_dir": hosts[rank]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_replicas_on_another_host_send_all_back_to_the_commit(tmp_path: Path, kind: str) -> None:
+    """Each rank finds its own part only, which lacks the replicas that the other wrote: both take the newest commit."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, last=6, kind=kind)
+    other = tmp_path / "other"
+    [away] = memory.glob("*/*-00001-of-00002")
+    there = other / away.relative_to(memory)
+    there.parent.mkdir(parents=True)
+    there.parent.chmod(0o700)
+    away.rename(there)
+    found = run(SIZE, restored_apart, kind, str(root), [str(memory), str(other)])
+    assert [one["step"] for one in found] == [4, 4]
+    assert all(one["source"].startswith(str(root)) for one in found)
+    assert all(step == 6 and "in memory" in why for one in found for step, why in one["skipped"][:1])
