@@ -21,7 +21,8 @@
     ├── OwnerError
     │   ├── OwnedError               wait, or take over: a live process holds the run directory
     │   └── FencedError              stop: another process has taken the run directory over
-    └── NoProgressError              look at the failures: attempt after attempt commits nothing
+    ├── NoProgressError              look at the failures: attempt after attempt commits nothing
+    └── SiteError                    look at its log, then start again: a server, worker or deployment did not come up
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "OwnerError",
     "ProgramError",
     "RunMismatchError",
+    "SiteError",
     "StateError",
     "StateMismatchError",
     "StoreError",
@@ -214,3 +216,7 @@ def _printable(text: str) -> str:
 def _some(keys: tuple[str, ...], most: int = 6) -> str:
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + more
+
+
+class SiteError(CkptError):
+    """A server, a worker or a deployment on this machine did not come up, or does not answer."""

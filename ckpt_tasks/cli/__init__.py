@@ -20,6 +20,7 @@ from ckpt_tasks.cli.evaluate import evaluate
 from ckpt_tasks.cli.export import export
 from ckpt_tasks.cli.fork import fork
 from ckpt_tasks.cli.help_screen import SectionedCommand, SectionedGroup
+from ckpt_tasks.cli.init import init
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.pin import pin, rm, unpin
 from ckpt_tasks.cli.plan import plan
@@ -29,6 +30,7 @@ from ckpt_tasks.cli.rollback import rollback
 from ckpt_tasks.cli.show import show
 from ckpt_tasks.cli.sync import sync
 from ckpt_tasks.cli.train import train
+from ckpt_tasks.cli.up import down, up
 from ckpt_tasks.cli.verify import verify
 from ckpt_tasks.cli.verify_resume import verify_resume
 from ckpt_tasks.cli.watch import watch
@@ -36,7 +38,7 @@ from ckpt_tasks.cli.watch import watch
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Start": (train, evaluate),
+    "Start": (init, train, evaluate, up, down),
     "Look": (ls, show, watch, diff, report, plan),
     "Keep": (verify, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export),

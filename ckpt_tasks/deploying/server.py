@@ -19,22 +19,20 @@ from urllib.request import urlopen
 
 from prefect.settings import get_current_settings
 
-__all__ = ["main", "start_server"]
+from ckpt_tasks.errors import SiteError
+
+__all__ = ["answers", "api_url", "end_of", "main", "start_server"]
 
 _PATIENCE_S = 180  # the first start creates the database
 _LOOK_S = 0.5
 _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 
 
-class ServerError(RuntimeError):
-    """The server did not start."""
-
-
-def start_server(host: str, port: int, options: Sequence[str] = ()) -> bool:
-    """Start a server and return when it answers; return False if a server answers already. Raises ServerError."""
-    url = _url(host, port)
-    if _answers(url):
-        return False
+def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | None:
+    """Start a server and return its process id when it answers; None if one answers already. Raises SiteError."""
+    url = api_url(host, port)
+    if answers(url):
+        return None
     settings = get_current_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -53,15 +51,15 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> bool:
             start_new_session=True,  # closing the terminal does not end it
         )
     deadline = time.monotonic() + _PATIENCE_S
-    while not _answers(url):
+    while not answers(url):
         if server.poll() is not None:
-            raise ServerError(f"the server ended with status {server.returncode}:\n{_end_of(log_path, begin)}")
+            raise SiteError(f"the server ended with status {server.returncode}:\n{end_of(log_path, begin)}")
         if time.monotonic() > deadline:
             server.terminate()
-            raise ServerError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
+            raise SiteError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
         time.sleep(_LOOK_S)
     (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it
-    return True
+    return server.pid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,34 +75,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, options = parser.parse_known_args(arguments)
     try:
         started = start_server(known.host, known.port, options)
-    except ServerError as error:
+    except SiteError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 (a command line prints)
         return 1
-    url = _url(known.host, known.port)
-    message = "The server answers" if started else "A server answers already"
+    url = api_url(known.host, known.port)
+    message = "The server answers" if started is not None else "A server answers already"
     print(f"{message} at {url}.")  # noqa: T201
     if (get_current_settings().api.url or "").rstrip("/") != url:
         print(f"Clients use another server: export PREFECT_API_URL={url}")  # noqa: T201
     return 0
 
 
-def _url(host: str, port: int) -> str:
+def api_url(host: str, port: int) -> str:
     """Return the API's address for clients on this host."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"http://{reached}:{port}/api"
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Say whether a Prefect server answers at this API; raise SiteError where something else does."""
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
             return bool(answer.status == 200)
     except HTTPError as error:
-        raise ServerError(f"another program listens there: {url}/health answers {error.code}") from error
+        raise SiteError(f"another program listens there: {url}/health answers {error.code}") from error
     except OSError:
         return False
 
 
-def _end_of(log_path: Path, begin: int) -> str:
+def end_of(log_path: Path, begin: int) -> str:
+    """Return the last lines of a log, from `begin` on, in bytes."""
     with log_path.open("rb") as log:
         log.seek(begin)
         return log.read()[-2000:].decode("utf-8", "replace").strip()

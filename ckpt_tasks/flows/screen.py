@@ -100,11 +100,12 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
 
 def print_evaluation(out: Console, result: EvaluationResult) -> None:
     """Print the metrics that a suite measured on a checkpoint."""
-    table = Table(title=f"Evaluation of step {result.step}, suite {result.suite}", title_justify="left")
+    table = Table()
     names = sort_metrics(result.metrics)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
+    out.print(f"Evaluation of step {result.step}, suite {result.suite}", style="italic")  # a title would wrap
     out.print(table)
 
 

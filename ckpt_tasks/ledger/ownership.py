@@ -36,7 +36,17 @@ from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
 
-__all__ = ["NEVER_OWNED", "Heartbeat", "Signs", "acquire", "damage", "identify", "why_free"]
+__all__ = [
+    "NEVER_OWNED",
+    "Heartbeat",
+    "Signs",
+    "acquire",
+    "boot_id",
+    "damage",
+    "identify",
+    "process_start",
+    "why_free",
+]
 
 NEVER_OWNED = "it has had no owner"
 
@@ -52,10 +62,10 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
         flow_run_id=flow_run_id,
         host=socket.gethostname(),
         machine_id=_read("/etc/machine-id"),
-        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        boot_id=boot_id(),
         pid_namespace=_link("/proc/self/ns/pid"),
         pid=os.getpid(),
-        process_start=_process_start(os.getpid()) or "",
+        process_start=process_start(os.getpid()) or "",
         taken_at=now_iso(),
     )
 
@@ -95,7 +105,7 @@ def _is_gone(owner: Owner) -> bool:
             os.kill(owner.pid, 0)
         except ProcessLookupError:
             return True
-    start = _process_start(owner.pid)
+    start = process_start(owner.pid)
     return start is not None and start != owner.process_start
 
 
@@ -305,7 +315,12 @@ def _time_of(sign: bytes) -> float:
         return math.nan
 
 
-def _process_start(pid: int) -> str | None:
+def boot_id() -> str:
+    """Return what tells this boot of the machine from every other one; "" where that is not known."""
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def process_start(pid: int) -> str | None:
     """Return when a process of this host started, in clock ticks since boot: "" of a zombie, None if it is hidden."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 20:

@@ -66,7 +66,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def held_by(pid: int) -> Owner:
     """Describe another process of this host as an owner."""
-    return replace(identify(None), pid=pid, process_start=ownership._process_start(pid) or "", epoch=1)
+    return replace(identify(None), pid=pid, process_start=ownership.process_start(pid) or "", epoch=1)
 
 
 def test_a_directory_without_owner_or_released_is_free() -> None:

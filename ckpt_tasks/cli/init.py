@@ -1,0 +1,52 @@
+"""`ckpt init`: write a project that runs at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt_tasks.cli.output import JsonOption, output
+from ckpt_tasks.cli.settings import ckpt_command
+
+__all__ = ["init"]
+
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a directory that is new or empty", show_default=False)
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NAME", help="name of its run and deployments [default: the directory's]"),
+]
+
+_ABOUT = {
+    "training.py": "the program: your data and your model go here",
+    "test_resume.py": "kills it, resumes it, and compares every bit",
+    "prefect.yaml": "what `ckpt up` deploys",
+    "README.md": "the commands",
+    ".gitignore": "",
+}
+
+
+def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Write a project that runs at once.
+
+    A program with a small example of a model and its data to replace, deployments, and a test that kills the training
+    and resumes it. A directory that is not empty is refused.
+    """
+    from ckpt_tasks.deploying.project import PROGRAM, write_project
+
+    with output(as_json) as out:
+        named, written = write_project(directory, name)
+        out.data({"name": named, "directory": str(directory.absolute()), "program": PROGRAM, "files": written})
+        width = max(map(len, written))
+        out.print(f"{named}: a project in {directory}")
+        for file in written:
+            out.print(f"  {file.ljust(width)}  {_ABOUT[file]}".rstrip())
+        out.print("Next:")
+        if directory.absolute() != Path.cwd():
+            out.print(f"  cd {directory}")
+        ckpt = ckpt_command() if os.sep not in ckpt_command() else str(Path(ckpt_command()).absolute())
+        out.print(f"  {ckpt} train {PROGRAM} --run-key {named} --steps 3000", f"  {ckpt} up")

@@ -1,0 +1,56 @@
+"""`ckpt up` and `ckpt down`: a server, a worker and our deployments on this machine, and the end of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt_tasks.cli.output import JsonOption, errors_told, table
+
+__all__ = ["down", "up"]
+
+PortOption = Annotated[
+    int | None, typer.Option("--port", metavar="N", help="port of the server [default: Prefect's own, 4200]")
+]
+
+
+def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
+    """Start a server, a worker and the deployments here.
+
+    Whatever runs already stays as it is, and the same command starts again what died. The deployments are those of the
+    prefect.yaml in the working directory, or the example's. Comes back when all of it answers. A server that
+    PREFECT_API_URL names is used, and never ended.
+    """
+    with errors_told(as_json) as out:
+        if not as_json:
+            out.print("Starting what does not run yet: half a minute …")
+        from ckpt_tasks.deploying.site import bring_up
+
+        site = bring_up(Path.cwd(), port)
+        out.data({**asdict(site), "deployments": list(site.deployments)})
+        shown = table("part", "state", "", unwrapped_columns=("part",))
+        for part in site.parts:
+            shown.add_row(part.name, part.status, part.about)
+        out.print(shown, f"The page is at {site.page}", "", "Next:", f"  export PREFECT_API_URL={site.url}")
+        first = next((name for name in site.deployments if name.startswith("train/")), site.deployments[0])
+        out.print(f"  prefect deployment run '{first}' --watch", "  ckpt down")
+
+
+def down(*, as_json: JsonOption = False) -> None:
+    """End what `ckpt up` started.
+
+    Training that runs ends its step, commits, and goes on with the next `ckpt up`. It ends what is left of it also
+    after a reboot, or where something was killed.
+    """
+    with errors_told(as_json) as out:
+        from ckpt_tasks.deploying.site import take_down
+
+        parts = take_down()
+        out.data({"parts": [asdict(part) for part in parts]})
+        shown = table("part", "state", "", unwrapped_columns=("part",))
+        for part in parts:
+            shown.add_row(part.name, part.status, part.about)
+        out.print(shown if parts else "Nothing of ckpt up is there to end.")

@@ -1,0 +1,85 @@
+"""What a site has started: a process is known by more than its number, and the end of all is the end of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.deploying.parts import Process, Site, end_all, flow_runs, read_site, write_site
+from ckpt_tasks.errors import SiteError
+
+DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def deaf() -> Iterator[subprocess.Popen[bytes]]:
+    """Return a process that SIGTERM does not end."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", DEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    with suppress(ProcessLookupError):
+        process.kill()
+    process.communicate()
+
+
+def test_a_process_of_another_boot_or_start_is_not_taken_for_ours() -> None:
+    """A number that another process has now, or had before a reboot, is no life, and is sent no signal."""
+    me = Process.of(os.getpid())
+    assert me.lives
+    for change in ({"boot": "another"}, {"start": "1"}, {"pid": 2**22 + 1}, {"start": ""}):
+        other = replace(me, **change)
+        assert not other.lives
+        other.send(signal.SIGKILL)
+
+
+def test_the_end_waits_and_then_insists(deaf: subprocess.Popen[bytes]) -> None:
+    """What does not end at SIGTERM is killed after its time; what is gone already is no trouble."""
+    process = Process.of(deaf.pid)
+    end_all([process, replace(process, boot="another")], patience_s=0.3)
+    assert deaf.wait(60) == -signal.SIGKILL
+    assert not process.lives
+    end_all([process], patience_s=0.0)
+
+
+def test_a_flow_run_is_found_although_its_worker_is_gone() -> None:
+    """The topmost processes with the mark are found, below the worker and orphaned; nothing else is."""
+    shell, nested = "sleep 600 & echo $!; wait", "bash -c 'sleep 600; true' & echo $!; wait"
+    environment = {**os.environ, "CKPT_SITE": "here"}
+    with (
+        subprocess.Popen(["bash", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True) as worker,
+        subprocess.Popen(["bash", "-c", nested], env=environment, stdout=subprocess.PIPE, text=True) as dead_worker,
+    ):
+        assert worker.stdout is not None
+        assert dead_worker.stdout is not None
+        below, orphan = int(worker.stdout.readline()), int(dead_worker.stdout.readline())
+        dead_worker.kill()
+        dead_worker.wait()
+        found = flow_runs("CKPT_SITE=here", Process.of(worker.pid))
+        assert {one.pid for one in found} == {below, orphan}
+        assert flow_runs("CKPT_SITE=elsewhere", Process.of(worker.pid)) == []
+        for one in (Process.of(worker.pid), *found, *flow_runs("CKPT_SITE=here", Process.of(below))):
+            one.send(signal.SIGKILL)
+        end_all(flow_runs("CKPT_SITE=here", Process.of(worker.pid)), patience_s=5.0)
+
+
+def test_the_file_says_what_was_started(tmp_path: Path) -> None:
+    """What is written is read again; without a file there is nothing, and one that is broken is an error."""
+    path = tmp_path / "ckpt-up.json"
+    assert read_site(path) is None
+    site = Site(url="http://127.0.0.1:1/api", started={"server": Process.of(os.getpid())})
+    write_site(path, site)
+    assert read_site(path) == site
+    assert [*tmp_path.iterdir()] == [path]
+    for broken in ("", "[]", '{"url": "x"}', '{"url": "x", "started": {"server": {"pid": 1}}}'):
+        path.write_text(broken)
+        with pytest.raises(SiteError, match=r"ckpt-up.json cannot be read: .*Delete it"):
+            read_site(path)

@@ -1,0 +1,140 @@
+"""`ckpt up` and `ckpt down` on a real server and worker, with parts of it killed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from ckpt_tasks import open_run
+from ckpt_tasks.deploying.parts import read_site
+from ckpt_tasks.errors import CheckpointNotFoundError
+from tests.servers.process import free_port
+
+PATIENCE_S = 240.0
+BIN = Path(sys.prefix, "bin")
+
+
+class Shell:
+    """A user's shell in a project: commands, and what they leave behind."""
+
+    def __init__(self, place: Path):
+        self.home, self.project = place / "home", place / "nets"
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}/api"
+        self._environment = {**os.environ, "PREFECT_HOME": str(self.home), "PREFECT_SERVER_API_PORT": port}
+
+    def __call__(self, *command: str, status: int = 0, url: bool = False) -> str:
+        environment = {**self._environment, **({"PREFECT_API_URL": self.url} if url else {})}
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            cwd=self.project if self.project.exists() else self.project.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    def up(self) -> dict[str, str]:
+        """Bring it up; return the state of each part."""
+        said: dict[str, Any] = json.loads(self("ckpt", "up", "--json"))
+        assert said["page"] == self.url.removesuffix("/api")
+        with urlopen(f"{self.url}/health", timeout=60) as answer:
+            assert answer.status == 200
+        return {part["name"]: part["status"] for part in said["parts"]}
+
+    def down(self) -> dict[str, str]:
+        return {part["name"]: part["status"] for part in json.loads(self("ckpt", "down", "--json"))["parts"]}
+
+    def kill(self, name: str) -> None:
+        site = read_site(self.home / "ckpt-up.json")
+        assert site is not None
+        os.kill(site.started[name].pid, signal.SIGKILL)
+        until(lambda: not site.started[name].lives)
+
+    def step(self) -> int:
+        try:
+            return open_run(str(self.project / "runs" / "nets")).find("latest").step
+        except CheckpointNotFoundError:
+            return 0
+
+    def processes(self) -> list[str]:
+        """Return the commands of the processes that live in our Prefect home."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"PREFECT_HOME={self.home}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                    found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, "this was waited for in vain"
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Return a shell in a new project."""
+    made = Shell(tmp_path)
+    made("ckpt", "init", "nets")
+    yield made
+    made("ckpt", "down")
+
+
+@pytest.mark.slow
+def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
+    """Up may be said again and starts what was killed; down ends all, after a commit, and the next up goes on."""
+    assert {*shell.up().values()} <= {"started", "created", "applied"}
+    again = shell.up()
+    assert (again["server"], again["worker"], again["automations"]) == ("as it was", "as it was", "as they were")
+    shell("prefect", "deployment", "run", "train/nets", "-p", "total_steps=10000000", url=True)
+    until(lambda: shell.step() >= 100)
+    until(lambda: open_run(str(shell.project / "runs" / "nets")).evaluations() != [])  # by the project's own follower
+
+    shell.kill("worker")
+    again = shell.up()
+    assert (again["server"], again["worker"]) == ("as it was", "started")
+    shell.kill("server")
+    again = shell.up()
+    assert (again["server"], again["worker"]) == ("started", "as it was")
+
+    before = shell.step()
+    until(lambda: shell.step() > before)
+    assert shell.down() == {"worker": "ended", "server": "ended"}
+    until(lambda: shell.processes() == [])
+    stopped_at, owner = shell.step(), open_run(str(shell.project / "runs" / "nets")).head().state.owner
+    assert owner is not None
+    assert owner.released  # it was ended by its own end, not by force
+
+    shell.up()
+    until(lambda: shell.step() > stopped_at)  # what was under way goes on by itself
+    for name in ("server", "worker"):
+        shell.kill(name)
+    assert shell.down() == {"worker": "was gone", "server": "was gone"}
+    until(lambda: shell.processes() == [])
+    assert shell.down() == {}
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_named(shell: Shell) -> None:
+    """Where PREFECT_API_URL names a server, none is started: one that does not answer is an error."""
+    shell.url = "http://127.0.0.1:9/api"
+    said = shell("ckpt", "up", "--json", status=1, url=True)
+    assert json.loads(said)["error"]["message"] == "no server answers at http://127.0.0.1:9/api"
+    assert shell.processes() == []
