@@ -48,5 +48,5 @@ def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: Json
         out.print("Next:")
         if directory.absolute() != Path.cwd():
             out.print(f"  cd {directory}")
-        ckpt = ckpt_command() if os.sep not in ckpt_command() else str(Path(ckpt_command()).absolute())
+        ckpt = ckpt_command() if os.sep not in ckpt_command() else os.path.abspath(ckpt_command())
         out.print(f"  {ckpt} train {PROGRAM} --run-key {named} --steps 3000", f"  {ckpt} up")
