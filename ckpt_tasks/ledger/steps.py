@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import Attempt, steps_name
 from ckpt_tasks.format.steps import MAX_STEPS_BYTES, StepMetrics, read_steps, write_steps
+from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import Course
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import held
@@ -23,7 +23,7 @@ from ckpt_tasks.ledger.timeline import Moment
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Curve", "CurveStep", "StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
+__all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
 
 _MOST_KEPT = 1 << 18  # steps without a commit; then every second one goes
 _AT_ONCE = 16  # requests to a store that is far away
@@ -55,25 +55,6 @@ class StepLog:
     def restored(self, steps: Sequence[StepMetrics] = ()) -> None:
         """Go on from a checkpoint, or from a snapshot with the `steps` that no commit has brought yet."""
         self._steps = [*steps]
-
-
-@dataclass(frozen=True)
-class CurveStep:
-    """One step of a run's curve, as ledger entry `n` committed it; `abandoned`: training has left its line."""
-
-    n: int
-    step: int
-    at_s: float
-    metrics: Mapping[str, float]
-    abandoned: bool
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The steps of a run in the order of their commits; `damaged` tables could not be read."""
-
-    steps: tuple[CurveStep, ...] = ()
-    damaged: int = 0
 
 
 def put_steps(

@@ -27,7 +27,7 @@ from ckpt_tasks.storage.locations import Location, location_of
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
-    from ckpt_tasks.ledger.steps import Curve
+    from ckpt_tasks.ledger.curve import Curve
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.state.selection import Only
 

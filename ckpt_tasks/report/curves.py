@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ckpt_tasks.ledger.steps import Curve
+from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text
 from ckpt_tasks.report.words import count, number, printable

@@ -11,8 +11,8 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import SHARES, Course
-from ckpt_tasks.ledger.steps import Curve, CurveStep
 from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 

@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from ckpt_tasks.format.ledger import Checkpoint, State, lineage
+from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.ownership import NEVER_OWNED
-from ckpt_tasks.ledger.steps import Curve
 from ckpt_tasks.ledger.timeline import Moment, Timeline
 from ckpt_tasks.report.curves import draw_curves
 from ckpt_tasks.report.picture import draw_run, sort_metrics

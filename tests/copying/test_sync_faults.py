@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from ckpt_tasks import open_run
-from ckpt_tasks.copying import syncing
 from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading import leasing
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
@@ -215,7 +215,7 @@ def test_a_lease_that_is_ended_by_others(run_dir: Path, tmp_path: Path) -> None:
 
 def test_a_lease_is_renewed(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P64: a copy that takes longer than a lease holds the checkpoint by one after the other, and none is left."""
-    monkeypatch.setattr(syncing, "_LEASE_S", 0.0)
+    monkeypatch.setattr(leasing, "_COPY_LEASE_S", 0.0)
     run = train(run_dir, 1)
     copy(run, tmp_path / "b")
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]

@@ -164,7 +164,9 @@ def test_a_copy_of_a_hostile_run_changes_nothing_that_is_there(h: Hostile, field
         numbers = sorted(parse_ledger_name(name) or 0 for name in added if name.startswith("ledger/"))
         first = sum(name.startswith("ledger/") for name in there)
         assert numbers == [*range(first, first + len(numbers))], kind
-        strange = [name for name in added if not name.startswith(("ledger/", "checkpoint_", "evals/", "heartbeat/"))]
+        strange = [
+            name for name in added if not name.startswith(("ledger/", "checkpoint_", "evals/", "steps/", "heartbeat/"))
+        ]
         assert not strange, kind
         assert not open_run(str(h.outside / "backup")).head().damaged, kind
         assert verify_run_directory(open_run(str(h.outside / "backup")).history).good, kind

@@ -48,6 +48,10 @@ class TestStandard(BlockStandardTestSuite):
     def block(self) -> type[CheckpointStore]:
         return CheckpointStore
 
+    def test_has_a_valid_image(self, block: type[CheckpointStore]) -> None:
+        """A block has the address of a picture; what is there is not fetched, as tests reach no network."""
+        assert str(block._logo_url).startswith("https://")
+
 
 # ── the block by itself ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tenacity
 
-from ckpt_tasks.checkpoint import checkpointer
+from ckpt_tasks.checkpoint import checkpointer, held_run
 from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import read_index
 from ckpt_tasks.format.ledger import Entry
@@ -57,7 +57,7 @@ def put_in(patch: pytest.MonkeyPatch, schedule: Schedule, store: Callable[[], St
     patch.setattr(saver, "Snapshot", partial(_snapshot, schedule))
     for module in (pipeline, pruning, rank_saver):
         patch.setattr(module, "lower_priority", lambda: None)  # it would be the test's own thread
-    patch.setattr(checkpointer, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
+    patch.setattr(held_run, "end_with_interpreter", lambda _: None)  # at its end there is no schedule to wait on
     patch.setattr(Location, "open", lambda *_: store())
     # The random streams of this process are not those of the simulated ones, and need no guard.
     patch.setattr(checkpointer, "capture", partial(capture, rng=False))

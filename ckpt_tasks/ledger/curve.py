@@ -1,0 +1,27 @@
+"""The curve of a run: the metrics of every step. What draws it imports no Arrow; `steps.py` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Curve", "CurveStep"]
+
+
+@dataclass(frozen=True)
+class CurveStep:
+    """One step of a run's curve, as ledger entry `n` committed it; `abandoned`: training has left its line."""
+
+    n: int
+    step: int
+    at_s: float
+    metrics: Mapping[str, float]
+    abandoned: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The steps of a run in the order of their commits; `damaged` tables could not be read."""
+
+    steps: tuple[CurveStep, ...] = ()
+    damaged: int = 0
