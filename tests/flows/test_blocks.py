@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prefect import get_client
+from prefect.blocks.core import Block
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, temporary_settings
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
@@ -48,7 +49,7 @@ class TestStandard(BlockStandardTestSuite):
     def block(self) -> type[CheckpointStore]:
         return CheckpointStore
 
-    def test_has_a_valid_image(self, block: type[CheckpointStore]) -> None:
+    def test_has_a_valid_image(self, block: type[Block]) -> None:
         """A block has the address of a picture; what is there is not fetched, as tests reach no network."""
         assert str(block._logo_url).startswith("https://")
 
