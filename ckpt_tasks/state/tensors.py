@@ -191,7 +191,10 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     local = local_of(tensor)
     pointer = local.data_ptr()  # 0 where there are no elements
     if not pointer:
-        return None
+        if local is tensor:
+            return None
+        # Other ranks have elements and see what is tied; this one must see the same.
+        return local.untyped_storage(), tensor.dtype, tensor.shape, None
     steps = None if local.is_contiguous() else local.stride()
     return pointer, tensor.dtype, tensor.shape, steps
 
