@@ -113,6 +113,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [*broken_links(page)] == []
 
 
+def test_no_page_has_a_conflict_marker() -> None:
+    """A rebase leaves no `<<<<<<<` or `>>>>>>>` line in a page, where it would end a table."""
+    left = [
+        where(page, number)
+        for page in PAGES
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+        if line.startswith(("<" * 7, ">" * 7))
+    ]
+    assert left == []
+
+
 def test_the_tour_names_what_is_there() -> None:
     """Whoever follows docs/ARCHITECTURE.md through the code finds every class, function and method that it names."""
     there = {name for path in files("ckpt_tasks", "flows") for name in _defined(parse(path))}
