@@ -20,7 +20,7 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install servers pythons train test test-all test-e2e bench bench-s3 check format clean
+.PHONY: help install servers pythons train test test-all test-e2e bench bench-s3 docs check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -87,6 +87,9 @@ bench: install ## print the figures beside torch.save, safetensors and DCP
 
 bench-s3: install servers ## print the figures of S3 transfers beside s3fs, boto3 and obstore
 	$(BIN)/python -m benchmarks --only s3 $(ARGS)
+
+docs: install ## build the documentation site; open dist/site/index.html
+	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove .venv and every cache; runs/ is kept: it holds your checkpoints
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

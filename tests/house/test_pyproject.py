@@ -33,8 +33,8 @@ ADAPTERS = {
     "trackers": {"mlflow-skinny", "wandb"},
 }
 BY_TORCH = {"tensorboard"}  # imported by torch's own writer
-# Started as programs (`python -m …`, `make check`), not imported.
-PROGRAMS = {"mypy", "pytest-timeout", "pytest-xdist", "ruff"}
+# Started as programs (`python -m …`, `make check`) or named in mkdocs.yml, not imported.
+PROGRAMS = {"mkdocs-material", "mypy", "pymdown-extensions", "pytest-timeout", "pytest-xdist", "ruff"}
 OURS = {"ckpt_tasks", "flows", "deployments", "tests", "benchmarks"}
 
 

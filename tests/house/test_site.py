@@ -1,0 +1,60 @@
+"""The documentation site: it builds without a warning, and shows what GitHub shows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import markdown
+import pytest
+from markdown_it import MarkdownIt
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.house.commands import PAGE, written
+from tests.house.site import OUTSIDE, site_links
+from tests.house.sources import ROOT, files
+
+PAGES = [*files("docs", suffix=".md"), *(ROOT / source for source in OUTSIDE)]
+_SHOWN = re.compile(r"<(h[1-6]|li|ol|ul|table|tr|td|th|pre|blockquote|img|a)\b(?! class=\"headerlink\"| id=\"__code)")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """`mkdocs build --strict` passes: each page is in the navigation, each link and anchor leads to a page."""
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    assert "bit for bit" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    for page in OUTSIDE.values():
+        assert (tmp_path / page).with_suffix(".html").exists()
+
+
+def test_links_become_those_of_the_site() -> None:
+    """A link to a file with a page leads to the page, with its anchor; a link to another file becomes plain text."""
+    pages = {"index.md", "DEPLOYMENTS.md", "STORES.md", "decisions/README.md", "images/report.png"}
+    home = (
+        "[s](docs/STORES.md#try-it) ![r](docs/images/report.png) [d](deployments/README.md) [c](ckpt_tasks/errors.py)"
+    )
+    assert site_links(home, "index.md", pages) == (
+        "[s](STORES.md#try-it) ![r](images/report.png) [d](DEPLOYMENTS.md) c"
+    )
+    decision = "[s](../STORES.md) [r](../../README.md) [here](#top) [out](https://example.org/a.md)"
+    assert site_links(decision, "decisions/README.md", pages) == (
+        "[s](../STORES.md) [r](../index.md) [here](#top) [out](https://example.org/a.md)"
+    )
+    assert site_links("[lost](LOST.md)", "STORES.md", pages) == "[lost](LOST.md)"  # the build warns of it
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_github_and_the_site_show_the_same(page: Path) -> None:
+    """Both read the same headings, lists, tables, blocks, links and pictures from a page's Markdown."""
+    config, text = load_config(str(ROOT / "mkdocs.yml")), page.read_text(encoding="utf-8")
+    site = markdown.markdown(text, extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+    github = MarkdownIt("commonmark").enable("table").render(text)
+    assert Counter(_SHOWN.findall(site)) == Counter(_SHOWN.findall(github))
+
+
+def test_the_page_of_commands_is_made_from_their_help() -> None:
+    """Every verb has its place, and `python -m tests.house.commands` would write the same page."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written()
+    assert page.count("\n### ckpt ") >= 20
