@@ -115,15 +115,22 @@ class _Walk:
         """Compare one group."""
         a, b = self._a.groups.get(name), self._b.groups.get(name)
         self._counts.clear()
-        if a is None:
-            self._only_in("B", name, b.tree if b else None)
-        elif b is None:
-            self._only_in("A", name, a.tree)
-        elif a.kind != b.kind:
+        if a and b and a.kind != b.kind:
             self._differ(name, "kind", a.kind, b.kind)
         else:
-            self._values(name, a.tree, b.tree)
+            self._trees(name, a.trees if a else (), b.trees if b else ())
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
+
+    def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
+        """Compare what each rank has of its own, rank by rank, or what all have."""
+        for rank in range(max(len(a), len(b))):
+            place = f"{name}/{rank:05d}" if len(a) > 1 or len(b) > 1 else name
+            if rank >= len(a):
+                self._only_in("B", place, b[rank])
+            elif rank >= len(b):
+                self._only_in("A", place, a[rank])
+            else:
+                self._values(place, a[rank], b[rank])
 
     def _values(self, place: str, a: Any, b: Any) -> None:
         kind = type(a)

@@ -57,10 +57,13 @@ class SavedGroup:
         """
         return self._decoded(self._encoded[self._rank if len(self._encoded) > 1 else 0])
 
-    def check(self) -> None:
-        """Raise IntegrityError where the tree of a rank is none of its kind, or names what the index lacks."""
-        for encoded in self._encoded:
-            self._decoded(encoded)
+    @property
+    def trees(self) -> list[Any]:
+        """The trees of all ranks, decoded: one where they have the same, else one for each rank.
+
+        Raises IntegrityError where one is none of its kind, or names what the index lacks.
+        """
+        return [self._decoded(encoded) for encoded in self._encoded]
 
     @property
     def _encoded(self) -> Sequence[Any]:
@@ -93,7 +96,7 @@ class Opened:
     def check_trees(self) -> None:
         """Raise IntegrityError where the tree of a group is not what a save writes."""
         for group in self.groups.values():
-            group.check()
+            _ = group.trees
 
     @property
     def rows(self) -> tuple[IndexRow, ...]:

@@ -15,10 +15,9 @@ import json
 import random
 import secrets
 import shutil
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta, timezone
 from functools import partial
@@ -26,23 +25,26 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
-from ckpt_tasks.checkpoint import checkpointer
+from ckpt_tasks.checkpoint import tenure
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.manifest import FORMAT_VERSION
-from ckpt_tasks.ledger import history
+from ckpt_tasks.ledger import history, steps
+from ckpt_tasks.saving import commit, saver
 from ckpt_tasks.storage.local import LocalStore
 
 HERE = Path(__file__).parent
 RUN_KEY = "golden"
+NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 def state_at(k: int) -> dict[str, Any]:
@@ -212,23 +214,20 @@ def fixed() -> Iterator[None]:
     class Noon(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
-            return datetime(2026, 11, 20, 12, tzinfo=UTC)
+            return NOON
 
     replaced: list[tuple[Any, str, Any]] = [
-        (checkpointer, "identify", lambda flow_run_id: owner),
-        (checkpointer, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: 0.0)),
+        (tenure, "identify", lambda flow_run_id: owner),
+        *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit)),  # how long a save takes
+        (steps, "time", SimpleNamespace(time=NOON.timestamp)),
         (history, "datetime", Noon),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
     ]
-    before = [(place, name, getattr(place, name)) for place, name, _ in replaced]
     torch.set_num_threads(1)
-    try:
+    with ExitStack() as stack:
         for place, name, value in replaced:
-            setattr(place, name, value)
+            stack.enter_context(patch.object(place, name, value, create=name == "round"))
         yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
 
 
 if __name__ == "__main__":
