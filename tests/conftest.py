@@ -63,6 +63,7 @@ settings.register_profile("long", settings.get_profile("dev"), max_examples=1000
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 _LONG_FORM_S = 3000.0
+_MANY_OBJECTS = 100_000  # looked through in some 5 ms
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,6 +81,14 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_not_looked_at() -> Iterator[None]:
+    """Do the same where a module's tests have imported something large (Prefect, a server): it stays until the end."""
+    yield
+    if len(gc.get_objects()) > _MANY_OBJECTS:
+        pytest_collection_finish()
 
 
 @pytest.fixture(scope="session", autouse=True)
