@@ -184,34 +184,46 @@ class _Chooser:
 
     def _optimizer(self, name: str) -> None:
         members = optimizer_names(self._state[name], self._parameters, name)
-        here = self._here[name] = [f"{name}/{one}" for names in members for one in names]
-        source_group, sources = None, {}
-        for one in (one for names in members for one in names):
-            source = self._selection.source_of(f"{name}/{one}")
-            if source is None or _is_in(one, self._selection.leave):
-                continue
-            group, _, parameter = source.partition("/")
-            source_group = source_group or group
-            sources[one] = self._selection.source_of(one) or parameter
-        saved = self._groups.get(source_group or "")
-        if saved is None or saved.kind != "optimizer":
-            if sources and saved is not None:
-                self._differences.differ(name, f"optimizer here, {saved.kind} in the checkpoint")
-            elif sources and not self._selection.keep:
-                self._differences.missing.append(name)
+        parameters = [parameter for names in members for parameter in names]
+        here = self._here[name] = [f"{name}/{parameter}" for parameter in parameters]
+        source_group, sources = self._optimizer_sources(name, parameters)
+        saved = self._saved_optimizer(name, source_group) if sources else None
+        if saved is None:
             return
         known = {one: n for n, group in enumerate(saved.tree["param_groups"]) for one in group["params"]}
-        taken = {one: source for one, source in sources.items() if source in known}
-        for place in here:
-            one = place.partition("/")[2]
-            if one in taken:
-                self._use(place, f"{source_group}/{taken[one]}")
-                self._check_shape(place, one, taken[one])
+        taken = {parameter: source for parameter, source in sources.items() if source in known}
+        for place, parameter in zip(here, parameters, strict=True):
+            if parameter in taken:
+                self._use(place, f"{source_group}/{taken[parameter]}")
+                self._check_shape(place, parameter, taken[parameter])
             else:
-                self._lack(place, f"{source_group}/{sources[one]}" if one in sources else None)
+                self._lack(place, f"{source_group}/{sources[parameter]}" if parameter in sources else None)
         if taken:
             self._chosen.groups[name] = GroupState("optimizer", _of_taken(saved.tree, taken, known))
-            self._chosen.kept[name] = frozenset(place.partition("/")[2] for place in here) - taken.keys()
+            self._chosen.kept[name] = frozenset(parameters) - taken.keys()
+
+    def _optimizer_sources(self, name: str, parameters: list[str]) -> tuple[str, dict[str, str]]:
+        """Return the group that an optimizer's moments come from, and of which parameter there each of them is."""
+        source_group, sources = "", {}
+        for parameter in parameters:
+            source = self._selection.source_of(f"{name}/{parameter}")
+            if source is None or _is_in(parameter, self._selection.leave):
+                continue
+            group, _, there = source.partition("/")
+            source_group = source_group or group
+            sources[parameter] = self._selection.source_of(parameter) or there
+        return source_group, sources
+
+    def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
+        """Return the optimizer of the checkpoint that is to be taken, or note why there is none."""
+        saved = self._groups.get(source_group)
+        if saved is not None and saved.kind == "optimizer":
+            return saved
+        if saved is not None:
+            self._differences.differ(name, f"optimizer here, {saved.kind} in the checkpoint")
+        elif not self._selection.keep:
+            self._differences.missing.append(name)
+        return None
 
     def _check_shape(self, place: str, here: str, source: str) -> None:
         """Note where the moments of a parameter would be of another shape than the parameter itself."""
