@@ -128,7 +128,7 @@ class StateMismatchError(StateError):
             ("different", self.different),
         )
         parts = [f"{name}: {_some(keys)}" for name, keys in lists if keys]
-        return "; ".join([super().__str__(), *map(_printable, parts)])
+        return "; ".join([super().__str__().rstrip("."), *map(_printable, parts)])
 
 
 class RunMismatchError(CkptError):

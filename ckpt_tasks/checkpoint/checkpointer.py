@@ -25,8 +25,9 @@ from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.schedule import Position, check_step, point
-from ckpt_tasks.state.capture import capture, warn_of_unsaved
+from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.selection import Only, Selection
+from ckpt_tasks.state.unsaved import warn_of_unsaved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +36,11 @@ __all__ = ["Checkpointer"]
 
 _PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
 _log = logging.getLogger("ckpt_tasks")
+_REPLACED = (
+    "The restore brought back what the run had at step %d: %s. To train on with other values, set them after restore()"
+    " (in optimizer.param_groups, in the schedule's attributes); a flow forks the run: "
+    "ckpt fork DIR NEW --set NAME=VALUE"
+)
 Metrics = Mapping[str, float]
 
 
@@ -150,6 +156,7 @@ class Checkpointer(HeldRun):
         )
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, state, newest=step is None) or rollback
+        self._warn_of_replaced(chosen, report)
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
@@ -295,6 +302,12 @@ class Checkpointer(HeldRun):
         if newest and (failed_step := self._finite.went_back(chosen.step)) is not None:
             return self._went_back(chosen, failed_step, state)
         return None
+
+    def _warn_of_replaced(self, chosen: Checkpoint, report: RestoreReport) -> None:
+        """Warn of settings that are the checkpoint's again; a fork with changed parameters brings its own in after."""
+        origin = self._history.head().state.origin if report.replaced else None
+        if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
+            _log.warning(_REPLACED, chosen.step, "; ".join(report.replaced))
 
     def _candidates(self, step: int | None) -> Tried:
         """Return the live checkpoints, those to try, and the last rollback."""

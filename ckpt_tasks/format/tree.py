@@ -22,7 +22,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
@@ -131,12 +131,20 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         return _encode_dict(value, path, depth)
     writer = _WRITERS.get(kind)
     if writer is None:
-        raise UnsupportedStateError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be stored",
-            key=path or None,
-            hint="Leave it out of the state, or give its owner a state_dict() of tensors and plain values.",
-        )
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise UnsupportedStateError(f"a {name} cannot be stored", key=path or None, hint=_instead(value))
     return writer(value, path, depth)
+
+
+def _instead(value: object) -> str:
+    """Say what to do in place of storing a value."""
+    if callable(value):
+        return "Leave it out of the state: code is not stored, the program makes it anew. What it counts can be stored."
+    if hasattr(value, "fileno"):
+        return "Leave it out of the state, and open it anew. Where it was (tell()) can be stored as a number."
+    if isinstance(value, Iterator):
+        return "Leave it out of the state: nothing sets an iterator to a position. Use ResumableSampler for batches."
+    return "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
 
 
 def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
@@ -88,6 +89,14 @@ class CheckpointConfig:
     sent, and are read from there if they are good. The next process on this host restores and sends what the store does
     not have yet.
     """
+
+    def __new__(cls, **options: Any) -> Self:
+        """Raise ConfigError for an option that there is not."""
+        for name in options.keys() - cls.__dataclass_fields__.keys():
+            alike = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
+            do = f"Did you mean {alike[0]}?" if alike else "docs/OPTIONS.md lists the options."
+            raise ConfigError(f"there is no option {name!r:.80}", hint=do)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._keep_paths_as_text()

@@ -16,6 +16,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -54,6 +55,8 @@ _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names that are looked at before all of them are
 _NUMBERS_TRIED = 64  # lost to others' entries; far more than can happen by chance where others wait
 _LONGEST_WAIT_S = 30.0
+_LOOKED_AT = 1000  # names, for runs below a directory that is none
+_NAMED = 5
 _FOLLOWED = 8  # entries read one by one before all names are looked at
 
 _log = logging.getLogger("ckpt_tasks")
@@ -115,7 +118,8 @@ class History:
         body = self._format()
         if body is None:
             raise CheckpointNotFoundError(
-                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}", hint="Check the directory's name."
+                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}",
+                hint=f"Check the directory's name.{self._runs_below()}",
             )
         if not body:
             return None
@@ -128,6 +132,14 @@ class History:
         if body.get("single_writer") is True:
             self.store.assume_single_writer()
         return found
+
+    def _runs_below(self) -> str:
+        """Name some runs whose directories lie in this one."""
+        with suppress(StoreError):
+            names = self.store.names("", limit=_LOOKED_AT)
+            runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
+            return f" There are runs in it: {', '.join(runs[:_NAMED])}." if runs else ""
+        return ""
 
     def _format(self) -> dict[str, Any] | None:
         """Read format.json: None where there is none, empty where it is damaged."""

@@ -17,6 +17,10 @@ __all__ = ["FiniteMetrics", "checked_metrics", "held"]
 _MOST_ROLLBACKS = 3
 
 _log = logging.getLogger("ckpt_tasks")
+_WARNING = (
+    "Step %d: %s; training goes on, and such a step is never the best one. on_non_finite='stop' would end training "
+    "here, and 'rollback' would go back to an older checkpoint"
+)
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -96,7 +100,7 @@ class FiniteMetrics:
     def _act(self, step: int, message: str, key: str) -> None:
         if self._on_non_finite == "warn":
             if not self._warned:
-                _log.warning("Step %d: %s; training goes on, and such a step is never the best one", step, message)
+                _log.warning(_WARNING, step, message)
             self._warned = True
             return
         hint = "The checkpoints before it stand. Restore an older one, and change what made it diverge."
@@ -113,4 +117,5 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise StateError(f"a metric is one number, not {value!r:.80}", key=name) from error
+        hint = "Give one number under each name, such as float(loss.mean())."
+        raise StateError(f"a metric is one number, not {value!r:.80}", key=name, hint=hint) from error

@@ -21,6 +21,7 @@ from ckpt_tasks.errors import (
     NoGoodCheckpointError,
     ObjectNotFoundError,
     RunMismatchError,
+    StateError,
     StateMismatchError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -74,7 +75,8 @@ class RestoreReport:
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
     `derived_streams`: another number of ranks saved it, so the random streams of every rank but 0 begin anew.
     Of a loose restore: what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept its
-    value; groups, or keys where only a part of a group is meant.
+    value; groups, or keys where only a part of a group is meant. `replaced` names settings of new optimizers and
+    schedules (learning rates, lengths) that it brought back with other values than the program had made them with.
     """
 
     step: int
@@ -88,6 +90,7 @@ class RestoreReport:
     taken: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpoint]) -> list[_Snapshot]:
@@ -221,7 +224,11 @@ def restore_one(
         source = snapshot.tensors(store, wanted)
     else:
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
-    plan.apply(source, together)
+    try:
+        plan.apply(source, together)
+    except StateError as error:  # of the user's load_state_dict
+        error.step = checkpoint.step
+        raise
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         streams = canonical_json(opened.manifest.groups[RNG])
@@ -236,6 +243,7 @@ def restore_one(
         taken=plan.chosen.taken,
         left=plan.chosen.left,
         new=plan.chosen.new,
+        replaced=plan.replaced,
     )
 
 

@@ -117,6 +117,13 @@ class ModulePart:
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""
         differences.names(self._group, set(self._state), set(self._tree))
+        differences.lacking.update(
+            {
+                f"{self._group}/{name}": (DTYPES.get(live.dtype, ""), tuple(live.shape))
+                for name, live in self._state.items()
+                if name not in self._tree and isinstance(live, torch.Tensor)
+            }
+        )
         parameters = {_bare(name): p for name, p in self._module.named_parameters(remove_duplicate=False)}
         for name, live in self._state.items():
             ref = self._tree.get(name)

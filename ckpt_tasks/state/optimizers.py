@@ -19,6 +19,7 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.placements import is_sharded
+from ckpt_tasks.state.replaced import replaced_options
 from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback, TensorSource
 from ckpt_tasks.state.tensors import TensorSet, identity
 from ckpt_tasks.state.values import pack, unpack
@@ -108,6 +109,9 @@ class OptimizerPart:
         if lost and lacking:  # one of them alone: another version of torch
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
+        if not self._optimizer.state:
+            options = [group["options"] for group in self._tree["param_groups"]]
+            replaced_options(self._group, self._optimizer.param_groups, options, differences)
         for name, (n, parameter) in here.items():
             if there.get(name, n) != n:
                 differences.differ(f"{self._group}/{name}", f"in param group {n} here, {there[name]} in the checkpoint")

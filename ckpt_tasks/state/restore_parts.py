@@ -11,6 +11,7 @@ import torch
 from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.state.placements import is_sharded, like, local_of
+from ckpt_tasks.state.renames import renamed_places
 from ckpt_tasks.state.tensors import TensorSet, allocate, copy_all, difference
 from ckpt_tasks.state.values import pack, unpack
 
@@ -79,6 +80,8 @@ _STRICT_HINT = (
 )
 _LOOSE_HINT = "Name what is not to be taken in leave=[…]; with missing='keep' what the checkpoint lacks keeps its value"
 
+_DTYPE_HINT = "Make the model as it was saved, restore, and convert it after that: model.to(torch.bfloat16)"
+
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
 
 
@@ -123,6 +126,10 @@ class Differences:
     different: list[str] = field(default_factory=list)
     hint: str | None = None
     loose: bool = False
+    groups: tuple[str, ...] = ()  # that are restored
+    lacking: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # missing tensors: dtype and shape
+    other_dtypes: int = 0  # how many of `different` are a tensor of another dtype, and nothing else
+    replaced: list[str] = field(default_factory=list)
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
         """Compare names: what only the target has is missing, what only the checkpoint has is unexpected."""
@@ -138,7 +145,12 @@ class Differences:
         if type(ref) is not TensorRef:
             self.differ(place, "a tensor here, another value in the checkpoint")
         elif why := difference(live, *self.stored[ref.key]):
+            self.other_dtypes += tuple(live.shape) == tuple(self.stored[ref.key][1])
             self.differ(place, why)
+
+    def replace(self, place: str, here: object, there: object) -> None:
+        """Note a setting that the program has made with another value than the one that a restore brings back."""
+        self.replaced.append(f"{place} {there!r} (not {here!r}, as this program has it)")
 
     def raise_any(self) -> None:
         """Raise StateMismatchError with everything noted, if anything was."""
@@ -148,8 +160,17 @@ class Differences:
                 missing=tuple(self.missing),
                 unexpected=tuple(self.unexpected),
                 different=tuple(self.different),
-                hint=self.hint or (_LOOSE_HINT if self.loose else _STRICT_HINT),
+                hint=self.hint or (_LOOSE_HINT if self.loose else self._what_to_do()),
             )
+
+    def _renamed(self) -> dict[str, str]:
+        return renamed_places(self.lacking, self.missing, self.unexpected, self.stored, self.groups)
+
+    def _what_to_do(self) -> str:
+        if self.other_dtypes == len(self.different) > 0 and not self.missing and not self.unexpected:
+            return _DTYPE_HINT
+        renamed = {} if self.different else self._renamed()
+        return f"If it was only renamed: restore(state, only={renamed})" if renamed else _STRICT_HINT
 
 
 class RestorePart(Protocol):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
@@ -25,6 +26,7 @@ from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
 from ckpt_tasks.state.optimizers import OptimizerPart
 from ckpt_tasks.state.plain import PlainPart
+from ckpt_tasks.state.replaced import replaced_settings
 from ckpt_tasks.state.restore_parts import (
     Differences,
     Maker,
@@ -48,10 +50,19 @@ class RestorePlan:
     """What a restore will do; nothing has been changed yet.
 
     `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
+    `replaced` names settings of new optimizers and schedules that it brings back with other values.
     """
 
-    def __init__(self, parts: Mapping[str, RestorePart], keys: frozenset[str], copies: Copies, chosen: Chosen):
+    def __init__(
+        self,
+        parts: Mapping[str, RestorePart],
+        keys: frozenset[str],
+        copies: Copies,
+        chosen: Chosen,
+        replaced: tuple[str, ...] = (),
+    ):
         self.keys = keys
+        self.replaced = replaced
         self.chosen = chosen
         self._parts = dict(parts)
         self._copies = copies
@@ -140,7 +151,7 @@ def plan_restore(
         else:
             differences.loose = True
             chosen = choose(state, groups, selection, differences, rng=rng and not partial)
-    wanted = chosen.groups
+    wanted, differences.groups = chosen.groups, tuple(chosen.groups)
     for name, group in wanted.items():
         if group.kind not in _KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
@@ -158,7 +169,7 @@ def plan_restore(
             if isinstance(part, PlainPart):
                 part.compare_rest(differences)
     differences.raise_any()
-    return RestorePlan(parts, keys, copies, chosen)
+    return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced))
 
 
 def _wanted(
@@ -214,7 +225,12 @@ class StatefulPart:
         self.guard: Rollback | None = Rollback(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
-        """Compare nothing but a GradScaler that is on with one that is off: it would ignore the state silently."""
+        """Compare nothing but a GradScaler that is on with one that is off: it would ignore the state silently.
+
+        What a new schedule was made with is noted where the checkpoint has something else.
+        """
+        if isinstance(self._target, LRScheduler):
+            replaced_settings(self._name, self._live, self._tree, differences)
         if isinstance(self._target, torch.amp.GradScaler) and self._target.is_enabled() == (self._tree == {}):
             here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")

@@ -171,7 +171,10 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout}", "Make it dense, or store its parts."
     if tensor.is_meta:
-        return "a tensor on the meta device, which has no values,", "Materialise it first."
+        return (
+            "a tensor on the meta device, which has no values,",
+            "Materialise it first: model.to_empty(device=...), then initialise it.",
+        )
     if tensor.dtype not in DTYPES:
         return f"a tensor of {tensor.dtype}", "Store its integer form and its parameters."
     if exact and tensor.requires_grad and not tensor.is_leaf:

@@ -30,6 +30,7 @@ __all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "locatio
 GROUP = "ckpt_tasks.places"
 # None: nothing is asked of a store when it is opened. The command line sets it for the length of one command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
+_MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _SCHEMES = frozenset({"s3", "s3a", "az", "abfs", "gs", "gcs", "memory"})  # of storage/objects.py, without its imports
 
 
@@ -89,7 +90,7 @@ class Location:
         if not separator or scheme == "file":
             directory = path if separator else location.url
             if os.path.exists(directory) and not os.path.isdir(directory):
-                raise ConfigError(f"{directory} is a file, and no directory for checkpoints")
+                raise ConfigError(f"{directory} is a file, and a run is a directory", hint=_instead_of(directory))
             return LocalStore(directory)
         from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
         from ckpt_tasks.storage.retrying import RetryingStore
@@ -104,6 +105,12 @@ class Location:
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
     """Return a location as it is, and anything else as the URL of one."""
     return place if isinstance(place, Location) else Location(os.fspath(place))
+
+
+def _instead_of(file: str) -> str:
+    if file.endswith(_MODELS):
+        return "It looks like a saved model: torch.load or safetensors reads it."
+    return "Give the run another name, or move the file away."
 
 
 def _check_slashes(name: str) -> None:

@@ -1,0 +1,147 @@
+"""What a state leaves out: looked for at the first save of a process, and said once.
+
+The garbage collector lists loaders, optimizers and schedules: a training loop has its own in a variable, a program in
+an attribute. What an object of another kind holds is not known, so where the state has one nothing is said of
+optimizers and schedules.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, RandomSampler
+
+from ckpt_tasks.state.capture import may_draw
+from ckpt_tasks.state.groups import flat, kind_of, modules_of
+from ckpt_tasks.state.modules import Gradients, named_parameters
+from ckpt_tasks.state.rng import preserved_rng
+
+__all__ = ["warn_of_unsaved"]
+
+_log = logging.getLogger("ckpt_tasks")
+_warned: WeakSet[Any] = WeakSet()
+_empty: set[tuple[str, type]] = set()  # by name: an object may have no hash, and no weak reference
+_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the first gradient
+
+
+def warn_of_unsaved(state: Mapping[str, Any]) -> None:
+    """Warn of what a resume would lose: loaders that shuffle, optimizers, schedules, and objects with an empty state.
+
+    An optimizer is one of the state's modules, and a schedule one of the state's optimizers.
+    """
+    state = flat(state)
+    alive = _alive(DataLoader, Optimizer, LRScheduler)
+    if _new(one for one in alive if isinstance(one, DataLoader) and _shuffles(one)):
+        _log.warning(
+            "A DataLoader with shuffle=True keeps no position: after a resume in the middle of an epoch it goes on "
+            "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
+        )
+    if not any(map(_may_hold_others, state.values())):
+        _warn_of_optimizers(state, [one for one in alive if isinstance(one, Optimizer)])
+        _warn_of_schedules(state, [one for one in alive if isinstance(one, LRScheduler)])
+    _warn_of_empty(state)
+
+
+def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
+    """Warn of optimizers of the state's parameters that no optimizer of the state has."""
+    of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(modules_of(state))}
+    for one in state.values():
+        if isinstance(one, Optimizer):
+            of_module = {number: name for number, name in of_module.items() if number not in _parameters(one)}
+    for one in _new(one for one in optimizers if not _parameters(one).isdisjoint(of_module)):
+        module = next(name for number, name in of_module.items() if number in _parameters(one))
+        _log.warning(
+            "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
+            "Save it too: state={..., 'optimizer': optimizer}",
+            type(one).__qualname__,
+            module,
+        )
+
+
+def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -> None:
+    """Warn of schedules of the state's optimizers that have none in the state."""
+    of = {id(one): name for name, one in state.items() if isinstance(one, Optimizer)}
+    for one in state.values():
+        if isinstance(one, LRScheduler):
+            of.pop(id(one.optimizer), None)
+    found = _new(one for one in schedules if id(getattr(one, "optimizer", None)) in of)
+    if found:
+        _log.warning(
+            "The %s of %s is not in the state: after a resume the schedule begins anew. "
+            "Save it too: state={..., 'schedule': schedule}",
+            ", ".join(dict.fromkeys(type(one).__qualname__ for one in found)),
+            of[id(found[0].optimizer)],
+        )
+
+
+def _warn_of_empty(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        with preserved_rng() if may_draw(value) else nullcontext():
+            nothing = (name, type(value)) not in _empty and _saves_nothing(value)
+        if nothing:
+            _empty.add((name, type(value)))
+            _log.warning(
+                "Nothing of %s is saved: the state_dict() of this %s is empty. If it counts something, make its state "
+                "persistent, or give it a state_dict()",
+                name,
+                type(value).__qualname__,
+            )
+
+
+def _new(found: Iterable[Any]) -> list[Any]:
+    """Return those that no warning has named, and remember them."""
+    new = [one for one in found if one not in _warned]
+    _warned.update(new)
+    return new
+
+
+def _alive(*classes: type) -> list[Any]:
+    """Return every object of these classes and of those derived from them."""
+    # Every object refers to its class. frame.f_locals would keep the variables of the loop alive: the batch and
+    # the graph of this step.
+    kinds: set[type] = set()
+    new = [*classes]
+    while new:
+        kinds.add(kind := new.pop())
+        new += set(type.__subclasses__(kind)) - kinds
+    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    # torchdata's loader has samplers of its own.
+    return isinstance(vars(loader).get("sampler"), RandomSampler)
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _may_hold_others(value: Any) -> bool:
+    """Say whether a value is an object of the user's own, or of a framework: an optimizer's state may be in its own."""
+    return kind_of(value) == "stateful" and not type(value).__module__.startswith(("torch", "ckpt_tasks.state."))
+
+
+def _saves_nothing(value: Any) -> bool:
+    kind = kind_of(value)
+    if kind == "module":
+        return any(map(_has_attributes, value.modules())) and not value.state_dict()
+    if kind != "stateful" or isinstance(value, _MAY_BE_EMPTY):
+        return False
+    state = value.state_dict()
+    return isinstance(state, Mapping) and not state
+
+
+def _has_attributes(module: nn.Module) -> bool:
+    """Say whether a module has tensors that are neither parameters nor buffers, as metrics do: in lists, too."""
+    held = [value for name, value in vars(module).items() if not name.startswith("_")]
+    held += [item for value in held if isinstance(value, list) for item in value]
+    return any(isinstance(value, torch.Tensor) for value in held)
