@@ -101,7 +101,7 @@ def _unnamed(store: Store, state: State) -> list[str]:
     """List objects that no checkpoint names: orphans, and retired objects that are not deleted yet."""
     from ckpt_tasks.upkeep.upkeep import orphans
 
-    return sorted({*orphans(store, state), *set(state.retired).intersection(store.names(""))})
+    return sorted({*orphans(store, state), *filter(state.has_retired, store.names(""))})
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
+from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
 from ckpt_tasks.ledger.entries import SYNCED, newest_first
@@ -129,7 +130,7 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
     for entry, _ in newest_first(target):
         live = _by_identity(entry.state).keys()
         had |= live
-        for name in entry.state.retired:
+        for name in unfold(entry.state.retired):
             deleters.setdefault(name, set()).add(entry.state.owner.epoch if entry.state.owner else 0)
         if _is_past(source, entry.event):
             had |= _texts(entry.event.get("pruned"))

@@ -19,6 +19,7 @@ from typing import Self, cast
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import ObjectRecord
@@ -51,10 +52,10 @@ class Transfer:
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
         self._memory = memoryview(b"")
-        self._given_up = given_up.union(state.retired)
+        self._given_up = given_up.union(unfold(state.retired))
         self._good: set[str] = set()
         # The newest live checkpoint that names an object of another attempt, or has an attempt's prefix.
-        self._names = {name: c for c in state.live for name in (c.manifest.rpartition("/")[0], *c.reuses)}
+        self._names = {name: c for c in state.live for name in (c.manifest.rpartition("/")[0], *unfold(c.reuses))}
         self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
 
     def __enter__(self) -> Self:

@@ -299,7 +299,7 @@ class Index:
         dtype = of.dtype.codes[rows]
         other = (full != full[first]).any(axis=1) | (dtype != dtype[first])
         faults = dict.fromkeys(tensor[other].tolist(), "its regions disagree on shape or dtype")
-        same = ~np.isin(tensor, tensor[other])
+        same = ~np.isin(tensor, tensor[other]) if other.any() else slice(None)
         for number in untiled(tensor[same], full[same], offset[same], shape[same]).tolist():
             faults[number] = "its regions leave a hole, overlap or lie outside of it"
         size_bytes = np.add.reduceat(of.end[rows] - of.begin[rows], starts)

@@ -20,9 +20,10 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.folding import Names, fold, unfold
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name, parse_attempt
-from ckpt_tasks.format.live import Segment, joined, read_live, write_live
-from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.format.live import Segment, joined, read_live, version_of, write_live
+from ckpt_tasks.format.manifest import RANKS_VERSION, check_version
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, optional, parse_json, text, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
@@ -31,7 +32,7 @@ from ckpt_tasks.format.records import (
     Origin,
     Owner,
     Rollback,
-    attempt_object,
+    attempt_objects,
     read_checkpoint,
     read_evaluation,
     read_lease,
@@ -63,13 +64,14 @@ _MAX_DEPTH = 100  # of the JSON; what people note in events is the only thing th
 class State:
     """Everything that is true of a run after one ledger entry.
 
-    `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names
-    objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run `stalled_flow_run`
-    has taken the directory without releasing it, or failed an attempt, since the last commit of a new step;
-    `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this epoch came, an
-    entry could not be read; what attempts up to it have left may be what that entry named, and is never swept. `origin`
-    is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a flow trains, and
-    `params` with what it is built; None where no flow has trained the run. `rollback` is the last step back.
+    `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names,
+    folded, objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run
+    `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of a
+    new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
+    epoch came, an entry could not be read; what attempts up to it have left may be what that entry named, and is never
+    swept. `origin` is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a
+    flow trains, and `params` with what it is built; None where no flow has trained the run. `rollback` is the last step
+    back.
     """
 
     owner: Owner | None = None
@@ -153,13 +155,23 @@ class State:
         return attempt is not None and ((attempt.step, attempt.name) in attempts or name in reused)
 
     @cached_property
-    def _kept(self) -> tuple[frozenset[tuple[int, str]], frozenset[str]]:
+    def _kept(self) -> tuple[frozenset[tuple[int, str]], Names]:
         attempts = frozenset((c.step, c.attempt) for c in self.live)
-        return attempts, frozenset(name for c in self.live for name in c.reuses)
+        return attempts, Names(name for c in self.live for name in c.reuses)
+
+    def has_retired(self, name: str) -> bool:
+        """Say whether an object's deletion may not be done yet."""
+        return name in self._retired
+
+    @cached_property
+    def _retired(self) -> Names:
+        return Names(self.retired)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
         """Return the state without the retired objects that are gone by now."""
-        return replace(self, retired=tuple(name for name in self.retired if name not in deleted))
+        if not deleted or not self.retired:
+            return self
+        return replace(self, retired=fold(name for name in unfold(self.retired) if name not in deleted))
 
     def retire(self, digests: frozenset[str], objects: tuple[str, ...], deleted: frozenset[str]) -> State:
         """Return the state after checkpoints were taken out of the run and their objects given up for deletion."""
@@ -170,7 +182,7 @@ class State:
             evaluations=tuple(e for e in state.evaluations if e.manifest_digest not in digests),
             leases=tuple(lease for lease in state.leases if lease.manifest_digest not in digests),
             pins={digest: why for digest, why in state.pins.items() if digest not in digests},
-            retired=tuple(dict.fromkeys((*state.retired, *objects))),
+            retired=fold((*state.retired, *objects)),
         )
 
     def with_pin(self, digest: str, reason: str | None) -> State:
@@ -211,7 +223,7 @@ class Entry:
         state["live"] = write_live(state["live"], self.segments)
         try:
             body = {
-                "version": FORMAT_VERSION,
+                "version": version_of(tail, self.state.retired),
                 "n": self.n,
                 "epoch": self.epoch,
                 "nonce": self.nonce,
@@ -246,7 +258,7 @@ class Entry:
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the ledger entry's bytes are not what was written", key=name)
-            check_version(body["version"], name)
+            check_version(body["version"], name, newest=RANKS_VERSION)
             if body["event"]["kind"] not in EVENTS:
                 raise FormatVersionError(
                     f"the ledger holds the unknown event {body['event']['kind']!r:.40}",
@@ -264,6 +276,8 @@ class Entry:
                 state=_state({**body["state"], "live": tail}),
                 segments=segments,
             )
+            if body["version"] != version_of(entry.state.live, entry.state.retired):
+                raise ValueError(f"version {body['version']} does not go with its names")
         except MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
@@ -311,7 +325,7 @@ def _state(body: Mapping[str, Any]) -> State:
         pins={str(k): str(v) for k, v in body["pins"].items()},
         leases=tuple(read_lease(item) for item in body["leases"]),
         evaluations=tuple(read_evaluation(item) for item in body["evaluations"]),
-        retired=tuple(attempt_object(name) for name in body["retired"]),
+        retired=attempt_objects(body["retired"]),
         stalled_flow_run=optional(body["stalled_flow_run"]),
         stalled_attempts=whole(body["stalled_attempts"]),
         best_metric=optional(body["best_metric"]),

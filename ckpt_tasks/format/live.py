@@ -9,7 +9,7 @@ many checkpoints are live.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import is_live_list, live_list_name
-from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.format.manifest import FORMAT_VERSION, RANKS_VERSION, check_version
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
 
@@ -29,6 +29,7 @@ __all__ = [
     "joined",
     "read_live",
     "read_segment",
+    "version_of",
     "write_live",
     "write_segment",
 ]
@@ -79,7 +80,14 @@ def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment,
 
 def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
     """Write a list of checkpoints as an object of its own."""
-    return canonical_json({"version": FORMAT_VERSION, "live": [finite_json(asdict(c)) for c in checkpoints]})
+    live = [finite_json(asdict(checkpoint)) for checkpoint in checkpoints]
+    return canonical_json({"version": version_of(checkpoints), "live": live})
+
+
+def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
+    """Return the version of what holds these names: folded ones are unknown to the first."""
+    names = chain(retired, *(checkpoint.reuses for checkpoint in live))
+    return RANKS_VERSION if any("[" in name for name in names) else FORMAT_VERSION
 
 
 def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
@@ -88,10 +96,12 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:
         body = parse_json(data, max_depth=_MAX_DEPTH)
-        check_version(body["version"], name)
+        check_version(body["version"], name, newest=RANKS_VERSION)
         checkpoints = tuple(read_checkpoint(item) for item in body["live"])
         if not checkpoints:
             raise ValueError("an empty list")
+        if body["version"] != version_of(checkpoints):
+            raise ValueError(f"version {body['version']} does not go with its names")
     except MALFORMED as error:
         raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
     return checkpoints

@@ -17,10 +17,18 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
 from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
 
-__all__ = ["FORMAT_VERSION", "MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord", "check_version"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_GROUPS",
+    "MAX_MANIFEST_BYTES",
+    "RANKS_VERSION",
+    "Manifest",
+    "ObjectRecord",
+    "check_version",
+]
 
 FORMAT_VERSION = 1
-RANKS_VERSION = 2  # of a manifest that more than one rank wrote
+RANKS_VERSION = 2  # of a manifest that more than one rank wrote, and of a ledger that names their objects folded
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_GROUPS = 4096
 

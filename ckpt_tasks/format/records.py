@@ -6,12 +6,13 @@ and its bounds, so that nothing later computes with a text, or makes a path of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.folding import MAX_FOLDED, folded_count, is_folded
 from ckpt_tasks.format.keys import (
     MANIFEST_NAME,
     MAX_EPOCH,
@@ -37,7 +38,7 @@ __all__ = [
     "Owner",
     "Rollback",
     "Seal",
-    "attempt_object",
+    "attempt_objects",
     "checkpoint_item",
     "read_checkpoint",
     "read_evaluation",
@@ -78,8 +79,8 @@ class Checkpoint:
     committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
     completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
     there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
-    of: what had not changed was not written again. `interim`: it was saved because a batch or the process ended, not
-    because an interval had passed; it does not count among the newest that retention keeps.
+    of, folded: what had not changed was not written again. `interim`: it was saved because a batch or the process
+    ended, not because an interval had passed; it does not count among the newest that retention keeps.
     """
 
     step: int
@@ -190,7 +191,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
         "cost_s": finite(item["cost_s"], most=_MAX_S),
         "epochs": _epochs(item.get("epochs")),
         "abandoned": flag(item.get("abandoned", False)),
-        "reuses": tuple(_shard(name) for name in item.get("reuses", ())),
+        "reuses": _reuses(item.get("reuses", ())),
         "interim": flag(item.get("interim", False)),
     }
     attempt = parse_attempt(text(item["manifest"]))
@@ -262,17 +263,25 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return item
 
 
-def attempt_object(name: Any) -> str:
-    """Return the name of an object that an attempt wrote, and no other: such names are deleted one day."""
-    if type(name) is not str or not is_attempt_object(name):
-        raise ValueError(f"{name!r:.80} is not an object of an attempt")
-    return name
+def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
+    """Return names of objects that attempts wrote, and no others: such names are deleted one day."""
+    found = tuple(names)
+    for name in found:
+        if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
+            raise ValueError(f"{name!r:.80} is not an object of an attempt")
+    if folded_count(found) > 4 * MAX_FOLDED:
+        raise ValueError(f"more than {4 * MAX_FOLDED} objects")
+    return found
 
 
-def _shard(name: Any) -> str:
-    if type(name) is not str or not is_shard(name):
-        raise ValueError(f"{name!r:.80} is not a shard of an attempt")
-    return name
+def _reuses(names: Iterable[Any]) -> tuple[str, ...]:
+    found = tuple(names)
+    for name in found:
+        if type(name) is not str or not (is_shard(name) or is_folded(name)):
+            raise ValueError(f"{name!r:.80} is not a shard of an attempt")
+    if folded_count(found) > MAX_FOLDED:
+        raise ValueError(f"more than {MAX_FOLDED} objects")
+    return found
 
 
 def _epochs(value: Any) -> Any:

@@ -209,7 +209,7 @@ class History:
         steps = {
             attempt.step
             for name in self.store.names("")
-            if name.endswith(f"/{MANIFEST_NAME}") and not head.state.keeps(name) and name not in head.state.retired
+            if name.endswith(f"/{MANIFEST_NAME}") and not head.state.keeps(name) and not head.state.has_retired(name)
             if (attempt := parse_attempt(name)) is not None
         }
         _log.warning(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
@@ -124,7 +125,7 @@ def _open(store: ReadableStore, checkpoint: Checkpoint, rank: int, world_size: i
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
         found = f"step {manifest.step}, attempt {manifest.attempt}"
         raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
-    own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), frozenset(checkpoint.reuses)
+    own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), Names(checkpoint.reuses)
     for record in manifest.objects:
         if not record.name.startswith(own) and record.name not in reused:
             why = "the manifest names an object of another attempt, and the ledger does not say that it is reused"

@@ -20,6 +20,7 @@ import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.folding import fold
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
@@ -86,7 +87,7 @@ class PreparedCheckpoint:
             saved_at=manifest.created_at,
             cost_s=round(cost_s, 6),
             epochs=self.saving.epochs,
-            reuses=self.reuses,
+            reuses=fold(self.reuses),
             interim=self.saving.interim,
         )
 
@@ -173,11 +174,11 @@ def commit(
     still arrive.
     """
     manifest = prepared.manifest
-    named = {record.name for record in (*manifest.objects, manifest.index)}
+    named = [record.name for record in (*manifest.objects, manifest.index)]
 
     def change(state: State, n: int) -> State:
         # What was given up may have left `retired` by now: only a live checkpoint's object is known to stay.
-        gone = named.intersection(state.retired) | {name for name in prepared.reuses if not state.keeps(name)}
+        gone = [*filter(state.has_retired, named), *(name for name in prepared.reuses if not state.keeps(name))]
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
         checkpoint = prepared.checkpoint(parent=parent, n=n, cost_s=cost_s)

@@ -6,6 +6,7 @@ Nothing here knows a ledger. The committer's half is `commit.py`.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,7 @@ __all__ = [
 
 OF_RANK = ("rng", "generator")  # kinds of groups that each rank has of its own
 _ALIGNMENT = 64  # of Arrow's columns
+_LENGTH = struct.Struct("<Q")
 _REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
 
 
@@ -56,27 +58,29 @@ class RankPart:
     objects: tuple[ObjectRecord, ...]
     trees: Mapping[str, object] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    step: int = -1
 
-    def with_groups(self, groups: Mapping[str, Mapping[str, object]]) -> RankPart:
-        """Return the part with what `encode_groups` made of this rank's groups."""
+    def with_groups(self, step: int, groups: Mapping[str, Mapping[str, object]]) -> RankPart:
+        """Return the part with the step, and what `encode_groups` made of this rank's groups."""
         trees = {name: group["tree"] for name, group in groups.items() if group["kind"] in OF_RANK}
         digests = {name: digest_hex(canonical_json(group)) for name, group in groups.items() if name not in trees}
-        return replace(self, trees=trees, digests=digests)
+        return replace(self, trees=trees, digests=digests, step=step)
 
     def to_bytes(self) -> bytes:
-        """Write the part for rank 0: a line of JSON, padded so that the index after it is aligned, and the index."""
-        body = {"rank": self.rank, "objects": self.objects, "trees": self.trees, "digests": self.digests}
+        """Write the part for rank 0: the length of its JSON, the JSON, and the index, which is aligned."""
+        body = {name: value for name, value in vars(self).items() if name != "index"}
         head = json.dumps(body, allow_nan=False).encode("ascii")
-        return head.ljust(-(-(len(head) + 1) // _ALIGNMENT) * _ALIGNMENT - 1) + b"\n" + write_index(self.index)
+        head += b" " * (-(_LENGTH.size + len(head)) % _ALIGNMENT)
+        return b"".join((_LENGTH.pack(len(head)), head, write_index(self.index)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPart:
         """Read what a rank of this training wrote; the index is a view of the bytes."""
-        end = data.index(b"\n") + 1
-        body = json.loads(data[:end])
-        objects = tuple(ObjectRecord(*record) for record in body["objects"])
-        index = parse_index(memoryview(data)[end:], f"the part of rank {body['rank']}")
-        return cls(body["rank"], index, objects, body["trees"], body["digests"])
+        begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        body = json.loads(data[_LENGTH.size : begin])
+        objects = tuple(ObjectRecord(*record) for record in body.pop("objects"))
+        index = parse_index(memoryview(data)[begin:], f"the part of rank {body['rank']}")
+        return cls(index=index, objects=objects, **body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +137,15 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
     return RankPart(rank, index, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
 
 
-def same_step(words: Sequence[bytes]) -> list[bytes]:
-    """Return the ranks' parts from their words, the step and the part; raise StateError where the steps differ."""
-    steps, _, parts = zip(*(word.partition(b"\n") for word in words), strict=True)
-    for rank, step in enumerate(steps):
-        if step != steps[0]:
+def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
+    """Return the parts of the ranks, in their order; raise StateError where they are of different steps."""
+    for rank, part in enumerate(parts):
+        if part.step != parts[0].step:
             raise StateError(
-                f"rank {rank} saves step {int(step)}, and rank 0 step {int(steps[0])}",
+                f"rank {rank} saves step {part.step}, and rank 0 step {parts[0].step}",
                 hint="Call step() and save() at the same steps on every rank.",
             )
-    return [*parts]
+    return parts
 
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:

@@ -297,11 +297,10 @@ class Saver:
         committing = False
         word: bytes | BaseException
         part: RankPart | None = None
-        step = b"%d\n" % saving.attempt.step
         try:
             admitted = committer.admit() if isinstance(committer, Committer) else None
             part = self._written(snapshot, admitted)
-            word = step + part.with_groups(saving.groups).to_bytes()
+            word = part.with_groups(saving.attempt.step, saving.groups).to_bytes()
         except SupersededError:
             word = b""
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
@@ -314,7 +313,7 @@ class Saver:
             assert isinstance(committer, Committer)
             assert admitted is not None
             assert part is not None
-            prepared = prepare_checkpoint(saving, [*map(RankPart.from_bytes, same_step(words))])
+            prepared = prepare_checkpoint(saving, same_step([*map(RankPart.from_bytes, words)]))
             committer.put_manifest(prepared)
             committing = True  # from here on the entry may exist, whatever is raised
             entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.index)))

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
+from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Seal
@@ -73,16 +74,17 @@ class LocalCopies:
     def retain(self, live: Iterable[Checkpoint]) -> None:
         """Delete what belongs to no live checkpoint and not to the newest copy."""
         kept: set[str | None] = {self._newest}
-        objects: set[str] = set()
+        reused: list[str] = []
         for checkpoint in live:
             kept.add(checkpoint.manifest.removesuffix(MANIFEST_NAME))
-            objects.update(checkpoint.reuses)
+            reused += checkpoint.reuses
+        objects = Names(reused)
         with suppress(CkptError):  # what stays is looked at after the next save
             doomed = [name for name in self.store.names("") if self._belongs_to_none(name, kept, objects)]
             for name in sorted(doomed, key=lambda name: not name.endswith(SEAL_NAME)):
                 self.store.delete(name)
 
-    def _belongs_to_none(self, name: str, kept: set[str | None], objects: set[str]) -> bool:
+    def _belongs_to_none(self, name: str, kept: set[str | None], objects: Names) -> bool:
         attempt = parse_attempt(name)
         return attempt is not None and attempt_prefix(attempt) not in kept and name not in objects
 

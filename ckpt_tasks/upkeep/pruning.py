@@ -20,6 +20,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StoreError
+from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
@@ -177,7 +178,7 @@ class Pruner:
 
     def _delete(self, retired: Iterable[str], check: Callable[[], None]) -> None:
         """Delete what an entry has given up; it may go at any time."""
-        left = [name for name in retired if name not in self.deleted]
+        left = [name for name in unfold(retired) if name not in self.deleted]
         self.deleted |= delete_retired(self._history.store, left, check)
         if left:
             check()  # a cancelled prune may not hold the directory any more
@@ -212,8 +213,7 @@ class Pruner:
 
     def _orphans(self, state: State) -> list[str]:
         """List what dead owners left, so many at once as fit into an entry; one look is enough while it shrinks."""
-        given_up = frozenset(state.retired)
-        return [name for name in orphans(self._history.store, state) if name not in given_up][:_MOST_ORPHANS]
+        return [name for name in orphans(self._history.store, state) if not state.has_retired(name)][:_MOST_ORPHANS]
 
     def _warn_of_best(self, state: State) -> None:
         missing = None if self._warned else missing_metric(state, self._policy)

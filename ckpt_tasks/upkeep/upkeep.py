@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import (
@@ -345,7 +346,7 @@ def _objects_of(store: Store, checkpoint: Checkpoint) -> list[str]:
     attempt = parse_attempt(checkpoint.manifest)
     assert attempt is not None
     prefix = attempt_prefix(attempt)
-    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *checkpoint.reuses]
+    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *unfold(checkpoint.reuses)]
 
 
 def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:

@@ -31,7 +31,7 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
 @pytest.mark.slow  # a process for every contender, and a server
 def test_benchmarks_with_processes_run(tmp_path: Path) -> None:
     """The training loop under every contender, ranks, and the flow against a bare loop, run on tiny states."""
-    figures = run(tmp_path, "loop", "prefect", "ranks")
+    figures = run(tmp_path, "loop", "prefect", "ranks", "scale")
     assert all(OURS in cells for cells in figures["ranks"]["rows"].values())
     assert all(OURS in cells for cells in figures["loop"]["rows"].values())
 

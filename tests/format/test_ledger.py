@@ -199,7 +199,7 @@ def sealed(change: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body.update(version=FORMAT_VERSION + 1),
+        lambda body: body.update(version=FORMAT_VERSION + 2),
         lambda body: body["event"].update(kind="teleport"),
         lambda body: body["event"].update(kind=["note"]),
     ],

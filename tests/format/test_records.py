@@ -23,7 +23,7 @@ from ckpt_tasks.format.records import (
     Checkpoint,
     Lease,
     Origin,
-    attempt_object,
+    attempt_objects,
     read_checkpoint,
     read_evaluation,
     read_lease,
@@ -175,6 +175,6 @@ def test_what_older_versions_left_out_has_its_default() -> None:
 )
 def test_what_is_deleted_one_day_is_an_object_of_an_attempt(name: Any) -> None:
     """P42: a retired name that is anything else is malformed."""
-    assert attempt_object(SHARD) == SHARD
+    assert attempt_objects([SHARD]) == (SHARD,)
     with pytest.raises(ValueError, match="not an object of an attempt"):
-        attempt_object(name)
+        attempt_objects([name])
