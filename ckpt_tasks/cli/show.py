@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["show"]
 
 _NOTES_SHOWN = 8
+_OWN_LINES = ("command", "code", "host", "accelerator")  # of what made a checkpoint
 
 
 def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
@@ -119,7 +120,7 @@ def _lines(shown: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("cost", f"training waited {span(shown['cost_s'])}"),
         ("size", f"{size(shown['size_bytes'])} from {count(shown['world_size'], 'rank')}"),
         ("went on from", parent),
-        ("environment", ", ".join(f"{name} {value}" for name, value in shown["environment"].items())),
+        *_made_by(shown["environment"]),
         ("digest", f"{shown['manifest_digest']} in ledger entry {shown['ledger_entry']}"),
         ("objects in", shown["manifest"].rpartition("/")[0]),
     ]
@@ -135,6 +136,13 @@ def _lines(shown: Mapping[str, Any]) -> list[tuple[str, str]]:
     if shown["abandoned"]:
         lines.append(("left behind", "training went on from an older checkpoint"))
     return lines
+
+
+def _made_by(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what made a checkpoint, line by line; older ones have versions alone."""
+    rest = {name: value for name, value in environment.items() if name not in _OWN_LINES}
+    lines = [(name, environment[name]) for name in _OWN_LINES if name in environment]
+    return [*lines, ("environment", ", ".join(f"{name} {value}" for name, value in rest.items()))]
 
 
 def _groups(shown: Mapping[str, Any]) -> Any:

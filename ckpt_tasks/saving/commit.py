@@ -11,12 +11,9 @@ Invariants (MUST: breaking one loses data)
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-
-import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
@@ -29,6 +26,7 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.ledger.history import History, now_iso
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving
+from ckpt_tasks.saving.provenance import provenance
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
@@ -132,11 +130,7 @@ def _prepared(
         groups=groups,
         metrics=dict(saving.metrics),
         created_at=now_iso(),
-        environment={
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-        },
+        environment=provenance(),
     )
     manifest_bytes = manifest.to_bytes()
     return PreparedCheckpoint(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))

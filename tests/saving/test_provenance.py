@@ -1,0 +1,93 @@
+"""Every checkpoint says what made it: code, command, versions and machine; and never a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks.saving.provenance import code_of, command_of
+from tests.support.cli_runs import ckpt as command
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "hush-hush-9137"
+SCRIPT = """
+import torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+with Checkpointer(CheckpointConfig(checkpoint_dir="run", memory_dir=None)) as ckpt:
+    ckpt.save(1, {"x": torch.ones(2)})
+"""
+HIDDEN = [
+    [f"--token={SECRET}"],
+    ["--api-key", SECRET],
+    ["--password", SECRET],
+    [f"HF_TOKEN={SECRET}"],
+    ["--url", f"s3://bob:{SECRET}@store.example.org/bucket"],
+    [f"https://store.example.org/data?signature={SECRET}"],
+    ["-p", f'checkpoint={{"storage_options": {{"secret": "{SECRET}"}}}}'],
+    ["--header", f"Authorization: Bearer {SECRET}"],
+    ["ghp16C7e42F292c6912E7710c838347Ae178B4a".replace("C7e42F29", SECRET.replace("-", ""))],
+]
+
+
+@pytest.mark.parametrize("arguments", HIDDEN, ids=lambda one: one[0].partition("=")[0][:12])
+def test_no_secret_of_the_command_line_lands_on_storage(arguments: list[str]) -> None:
+    """What a name or its form gives away as secret is not in the text, and the rest of the line is."""
+    text = command_of(["python", "train.py", "--lr", "0.1", *arguments, "--steps", "300"])
+    assert SECRET not in text
+    assert SECRET.replace("-", "") not in text
+    assert text.startswith("python train.py --lr 0.1")
+    assert text.endswith("--steps 300")
+
+
+def test_what_is_no_secret_stays() -> None:
+    """Counts of tokens, names of runs and paths are shown as they were given."""
+    line = [
+        "ckpt",
+        "train",
+        "lab:Program",
+        "--max-tokens",
+        "512",
+        "run_key=lm-7",
+        "/data/key/words.txt",
+        "--tokenizer=bpe",
+    ]
+    assert command_of(line) == " ".join(line)
+    assert command_of(["python", "-c", "print(1)", "--steps", "3"], inline=True) == "python -c '…' --steps 3"
+
+
+def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: Path) -> None:
+    """A real process in a repository: commit, changes and command are shown, and no byte of a secret is stored."""
+    if shutil.which("git") is None:
+        pytest.skip("no git here")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    for arguments in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *arguments], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert code_of(str(tmp_path)) == f"git {commit}, clean"
+    (tmp_path / "train.py").write_text(SCRIPT + "# changed\n", encoding="utf-8")
+    line = [sys.executable, "train.py", f"--token={SECRET}", "--lr", "0.1"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MY_TOKEN": f"{SECRET}-env"}
+    subprocess.run(line, cwd=tmp_path, env=env, check=True)
+    made = json.loads(command("show", tmp_path / "run", "--json").out)["environment"]
+    assert made["code"] == f"git {commit}, with uncommitted changes"
+    assert made["command"].endswith("train.py '--token=***' --lr 0.1")
+    assert {"torch", "python", "numpy", "ckpt-tasks", "host", "accelerator"} <= made.keys()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert SECRET.encode() not in stored
+    shown = command("show", tmp_path / "run").out
+    assert commit in shown
+    assert "train.py" in shown
+
+
+def test_code_without_a_repository_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a directory outside of a repository nor a machine without git is an error."""
+    assert code_of(str(tmp_path)) == "unknown"
+    monkeypatch.setenv("PATH", "")
+    assert code_of(str(ROOT)) == "unknown"
