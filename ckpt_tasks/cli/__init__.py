@@ -20,6 +20,7 @@ from ckpt_tasks.cli.evaluate import evaluate
 from ckpt_tasks.cli.export import export
 from ckpt_tasks.cli.fork import fork
 from ckpt_tasks.cli.help_screen import SectionedCommand, SectionedGroup
+from ckpt_tasks.cli.importing import import_
 from ckpt_tasks.cli.init import init
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.pin import pin, rm, unpin
@@ -41,7 +42,7 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, evaluate, up, down),
     "Look": (ls, show, watch, diff, report, plan),
     "Keep": (verify, verify_resume, pin, unpin, prune, rm, rollback),
-    "Move": (sync, fork, export),
+    "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),
 }
 
@@ -57,7 +58,7 @@ app = typer.Typer(
 )
 for heading, verbs in _VERBS.items():
     for verb in verbs:
-        app.command(verb.__name__.replace("_", "-"), cls=SectionedCommand, rich_help_panel=heading)(verb)
+        app.command(verb.__name__.rstrip("_").replace("_", "-"), cls=SectionedCommand, rich_help_panel=heading)(verb)
 
 
 def _print_version(asked: bool) -> None:

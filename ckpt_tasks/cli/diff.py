@@ -9,8 +9,9 @@ import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, WatchedStore, output, printable, reading, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
 from ckpt_tasks.report.words import count, number
+from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,18 +17,14 @@ import typer
 
 from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.report.words import printable, size, span
-from ckpt_tasks.storage.port import WrappedStore
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from ckpt_tasks.storage.port import Store
-
 __all__ = [
     "JsonOption",
     "Output",
-    "WatchedStore",
     "console",
     "errors_told",
     "finite",
@@ -228,23 +224,6 @@ def finite(value: Any) -> Any:
 
 
 _SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
-
-
-class WatchedStore(WrappedStore):
-    """A store that tells how many bytes were read from it."""
-
-    def __init__(self, inner: Store, on_progress: Callable[[int], None]):
-        super().__init__(inner)
-        self._on_progress = on_progress
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        data = super().get(name, max_bytes)
-        self._on_progress(len(data))
-        return data
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        super().read(name, begin, into)
-        self._on_progress(into.nbytes)
 
 
 @contextmanager

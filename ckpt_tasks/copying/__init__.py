@@ -1,1 +1,1 @@
-"""Runs to other places: sync, fork, export, and comparisons."""
+"""Runs to other places: sync, fork, export, and comparisons; and files of others to import."""

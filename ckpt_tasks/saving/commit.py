@@ -130,7 +130,7 @@ def _prepared(
         groups=groups,
         metrics=dict(saving.metrics),
         created_at=now_iso(),
-        environment=provenance(),
+        environment={**provenance(), **saving.environment},
     )
     manifest_bytes = manifest.to_bytes()
     return PreparedCheckpoint(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))

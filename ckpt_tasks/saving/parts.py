@@ -97,6 +97,7 @@ class Saving:
     world_size: int = 1
     number: int = 0  # of the saves of this owner
     steps: tuple[StepMetrics, ...] = ()  # that were not known to be committed
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the versions
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ckpt_tasks.state.values import pack, unpack
 __all__ = [
     "Gradients",
     "ModulePart",
+    "bare_name",
     "capture_module",
     "module_names",
     "named_parameters",
@@ -65,7 +66,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """List every parameter under each of its names, "group/name"."""
     return [
-        (f"{group}/{_bare(name)}", parameter)
+        (f"{group}/{bare_name(name)}", parameter)
         for group, module in modules.items()
         for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
     ]
@@ -109,7 +110,7 @@ class ModulePart:
         self._state = {name: value for name, value in _named_state(module, group).items() if name not in kept}
         self._value: dict[str, Any] = {}
         self._copies = copies
-        self._owners = {_bare(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
+        self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
         taking_part = any(takes_part(module) for module in self._module.modules())
         self.guard = Rollback(self._module, group, self._module.state_dict()) if taking_part else None
@@ -124,7 +125,7 @@ class ModulePart:
                 if name not in self._tree and isinstance(live, torch.Tensor)
             }
         )
-        parameters = {_bare(name): p for name, p in self._module.named_parameters(remove_duplicate=False)}
+        parameters = {bare_name(name): p for name, p in self._module.named_parameters(remove_duplicate=False)}
         for name, live in self._state.items():
             ref = self._tree.get(name)
             if name not in self._tree or name.endswith(_EXTRA):
@@ -150,7 +151,7 @@ class ModulePart:
         make = Maker(source)
         own = self._module.state_dict()
         values = (
-            (name, unpack(self._tree[_bare(name)], make, live) if _bare(name) in self._tree else live)
+            (name, unpack(self._tree[bare_name(name)], make, live) if bare_name(name) in self._tree else live)
             for name, live in own.items()
         )
         self._value = type(own)(values)
@@ -193,7 +194,8 @@ class ModulePart:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
+    """Return the name of a tensor without what torch.compile puts into it."""
     return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
 
 
@@ -201,7 +203,7 @@ def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
     state = unwrapped(module).state_dict()
     if not any("_orig_mod." in name for name in state):
         return dict(state)
-    named = {_bare(name): value for name, value in state.items()}
+    named = {bare_name(name): value for name, value in state.items()}
     if len(named) != len(state):
         raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
     return named

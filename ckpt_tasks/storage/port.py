@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = ["ReadableStore", "Store", "WrappedStore", "moved", "unwrapped", "watching"]
+__all__ = ["ReadableStore", "Store", "WatchedStore", "WrappedStore", "moved", "unwrapped", "watching"]
 
 
 class ReadableStore(Protocol):
@@ -169,6 +169,23 @@ class WrappedStore:
 
     def keep_room(self) -> None:
         self.inner.keep_room()
+
+
+class WatchedStore(WrappedStore):
+    """A store that tells how many bytes were read from it."""
+
+    def __init__(self, inner: Store, on_progress: Callable[[int], None]):
+        super().__init__(inner)
+        self._on_progress = on_progress
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = super().get(name, max_bytes)
+        self._on_progress(len(data))
+        return data
+
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        super().read(name, begin, into)
+        self._on_progress(into.nbytes)
 
 
 def unwrapped(store: Store) -> Store:

@@ -1,0 +1,156 @@
+"""An import, committed: the groups and tensors of a plan become a checkpoint of a run, as a save makes one.
+
+Invariants
+
+1. The file has been checked as a whole before the run directory is taken; until then nothing is written.
+2. Every byte is read back from the store and compared with the digest of what was read from the file before the
+   checkpoint is committed. A file that changes meanwhile is an error, and nothing is committed.
+3. Only checkpoints that were imported come before an imported one: what was trained has a history that no file tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ckpt_tasks.checkpoint.held_run import HeldRun
+from ckpt_tasks.copying.importing import ImportPlan, spec_of
+from ckpt_tasks.copying.sources import SourceTensor
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.image import TensorSpec, plan_image, plan_parts
+from ckpt_tasks.format.index import Index
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
+from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.saving.commit import prepare_checkpoint
+from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.parts import RankPart, Stored, joined
+from ckpt_tasks.snapshot.snapshot import MAX_SHARD_BYTES, storable
+from ckpt_tasks.storage.port import Store, WatchedStore
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
+
+__all__ = ["IMPORTED_FROM", "ImportedRun"]
+
+IMPORTED_FROM = "imported_from"  # in the environment of a manifest
+OnProgress = Callable[[int], None]
+
+
+class ImportedRun(HeldRun):
+    """A run whose checkpoints come from files of others."""
+
+    def add(self, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None) -> Checkpoint:
+        """Commit a plan as the next checkpoint of the run, and release the run.
+
+        `on_progress` gets the size in bytes of every read: of the file, and of what was written. Raises StateError if
+        the run has been trained, ConfigError if it has this step or a later one, OwnedError if a process holds it,
+        IntegrityError if the file changes meanwhile, and StoreError. Nothing is committed then.
+        """
+        self._newest(plan.step)  # before the directory is made
+        try:
+            self._own()
+            newest = self._newest(plan.step)
+            self._line.follow(newest)
+            self._line.known_n = newest.n if newest is not None else -1
+            committer = self._begin_save()
+            assert isinstance(committer, Committer)
+            return self._write(committer, plan, on_progress)
+        finally:
+            self._release(prune_s=0.0)
+
+    def _newest(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint that one of this step would follow; raise where it must not."""
+        live = lineage(self._history.head().state.live)
+        if not live:
+            return None
+        if IMPORTED_FROM not in open_checkpoint(self._history.store, live[0]).manifest.environment:
+            raise StateError(
+                f"{self._history.store.url} is a run that has been trained",
+                hint="Import to a directory of its own: a file does not say what its weights come from.",
+            )
+        latest = max(one.step for one in live)
+        if step <= latest:
+            raise ConfigError(
+                f"the run has step {latest}, and step {step} would come after it", hint="Give a later one: --step N."
+            )
+        return live[0]
+
+    def _write(self, committer: Committer, plan: ImportPlan, on_progress: OnProgress) -> Checkpoint:
+        admitted = committer.admit()
+        saving = committer.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
+        saving = replace(saving, environment={IMPORTED_FROM: plan.source.name})
+        store = self._history.store
+        try:
+            prepared = prepare_checkpoint(saving, [_Writer(store, saving.attempt, plan, on_progress).write()])
+            committer.put_manifest(prepared)
+            new = prepared.checkpoint(parent=None, n=admitted[0].next_n, cost_s=0.0)
+            faults = verify_checkpoint(WatchedStore(store, on_progress), new)
+            if faults:
+                raise IntegrityError(
+                    f"what was written is not what was read: {faults[0]}",
+                    step=plan.step,
+                    hint=f"Does another process write {plan.source.name}? Import it again when nothing does.",
+                )
+        except CkptError:
+            committer.abandon(saving.attempt)
+            raise
+        stored = Stored.of(prepared.manifest.objects, prepared.index)
+        entry, _ = committer.commit(admitted, prepared, stored=stored, cost_s=0.0, observed={})
+        return entry.state.live[-1]
+
+
+class _Writer:
+    """Put tensors into a store, in files as a save makes them."""
+
+    def __init__(self, store: Store, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress):
+        self._store, self._attempt, self._tensors, self._on_progress = store, attempt, plan.tensors, on_progress
+
+    def write(self) -> RankPart:
+        """Write all of them, group by group."""
+        groups: dict[str, list[TensorSpec]] = {}
+        for key, tensor in self._tensors.items():
+            groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))
+        return joined(
+            [
+                self._shard(group, shard_name(group, 0, 1, number), part)
+                for group, specs in groups.items()
+                for number, part in enumerate(plan_parts(specs, MAX_SHARD_BYTES))
+            ]
+        )
+
+    def _shard(self, group: str, last: str, specs: list[TensorSpec]) -> RankPart:
+        layout, name = plan_image(specs), attempt_prefix(self._attempt) + last
+        # Views of the file; only what is not in C order is copied.
+        data = {slot.spec.name: _data(self._tensors[f"{group}/{slot.spec.name}"]) for slot in layout.slots}
+        begins = {slot.spec.name: slot.begin for slot in layout.slots}
+        digests, regions = list[bytes](), layout.regions
+        for spec, _, begin, end in regions:
+            start = begins[spec.name]
+            digests.append(digest_bytes(data[spec.name][begin - start : end - start]))
+            self._on_progress(end - begin)
+        self._store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
+        index = Index.of_columns(
+            [group] * len(regions),
+            [spec.name for spec, *_ in regions],
+            [spec.dtype for spec, *_ in regions],
+            [spec.shape for spec, *_ in regions],
+            [box.offset for _, box, *_ in regions],
+            [box.shape for _, box, *_ in regions],
+            [name] * len(regions),
+            [begin for *_, begin, _ in regions],
+            [end for *_, end in regions],
+            digests,
+        )
+        header = layout.header
+        return RankPart(0, index, (ObjectRecord(name, layout.size_bytes, digest_hex(header), len(header)),))
+
+
+def _data(tensor: torch.Tensor | SourceTensor) -> memoryview:
+    """Return a tensor's bytes in C order."""
+    if isinstance(tensor, SourceTensor):
+        return tensor.data
+    dense = storable(tensor).contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")

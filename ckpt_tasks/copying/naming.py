@@ -1,0 +1,124 @@
+"""Names in files of others: of tensors, without what wrappers add, and of an optimizer's parameters.
+
+torch numbers an optimizer's parameters. Numbers get names only if the file has them, or if there is one way alone in
+which the shapes that the optimizer keeps follow the order of the model; moments of the wrong parameter go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_tasks.copying.sources import SourceTensor
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.state.modules import bare_name
+from ckpt_tasks.state.tensors import identity
+
+__all__ = ["clean_names", "parameter_names"]
+
+_DDP = "module."
+_BUFFERS = ("running_mean", "running_var")  # of torch's norms; the shapes are those of their parameters
+
+Modules = Mapping[str, Mapping[str, Any]]  # group → name → tensor, in the order of the model
+Named = tuple[str, tuple[int, ...]]  # a parameter's name and shape
+
+
+def clean_names(names: Sequence[str]) -> dict[str, str]:
+    """Return each name without what wrappers (DDP, torch.compile) put before it; as they are, if two became one."""
+    clean = {name: bare_name(name) for name in names}
+    if all(name.startswith(_DDP) for name in clean.values()):
+        clean = {name: one.removeprefix(_DDP) for name, one in clean.items()}
+    unique = len({*clean.values()}) == len(clean) and all(clean.values())
+    return clean if unique else {name: name for name in names}
+
+
+def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
+    """Name the parameters of an optimizer's state_dict, in the order of their numbers, and say where that is from.
+
+    Raises UnsupportedStateError with the reason where a name would be a guess.
+    """
+    groups, state = optimizer["param_groups"], optimizer["state"]
+    numbers = [number for group in groups for number in group["params"]]
+    if not numbers or len({*map(repr, numbers)}) != len(numbers):
+        raise UnsupportedStateError("its numbers of parameters are not those of an optimizer")
+    if all(isinstance(group.get("param_names"), list) for group in groups):
+        first = {module: _first_names(tensors) for module, tensors in modules.items()}
+        names = [_full_name(name, modules, first) for group in groups for name in group["param_names"]]
+        known = [name for name in names if name is not None]
+        if len(names) == len(numbers) == len({*known}):
+            return known, ""
+        raise UnsupportedStateError("the names of its parameters are not those of the model")
+    if len(modules) != 1:
+        why = f"{len(modules)} models are taken" if modules else "no model is taken with it"
+        raise UnsupportedStateError(f"its parameters have numbers, and {why} to name them")
+    if len(groups) != 1:
+        why = f"its parameters have numbers in {len(groups)} groups, and the file does not say which is which"
+        raise UnsupportedStateError(why)
+    ((module, tensors),) = modules.items()
+    places = _only_order([_shapes(state.get(n)) for n in numbers], [*_first_names(tensors).values()])
+    return [f"{module}/{name}" for name in places], "parameters named in the order of the model"
+
+
+def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
+    """Return the name that a capture gives the parameter which a file calls so; None where that is not known."""
+    if not isinstance(name, str):
+        return None
+    clean = bare_name(name)
+    found = {
+        f"{module}/{known[0]}"
+        for module, tensors in modules.items()
+        for one in (clean, clean.removeprefix(_DDP), clean.removeprefix(f"{module}."))
+        if one in tensors and (known := first[module].get(_known(one, tensors[one]))) is not None
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _known(name: str, tensor: Any) -> Any:
+    return (identity(tensor) or name) if isinstance(tensor, torch.Tensor) else id(tensor)
+
+
+def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
+    """Return what may be the parameters of a model, in its order: the first name in order of text, and the shape."""
+    found: dict[Any, Named] = {}
+    for name, tensor in tensors.items():
+        dtype = tensor.dtype if isinstance(tensor, SourceTensor) else str(tensor.dtype).removeprefix("torch.")
+        if dtype.startswith(("float", "bfloat", "complex")) and name.rpartition(".")[2] not in _BUFFERS:
+            known = _known(name, tensor)
+            first = found.setdefault(known, (name, tuple(tensor.shape)))
+            if name < first[0]:
+                found[known] = (name, first[1])
+    return found
+
+
+def _shapes(entry: Any) -> set[tuple[int, ...]]:
+    """Return the shapes that an optimizer keeps for one parameter; none where it keeps nothing but counts."""
+    values = entry.values() if isinstance(entry, Mapping) else ()
+    return {tuple(value.shape) for value in values if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def _only_order(kept: Sequence[set[tuple[int, ...]]], parameters: Sequence[Named]) -> list[str]:
+    """Name each of an optimizer's parameters, if the model's order and the shapes leave one way to do it.
+
+    The first places that fit from the left and from the right are the same only then.
+    """
+    left = _first_places(kept, parameters)
+    right = _first_places(kept[::-1], parameters[::-1])
+    if left is None or right is None:
+        raise UnsupportedStateError("the shapes of its state do not follow the order of the model")
+    if left != [len(parameters) - 1 - place for place in right[::-1]]:
+        raise UnsupportedStateError("its parameters have numbers, and fit the model in more than one way")
+    return [parameters[place][0] for place in left]
+
+
+def _first_places(kept: Sequence[set[tuple[int, ...]]], parameters: Sequence[Named]) -> list[int] | None:
+    places, at = [], 0
+    for shapes in kept:
+        while at < len(parameters) and shapes and parameters[at][1] not in shapes:
+            at += 1
+        if at == len(parameters):
+            return None
+        places.append(at)
+        at += 1
+    return places

@@ -1,0 +1,320 @@
+"""Files of others to import: torch.save files, safetensors files, directories of Hugging Face, Lightning's checkpoints.
+
+Invariants
+
+1. Nothing that a file says is executed or imported: a pickle goes through torch's weights-only unpickler and nothing
+   else. One that names anything that this unpickler does not know is refused, and the error has that name.
+2. A file is refused before anything is written. Sizes, offsets, names, and how many values and bytes it claims are
+   checked before they become memory, paths or loops.
+3. Tensors are views of the mapped files, so a file of any size needs little memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.format.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
+from ckpt_tasks.format.parsing import MALFORMED, parse_json
+
+__all__ = ["Source", "SourceTensor", "open_source"]
+
+_MAX_PICKLE_BYTES = 256 << 20  # of one file's objects without their tensors
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_ENTRIES = 1 << 20  # of a zip file: one for each tensor
+_MAX_VALUES = 1 << 21
+_LIGHTNING = "pytorch-lightning_version"
+_OURS = "ckpt_tasks"
+# The first of those that share a code: U8 is uint8.
+_DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
+_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
+# In this order: a directory that has weights twice has them as safetensors, too.
+_WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
+_OF_TRAINER = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state\w*|random_states\w*)\.(pt|pth|bin|pkl)|training_args\.bin"
+)
+
+
+class SourceTensor(NamedTuple):
+    """A tensor of a safetensors file: torch's name of its dtype, its shape, and its bytes in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file or a directory holds: tensors and values by name.
+
+    `values` has torch tensors, or SourceTensors; two names that share a tensor have one. `left` says of what cannot be
+    taken why; `files` are the files that were opened, and `size_bytes` is the size of all of them.
+    """
+
+    name: str
+    kind: str
+    values: Mapping[Any, Any]
+    size_bytes: int
+    files: tuple[str, ...]
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_lightning(self) -> bool:
+        """Whether Lightning's Trainer wrote it."""
+        return _LIGHTNING in self.values and "state_dict" in self.values
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a file, or a directory of weights; its tensors are read when they are used.
+
+    Raises CheckpointNotFoundError if there is none, ConfigError for what is not one of the formats, IntegrityError for
+    one that is damaged or says what cannot be, and UnsupportedStateError for a pickle that names anything but tensors
+    and plain values.
+    """
+    place = Path(os.path.abspath(os.path.expanduser(path)))
+    if not place.exists():
+        raise CheckpointNotFoundError(f"there is no file {place}", hint="Check its name.")
+    try:
+        return _directory(place) if place.is_dir() else _file(place)
+    except OSError as error:
+        raise IntegrityError(f"{place.name} cannot be read: {error.strerror or error}") from error
+
+
+def _file(path: Path) -> Source:
+    head, size_bytes = _head(path)
+    if head[:2] == b"PK":
+        values = _torch_values(path)
+        source = Source(path.name, "torch.save file", values, size_bytes, (path.name,))
+        return (
+            Source(path.name, "Lightning checkpoint", values, size_bytes, (path.name,))
+            if source.is_lightning
+            else source
+        )
+    if len(head) > 8 and head[8:9] == b"{":
+        values, left = _safetensors(path)
+        return Source(path.name, "safetensors file", values, size_bytes, (path.name,), left)
+    if head[:1] == b"\x80":
+        raise ConfigError(
+            f"{path.name} was written in the format of torch before 1.6, which cannot be mapped",
+            hint="Write it again where you trust it: torch.save(torch.load(name), name).",
+        )
+    raise ConfigError(
+        f"{path.name} is neither a torch.save file nor a safetensors file",
+        hint="Name one, or a directory that holds one and its index.",
+    )
+
+
+def _head(path: Path) -> tuple[bytes, int]:
+    """Return the first bytes of a regular file, and its size; a pipe or a device is not waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a regular file")
+        return os.pread(fd, 16, 0), status.st_size
+    finally:
+        os.close(fd)
+
+
+# ── directories ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _directory(directory: Path) -> Source:
+    names = sorted(os.listdir(directory))
+    chosen = _weights(directory, names)
+    if chosen.endswith(".index.json"):
+        values, left, files = _shards(directory, chosen)
+    else:
+        source = _file(directory / chosen)
+        values, left, files = dict(source.values), dict(source.left), (chosen,)
+    left |= {name: "only weights are taken from a directory" for name in names if _OF_TRAINER.fullmatch(name)}
+    size_bytes = sum(os.stat(directory / name).st_size for name in files)
+    return Source(directory.name, "directory of weights", values, size_bytes, files, left)
+
+
+def _weights(directory: Path, names: Iterable[str]) -> str:
+    for suffix in _WEIGHTS:
+        found = [n for n in names if n.endswith(suffix) and not _OF_TRAINER.fullmatch(n)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(
+                f"{directory} has {len(found)} files of weights: {', '.join(found[:5])}", hint="Name one of them."
+            )
+    raise ConfigError(f"{directory} holds no weights", hint="Name a file, or a directory with a model in it.")
+
+
+def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """Read the weights that an index names, each from the file that it is said to be in."""
+    _, size_bytes = _head(directory / index_name)
+    if size_bytes > _MAX_INDEX_BYTES:
+        raise IntegrityError(f"the index has {size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
+    try:
+        body = parse_json((directory / index_name).read_bytes(), encoding="utf-8")
+        weight_map = {str(name): str(file) for name, file in body["weight_map"].items()}
+        about = body.get("metadata") or {}
+        tied, dtypes = _about(about, about.get(_OURS))
+    except MALFORMED as error:
+        raise IntegrityError(f"the index is malformed: {error!r:.200}", key=index_name) from error
+    files = tuple(dict.fromkeys(weight_map.values()))
+    for file in files:
+        # A name with a slash could be any file of this machine.
+        if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+            raise IntegrityError(f"the index names {file!r:.200}, which is not a file beside it", key=index_name)
+        if not (directory / file).is_file():
+            raise IntegrityError(f"the index names {file}, which is not there", key=index_name)
+    found: dict[str, Any] = {}
+    left: dict[str, str] = {}
+    for file in files:
+        source = _file(directory / file)
+        left |= source.left
+        for name in (name for name, of in weight_map.items() if of == file):
+            if name not in source.values:
+                raise IntegrityError(f"{file} does not hold the tensor that the index says it does", key=name)
+            found[name] = source.values[name]
+        left |= {str(name): f"{index_name} does not name it" for name in source.values if name not in weight_map}
+    ordered = {name: found[name] for name in weight_map}
+    return _with_views(ordered, tied, dtypes, index_name), left, files
+
+
+# ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    with path.open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise IntegrityError(
+                f"the safetensors header claims {length} bytes, more than {MAX_HEADER_BYTES}", key=path.name
+            )
+        prefix = struct.pack("<Q", length) + file.read(length)
+        try:
+            entries = parse_header(prefix, size_bytes)
+            metadata = parse_json(prefix[8:], encoding="utf-8").get("__metadata__") or {}
+            ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
+            tied, dtypes = _about(metadata, ours)
+        except IntegrityError as error:
+            error.key = error.key or path.name
+            raise
+        except MALFORMED as error:
+            raise IntegrityError(f"the metadata is malformed: {error!r:.200}", key=path.name) from error
+        data = memoryview(mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ))
+    values = {
+        name: SourceTensor(_DTYPES[code], shape, data[begin:end]) for name, (code, shape, begin, end) in entries.items()
+    }
+    return _with_views(values, tied, dtypes, path.name), {}
+
+
+def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return which names are tied to which, and the dtypes of what was stored as a view, as an export wrote them."""
+    if ours is None:
+        return {str(name): value for name, value in metadata.items() if isinstance(value, str)}, {}
+    return {str(n): str(kept) for n, kept in ours["tied"].items()}, {str(n): str(d) for n, d in ours["dtypes"].items()}
+
+
+def _with_views(
+    values: dict[str, Any], tied: Mapping[str, str], dtypes: Mapping[str, str], where: str
+) -> dict[str, Any]:
+    """Give views their own dtypes again, and tied names their tensors."""
+    for name, dtype in dtypes.items():
+        tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
+        if tensor is None or tensor.dtype == dtype:
+            continue  # in another shard; or its own file has said so
+        cut = len(tensor.shape) - len(stored.suffix) if stored else 0
+        if stored is None or _DTYPES[stored.code] != tensor.dtype or tensor.shape[max(cut, 0) :] != stored.suffix:
+            raise IntegrityError(
+                f"the metadata says that it is {dtype:.40}, and its bytes are not", key=f"{where}: {name}"
+            )
+        values[name] = SourceTensor(dtype, tensor.shape[:cut], tensor.data)
+    return values | {name: values[kept] for name, kept in tied.items() if kept in values and name not in values}
+
+
+# ── torch.save ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _torch_values(path: Path) -> Mapping[Any, Any]:
+    """Return what torch.save wrote, through the weights-only unpickler, with tensors that are views of the file."""
+    _check_zip(path)
+    try:
+        forbidden = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if forbidden:
+            raise _forbidden(path, forbidden)
+        value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except UnsupportedStateError:
+        raise
+    except Exception as error:  # what bytes of others make torch raise has no common type
+        text = str(error)
+        if found := _GLOBAL.search(text):
+            raise _forbidden(path, [found[1]]) from error
+        first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+        raise IntegrityError(f"torch cannot read the file: {first:.300}", key=path.name) from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{path.name} holds a {type(value).__name__}, and not a dict of tensors and values",
+            hint="Save a state_dict, or a dict that holds some.",
+        )
+    _check_values(value, path.name)
+    return value
+
+
+def _forbidden(path: Path, names: list[str]) -> UnsupportedStateError:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return UnsupportedStateError(
+        f"the pickle names {', '.join(names[:5])}{more}, and only tensors and plain values are unpickled",
+        key=path.name,
+        hint="Where you trust the file, load it and save its state_dicts alone: torch.save({'model': …}, name).",
+    )
+
+
+def _check_zip(path: Path) -> None:
+    """Raise unless the file is a whole zip file of stored entries: one that inflates could take any memory."""
+    size_bytes = os.stat(path).st_size
+    try:
+        with zipfile.ZipFile(path) as file:
+            entries = file.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeDecodeError) as error:
+        raise IntegrityError(f"the file is cut or damaged: {error}", key=path.name) from error
+    names = {entry.filename.partition("/")[2] for entry in entries}
+    if "constants.pkl" in names:
+        raise ConfigError(f"{path.name} is a TorchScript archive", hint="Save the module's state_dict() instead.")
+    pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+    if len(pickles) != 1 or len(entries) > _MAX_ENTRIES:
+        raise IntegrityError("the zip file is not one that torch.save writes", key=path.name)
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+        raise IntegrityError("the zip file is compressed or encrypted, which torch.save never does", key=path.name)
+    claimed = sum(entry.file_size for entry in entries)
+    if claimed > size_bytes or pickles[0].file_size > _MAX_PICKLE_BYTES:
+        raise IntegrityError(f"the zip file claims {claimed} bytes, and has {size_bytes}", key=path.name)
+
+
+def _check_values(value: Any, name: str) -> None:
+    """Raise IntegrityError if there are too many values, each counted in every place: a pickle can repeat itself."""
+    count, waiting = 0, [iter([value])]
+    while waiting:
+        item = next(waiting[-1], _END)
+        if item is _END:
+            waiting.pop()
+            continue
+        count += 1
+        if count > _MAX_VALUES or len(waiting) > _MAX_DEPTH:
+            raise IntegrityError(f"there are more than {_MAX_VALUES} values, or a cycle of them", key=name)
+        if isinstance(item, Mapping):
+            waiting.append(iter(item.values()))
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting.append(iter(item))
+
+
+_END: Any = object()
+_MAX_DEPTH = 200

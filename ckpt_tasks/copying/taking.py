@@ -1,0 +1,316 @@
+"""What of a file of others becomes a group of a run, of which kind and under which name; nothing is read or written.
+
+A file says less than a checkpoint holds. What it does not say is not guessed: it is left, with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt_tasks.copying.naming import clean_names, parameter_names
+from ckpt_tasks.copying.sources import Source, SourceTensor
+from ckpt_tasks.errors import ConfigError, UnsupportedStateError
+from ckpt_tasks.format.keys import is_group
+from ckpt_tasks.format.tree import TensorRef, encode, tensor_refs
+from ckpt_tasks.state.rng import RNG, capture_generator
+from ckpt_tasks.state.tensors import TensorSet
+from ckpt_tasks.state.values import pack
+
+__all__ = ["Taken", "Taking", "take"]
+
+_MODEL = "model"
+_SUFFIX = "_state_dict"
+_EXTRA = "_extra_state"
+_OBJECTS = re.compile(r"_state_dict$|schedul|scaler|sampler|loader", re.IGNORECASE)
+_KEYS_OF_OBJECTS = ({"last_epoch", "_last_lr"}, {"scale", "_growth_tracker"})
+_LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
+
+
+class Taken(NamedTuple):
+    """A group that is taken: its name, its name in the file, its kind, what it holds, and how it was read."""
+
+    group: str
+    name: str
+    kind: str
+    tensors: int
+    size_bytes: int
+    note: str = ""
+
+
+@dataclass
+class Taking:
+    """Groups as a manifest has them, their tensors by full key, and why the rest is not taken, by its name."""
+
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | SourceTensor] = field(default_factory=dict)
+    taken: list[Taken] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class _Part(NamedTuple):
+    """One object of a file: the group that it would be, its name in the file, and itself."""
+
+    group: str
+    name: str
+    value: Any
+
+    @property
+    def kind(self) -> str:
+        if _is_weights(self.value):
+            return "module"
+        if _is_optimizer(self.value):
+            return "optimizer"
+        return "stateful" if isinstance(self.value, Mapping) and _is_stateful(self.name, self.value) else "plain"
+
+
+def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
+    """Make groups of what a file holds; `wanted` are GROUP or GROUP=NAME, and without one everything is wanted.
+
+    Raises ConfigError if the file has nothing to take, or not what is wanted.
+    """
+    parts, left = _parts(source)
+    parts, unwanted = _chosen(parts, wanted)
+    taker = _Taker({**source.left, **left, **dict.fromkeys(unwanted, "it was not asked for")})
+    for kind in ("module", "optimizer", "stateful", "plain"):  # memory that two share belongs to the first of these
+        for part in parts:
+            if part.kind == kind:
+                taker.add(part)
+    done = taker.taking
+    if not done.groups:
+        why = next(iter(done.left.items()), None)
+        raise ConfigError(
+            f"nothing of {source.name} can be taken", hint=f"{why[0]}: {why[1]}." if why else "It is empty."
+        )
+    order = [part.group for part in parts]
+    done.groups = {name: done.groups[name] for name in order if name in done.groups}
+    done.taken.sort(key=lambda one: order.index(one.group))
+    taker.add_streams()
+    return done
+
+
+def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
+    values, left = source.values, dict[str, str]()
+    if source.is_lightning:
+        return _of_lightning(values)
+    if _is_weights(values):
+        return [_Part(_MODEL, "", values)], left
+    parts: list[_Part] = []
+    for key, value in values.items():
+        name = _group_name(key) if isinstance(key, str) else None
+        if name is None:
+            left[f"{key!r:.80}"] = "no group can have this name"
+        else:
+            parts += _split(name, key, value)
+    return _unique(parts, left), left
+
+
+def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str]]:
+    parts = [_Part(_MODEL, "state_dict", values["state_dict"])]
+    for one, many, name in (
+        ("optimizer", "optimizers", "optimizer_states"),
+        ("scheduler", "schedulers", "lr_schedulers"),
+    ):
+        found = values.get(name) or []
+        for n, value in enumerate(found):
+            parts.append(_Part(one if len(found) == 1 else f"{many}_{n}", f"{name}/{n}", value))
+    parts += [_Part(name, name, values[name]) for name in ("epoch",) if name in values]
+    known = {"state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"}
+    return parts, {str(name): _LIGHTNINGS_OWN for name in values if name not in known}
+
+
+def _group_name(key: str) -> str | None:
+    """Return the group for a name in a file: "model_state_dict" is model; None where there is none."""
+    name = _MODEL if key == "state_dict" else key.removesuffix(_SUFFIX)
+    name = re.sub(r"^[^A-Za-z]+", "", re.sub(r"[^A-Za-z0-9_]", "_", name))[:64]
+    name = "rng_state" if name == RNG else name
+    return name if is_group(name) else None
+
+
+def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
+    """Yield a value, or the objects in a container of them, named as a state's containers are."""
+    items: Any = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    )
+    inside = [(key, item) for key, item in items if _is_weights(item) or _is_optimizer(item)]
+    if not inside or _is_weights(value) or _is_optimizer(value) or len(inside) < len(value):
+        yield _Part(group, name, value)
+        return
+    for key, item in inside:
+        yield _Part(_group_name(f"{group}_{key}") or group, f"{name}/{key}", item)
+
+
+def _unique(parts: list[_Part], left: dict[str, str]) -> list[_Part]:
+    found: dict[str, _Part] = {}
+    for part in parts:
+        first = found.setdefault(part.group, part)
+        if first is not part:
+            left[part.name] = f"its group {part.group} is that of {first.name} already"
+    return [*found.values()]
+
+
+def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], list[str]]:
+    if not wanted:
+        return parts, []
+    by_name = {part.group: part for part in parts} | {part.name: part for part in parts}
+    found: dict[str, _Part] = {}
+    for text in wanted:
+        group, equals, name = text.partition("=")
+        if not is_group(group) or group == RNG or group in found:
+            raise ConfigError(f"{text!r:.80} does not name a new group", hint="Write GROUP or GROUP=NAME.")
+        part = by_name.get(name if equals else group)
+        if part is None and not equals and len(parts) == 1 and not parts[0].name:
+            part = parts[0]  # weights alone have no name
+        if part is None:
+            there = ", ".join(part.name or part.group for part in parts)
+            raise ConfigError(f"the file has no {name or group!r:.80}", hint=f"It has {there}.")
+        found[group] = part._replace(group=group)
+    names = {part.name for part in found.values()}
+    return [*found.values()], [part.name for part in parts if part.name not in names]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | SourceTensor)
+
+
+def _is_weights(value: Any) -> bool:
+    """Say whether a value is a module's state_dict: tensors by name, and little else."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        return False
+    others = [item for key, item in value.items() if not _is_tensor(item) and not key.endswith(_EXTRA)]
+    tensors = sum(map(_is_tensor, value.values()))
+    return tensors > len(others) and not any(isinstance(item, Mapping | list) for item in others)
+
+
+def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
+    """Say whether a dict is what an object gave, a schedule or a scaler, and not a dict of the user's own."""
+    return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Say whether a value is an optimizer's state_dict."""
+    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
+        return False
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], Mapping)
+        and isinstance(groups, list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+class _Taker:
+    """Turn parts into groups, modules first: an optimizer's parameters have their names."""
+
+    def __init__(self, left: dict[str, str]):
+        self.taking = Taking(left=left)
+        self._set = TensorSet(None)
+        self._keys: dict[int, str] = {}  # of tensors of safetensors files
+        self._modules: dict[str, dict[str, Any]] = {}  # group → clean name → tensor, in the model's order
+
+    def add(self, part: _Part) -> None:
+        """Take one part, or note why it cannot be taken."""
+        name = part.name or part.group
+        try:
+            tree, note = self._tree(part)
+            encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
+        except UnsupportedStateError as error:
+            self.taking.left[name] = str(error)
+            return
+        self.taking.groups[part.group] = encoded
+        self.taking.tensors |= self._set.tensors
+        keys = {ref.key for ref in tensor_refs(tree)}
+        size_bytes = sum(_nbytes(self.taking.tensors[key]) for key in keys)
+        self.taking.taken.append(Taken(part.group, part.name, part.kind, len(keys), size_bytes, note))
+
+    def add_streams(self) -> None:
+        """Add random streams, of which no file has all: those of a process that has just been seeded with 0."""
+        numpy = np.random.RandomState(0)  # the kind that a process has
+        streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
+        tensors = TensorSet(None)
+        tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
+        self.taking.groups[RNG] = {"kind": RNG, "tree": encode(tree, RNG)}
+        self.taking.tensors |= tensors.tensors
+
+    def _tree(self, part: _Part) -> tuple[Any, str]:
+        if part.kind == "module":
+            return self._module(part)
+        if part.kind == "optimizer":
+            return self._optimizer(part)
+        return self._packed(part.value, part.group), ""
+
+    def _packed(self, value: Any, path: str) -> Any:
+        pack(value, path, TensorSet(None))  # what cannot be packed as a whole leaves no tensor behind
+        return pack(value, path, self._set)
+
+    def _module(self, part: _Part) -> tuple[dict[str, Any], str]:
+        tree: dict[str, Any] = {}
+        names = clean_names([*part.value])
+        for name, value in part.value.items():
+            clean = names[name]
+            place = f"{part.group}/{clean}"
+            try:
+                if isinstance(value, SourceTensor):
+                    tree[clean] = self._source_ref(value, place)
+                elif isinstance(value, torch.Tensor) and not clean.endswith(_EXTRA):
+                    tree[clean] = self._set.add(value, place, exact=False)
+                elif clean.endswith(_EXTRA):
+                    tree[clean] = self._packed(value, place)
+                else:
+                    self.taking.left[f"{part.name or part.group}/{name}"] = "it is not a tensor"
+            except UnsupportedStateError as error:
+                self.taking.left[f"{part.name or part.group}/{name}"] = error.message
+        self._modules[part.group] = {names[name]: value for name, value in part.value.items() if _is_tensor(value)}
+        cut = sorted({name[: len(name) - len(clean)] for name, clean in names.items() if name != clean})
+        return tree, f"without {cut[0]!r} before each name" if cut and cut[0] else ""
+
+    def _source_ref(self, tensor: SourceTensor, place: str) -> TensorRef:
+        key = self._keys.setdefault(id(tensor), place)
+        self.taking.tensors[key] = tensor
+        return TensorRef(key)
+
+    def _optimizer(self, part: _Part) -> tuple[dict[str, Any], str]:
+        state, groups = part.value["state"], part.value["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        try:
+            names, note = parameter_names(part.value, self._modules)
+        except UnsupportedStateError as error:
+            error.key = part.group
+            raise
+        by_number = dict(zip(numbers, names, strict=True))
+        other = {key: value for key, value in part.value.items() if key not in ("state", "param_groups")}
+        options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+        where = part.group
+
+        def packed(tensors: TensorSet) -> dict[str, Any]:
+            return {
+                "state": {
+                    by_number[n]: pack(one, f"{where}/{by_number[n]}", tensors)
+                    for n, one in state.items()
+                    if n in by_number
+                },
+                "shared": pack({n: one for n, one in state.items() if n not in by_number}, f"{where}/shared", tensors),
+                "param_groups": [
+                    {
+                        "params": [by_number[n] for n in group["params"]],
+                        "options": pack(own, f"{where}/param_groups/{n}", tensors),
+                    }
+                    for n, (group, own) in enumerate(zip(groups, options, strict=True))
+                ],
+                "other": pack(other, f"{where}/other", tensors),
+                "shapes": {},
+                "on_cpu": None,
+            }
+
+        packed(TensorSet(None))  # what cannot be packed as a whole leaves no tensor behind
+        return packed(self._set), note
+
+
+def _nbytes(tensor: torch.Tensor | SourceTensor) -> int:
+    return tensor.data.nbytes if isinstance(tensor, SourceTensor) else tensor.nbytes

@@ -1,0 +1,108 @@
+"""`ckpt import`: one command from a file of others to a run, and one line when it cannot be done."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.cli_runs import ckpt, save_steps
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+
+def anonymous(field):  # memory of its own; what is mapped from a file can be given back at any time
+    return int(re.search(rf"{field}:\\\\s+(\\\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+
+from threading import Event, Thread
+from ckpt_tasks.cli import app
+
+def run(*words):
+    try:
+        app(["import", *words])
+    except SystemExit as end:
+        assert not end.code
+
+most, done = [0], Event()
+def watch():
+    while not done.wait(0.005):
+        most[0] = max(most[0], anonymous("RssAnon"))
+
+run(sys.argv[1], sys.argv[2])  # small: what is imported is in memory after it
+before = anonymous("RssAnon")
+Thread(target=watch, daemon=True).start()
+run(sys.argv[3], sys.argv[4])
+done.set()
+print("took", most[0] - before)
+"""
+
+
+def test_one_command_makes_a_run(tmp_path: Path, run_dir: Path) -> None:
+    """What was taken, as what, and what was not and why is listed; `verify` finds the run good."""
+    model = nn.Linear(2, 3)
+    torch.save({"model": model.state_dict(), "epoch": 3, "odd": bytearray(1)}, tmp_path / "a.pt")
+    answer = ckpt("import", tmp_path / "a.pt", run_dir, "--step", "5")
+    assert answer.status == 0, answer.err
+    assert "run step 5" in answer.out
+    assert re.search(r"model +model +module +2 +36 B", answer.out)
+    assert "odd: a builtins.bytearray cannot be stored" in answer.out
+    assert "Imported 2 groups of the torch.save file a.pt" in answer.out
+    assert ckpt("verify", run_dir).status == 0
+    assert "imported_from" in ckpt("show", f"{run_dir}@5", "--json").out
+
+
+def test_json(tmp_path: Path, run_dir: Path) -> None:
+    """--json has the groups and what is left, by name; an error is JSON too, and nothing is made."""
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
+    data = ckpt("import", tmp_path / "a.pt", run_dir, "--group", "net", "--run-key", "lm", "--json").data
+    assert (data["step"], data["left"], data["source_kind"]) == (0, {}, "torch.save file")
+    assert [(one["group"], one["kind"], one["tensors"]) for one in data["taken"]] == [("net", "module", 2)]
+    assert ckpt("ls", run_dir, "--json").data["run_key"] == "lm"
+    (tmp_path / "b.pt").write_bytes(b"PK\3\4")
+    answer = ckpt("import", tmp_path / "b.pt", tmp_path / "other", "--json")
+    assert (answer.status, answer.data["error"]["type"]) == (1, "IntegrityError")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("source", ["none.pt", "empty"])
+def test_what_is_not_there(tmp_path: Path, run_dir: Path, source: str) -> None:
+    """A name that stands for nothing, or a directory without weights, is one line."""
+    (tmp_path / "empty").mkdir()
+    answer = ckpt("import", tmp_path / source, run_dir)
+    assert (answer.status, answer.out, len(answer.err.splitlines())) == (1, "", 1)
+    assert not run_dir.exists()
+
+
+def test_a_trained_run_is_refused(tmp_path: Path, run_dir: Path) -> None:
+    """A run that was trained has a history; a file has none that could go on from it."""
+    save_steps(run_dir, 1)
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
+    answer = ckpt("import", tmp_path / "a.pt", run_dir, "--step", "9")
+    assert answer.status == 1
+    assert "trained" in answer.err
+
+
+def measured(tmp_path: Path, mib: int) -> int:
+    """Import a file of so many MiB; return the most MiB of memory of its own that it took beyond a small one's."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "small.pt")
+    torch.save({f"w{n}": torch.ones(8 << 18) for n in range(mib // 8)}, tmp_path / "large.pt")
+    arguments = [tmp_path / "small.pt", tmp_path / "s", tmp_path / "large.pt", tmp_path / "l"]
+    command = [sys.executable, "-c", MEASURED.replace("\\\\", "\\"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "l").stat()
+    found = re.search(r"took (\d+)$", done.stdout)
+    assert found, done.stdout
+    return int(found[1])
+
+
+@pytest.mark.parametrize("mib", [160, pytest.param(2048, marks=pytest.mark.slow)])
+def test_memory_is_bounded(tmp_path: Path, mib: int) -> None:
+    """A file of any size takes less than 48 MiB of memory of its own: its tensors are views of the mapped file."""
+    assert measured(tmp_path, mib) < 48
