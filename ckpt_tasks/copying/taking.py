@@ -221,7 +221,8 @@ class _Taker:
             tree, note = self._tree(part)
             encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
         except UnsupportedStateError as error:
-            self.taking.left[name] = str(error)
+            where = f" (at {error.key})" if error.key not in (None, part.group) else ""
+            self.taking.left[name] = error.message + where  # the hint is for a state, not for a file
             return
         self.taking.groups[part.group] = encoded
         self.taking.tensors |= self._set.tensors
