@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -25,6 +25,8 @@ from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.schedule import Position, check_step, point
+from ckpt_tasks.snapshot.cache import CachedSnapshot
+from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import warn_of_unsaved
@@ -136,9 +138,7 @@ class Checkpointer(HeldRun):
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
         self._left_out.check(rollback, state)
-        in_memory = self._ranks.in_all(partial(self._cache.found, known))
-        if step is not None or self._finite.failed_step is not None or goes_back(rollback, known):
-            in_memory = of_checkpoints(in_memory, candidates)
+        in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
             return self._begin()
         damaged, self._damaged = self._damaged, ()
@@ -316,6 +316,13 @@ class Checkpointer(HeldRun):
         if step is not None:
             return known, [self.run.find(step)], live.rollback
         return known, known if self._finite.failed_step is None else self._finite.older(known), live.rollback
+
+    def _in_memory(
+        self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
+    ) -> Sequence[CachedSnapshot | RankSnapshot]:
+        """Return what all ranks have in memory: with `newest` also what is not committed, else of the candidates."""
+        in_memory = self._ranks.in_all(partial(self._cache.found, known))
+        return in_memory if newest and self._finite.failed_step is None else of_checkpoints(in_memory, candidates)
 
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
         """Record that training goes on from a checkpoint before a step whose metrics were not finite.

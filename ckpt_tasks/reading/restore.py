@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +23,6 @@ from ckpt_tasks.errors import (
     ObjectNotFoundError,
     RunMismatchError,
     StateError,
-    StateMismatchError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.index import IndexRow
@@ -209,30 +209,22 @@ def restore_one(
         opened = open_checkpoint(store, checkpoint, rank, world_size)
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
-    try:
+    with _naming(checkpoint.step):
         plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial, selection=selection)
-    except StateMismatchError as error:
-        error.step = checkpoint.step
-        raise
     wanted = opened.index.of_tensors(plan.keys).rows
-    some = partial or selection is not None
-    names = {row.object for row in wanted} if some else {record.name for record in opened.manifest.objects}
-    headers = [record for record in opened.manifest.objects if record.name in names]
+    names = {row.object for row in wanted} if partial or selection is not None else None
+    headers = [record for record in opened.manifest.objects if names is None or record.name in names]
     for record in headers if snapshot is not None else headers[rank::world_size]:
         _check_header(store, record, opened.rows)
     if snapshot is not None:
         source = snapshot.tensors(store, wanted)
     else:
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
-    try:
+    with _naming(checkpoint.step):  # an error of the user's load_state_dict
         plan.apply(source, together)
-    except StateError as error:  # of the user's load_state_dict
-        error.step = checkpoint.step
-        raise
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
-        streams = canonical_json(opened.manifest.groups[RNG])
-        seed_streams(int(digest_hex(streams + str(rank).encode())[:16], 16))
+        _derive_streams(opened.manifest.groups[RNG], rank)
     return RestoreReport(
         step=checkpoint.step,
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
@@ -245,6 +237,21 @@ def restore_one(
         new=plan.chosen.new,
         replaced=plan.replaced,
     )
+
+
+@contextmanager
+def _naming(step: int) -> Iterator[None]:
+    """Name the step in an error of the target."""
+    try:
+        yield
+    except StateError as error:
+        error.step = step
+        raise
+
+
+def _derive_streams(saved: Mapping[str, Any], rank: int) -> None:
+    """Seed every random stream from rank 0's, as they were saved, and the number of this rank."""
+    seed_streams(int(digest_hex(canonical_json(dict(saved)) + str(rank).encode())[:16], 16))
 
 
 def _check_header(store: ReadableStore, record: ObjectRecord, rows: Sequence[IndexRow]) -> None:
