@@ -92,8 +92,7 @@ class LightningState:
             dump.pop(name, None)
         if _same(dump["state_dict"], self._module.state_dict()):
             del dump["state_dict"]
-        fit = dump["loops"] = {"fit_loop": dump["loops"]["fit_loop"]}
-        loop = fit["fit_loop"]
+        loop = dump["loops"]["fit_loop"]
         if self.loaders is not None:
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
         # The batch in hand may be the epoch's last one; restored so, the loop would take it for done.

@@ -22,7 +22,7 @@ NEVER = {
 }  # fmt: skip
 NEVER_TOGETHER = {"global_step"}
 # `load` is kept for the one name that torch gave it: what we do is called restore.
-LOAD_ALLOWED = {"load_state_dict"}
+LOAD_ALLOWED = {"load_state_dict", "load_checkpoint"}  # the names that torch and Lightning call
 
 
 def python_blocks(page: Path) -> str:

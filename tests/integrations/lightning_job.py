@@ -10,13 +10,16 @@ from typing import Any
 import lightning
 import torch
 from datasets import Dataset
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, ResumableLoader
+from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.integrations.lightning import CkptCallback
+from ckpt_tasks.integrations.lightning_io import CkptCheckpointIO
 from tests.support.legs import Leg
 
 SAMPLES = 46  # 12 batches of 4, the last one of 2
@@ -121,3 +124,104 @@ def train(leg: Leg) -> None:
     trainer.fit(net, loader(kind, data, options.get("workers", 0)), validation)
     moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
     leg.end(trainer.global_step, [*net.state_dict().values(), *moments])
+
+
+class Bare(lightning.LightningModule):
+    """Draws nothing: Lightning's own checkpoints have no random streams."""
+
+    def __init__(self, leg: Leg):
+        super().__init__()
+        self.save_hyperparameters({"width": 8, "betas": (0.9, 0.99)})
+        self.leg = leg
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def on_train_start(self) -> None:
+        self.leg.record("begin", self.global_step, "")
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        x, y = batch
+        loss: torch.Tensor = (self.net(x) - y).square().mean()
+        self.log("loss", loss)
+        self.leg.record("loss", self.global_step, loss.item())
+        self.leg.within(self.global_step)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test", (self.net(x) - y).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])]
+
+
+def own(leg: Leg) -> None:
+    """Train with Lightning's ModelCheckpoint alone, into our store, and go on by Lightning's `ckpt_path`."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    lightning.seed_everything(7, verbose=False)
+    x = torch.randn(SAMPLES, 4)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    saving = ModelCheckpoint(
+        leg.folder / "own",
+        monitor="loss",
+        save_top_k=2,
+        every_n_train_steps=leg.options.get("every", 1),
+        save_last=True,
+    )
+    io = AsyncCheckpointIO(CkptCheckpointIO()) if leg.options.get("async") else CkptCheckpointIO()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[saving],
+        default_root_dir=leg.folder,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        logger=False,
+        log_every_n_steps=1,
+        max_epochs=leg.options.get("epochs", 1),
+        plugins=[io],
+    )
+    net = Bare(leg)
+    trainer.fit(net, ResumableLoader(data, batch_size=4, shuffle=True), ckpt_path="last")
+    held = sorted(path.name for path in (leg.folder / "own").iterdir())
+    leg.record("held", len(held), "")
+    torch.manual_seed(0)
+    moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
+    leg.end(trainer.global_step, [*net.state_dict().values(), *moments])
+
+
+def evaluated(leg: Leg) -> None:
+    """Train with CkptCallback, and let Lightning's own switches read its run; say what each of them found."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    lightning.seed_everything(7, verbose=False)
+    x = torch.randn(SAMPLES, 4)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    run = str(leg.folder / "run")
+    quiet: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    config = CheckpointConfig(checkpoint_dir=run, step_interval=6, memory_dir=None)
+    trainer = lightning.Trainer(max_epochs=1, callbacks=[CkptCallback(config)], enable_checkpointing=False, **quiet)
+    net, again = Bare(leg), Bare(leg)
+    trainer.fit(net, ResumableLoader(data, batch_size=4, shuffle=True))
+    reader = lightning.Trainer(max_epochs=1, plugins=[CkptCheckpointIO()], enable_checkpointing=False, **quiet)
+    for which in ("", "@6"):
+        (found,) = reader.test(again, DataLoader(data, batch_size=SAMPLES), ckpt_path=run + which, verbose=False)
+        leg.record("test", 6 if which else 12, found["test"])
+    (live,) = lightning.Trainer(**quiet).test(net, DataLoader(data, batch_size=SAMPLES), verbose=False)
+    leg.record("test of the live one", 12, live["test"])
+    # Lightning goes on from the run as from a file of its own: loops, schedule and moments by their numbers.
+    reader.fit(again, ResumableLoader(data, batch_size=4, shuffle=True), ckpt_path=run)
+    leg.record("trained", reader.global_step, "")
+    for name, value in reader.optimizers[0].state_dict()["state"].items():
+        same = torch.equal(value["exp_avg"], trainer.optimizers[0].state_dict()["state"][name]["exp_avg"])
+        leg.record("moments", name, str(same))
+    try:
+        CkptCheckpointIO().save_checkpoint(
+            {"state_dict": {}, "hyper_parameters": {"make": object()}}, leg.folder / "no"
+        )
+    except UnsupportedStateError as error:
+        leg.record("refused", 0, str(error))
+    try:
+        CkptCheckpointIO().remove_checkpoint(run)
+    except ValueError as error:
+        leg.record("kept", 0, str(error))

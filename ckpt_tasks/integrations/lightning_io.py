@@ -1,0 +1,154 @@
+"""Lightning's own checkpoints in our store: committed whole or not at all, verified when they are read, no pickle.
+
+Each path that Lightning names is a run with one checkpoint. A run of `CkptCallback` can be read as well, any of its
+checkpoints: the parameters of an optimizer, which have names there, get the numbers that Lightning knows them by.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import distributed
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
+from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import Run, open_run
+from ckpt_tasks.reading.values import Values, read_values
+
+__all__ = ["CkptCheckpointIO"]
+
+_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # as CkptCallback names its groups
+
+
+class CkptCheckpointIO(TorchCheckpointIO):
+    """Let ModelCheckpoint, `trainer.save_checkpoint` and `ckpt_path=` write and read verified checkpoints.
+
+    ::
+
+        trainer = Trainer(plugins=[CkptCheckpointIO()], callbacks=[ModelCheckpoint(monitor="val_loss")])
+
+    A path is a run directory with one checkpoint. `ckpt_path` may also name a run of CkptCallback, "runs/first", or one
+    checkpoint of it, "runs/first@500" or "runs/first@best". Files that Lightning wrote before are read as before.
+
+    Saving raises UnsupportedStateError, with its key, for a value that is neither a tensor nor plain; ConfigError for
+    `storage_options` and for more than one rank; StateError if the path has a later step; and what
+    `Checkpointer.save` raises. Loading raises CheckpointNotFoundError, IntegrityError and StoreError.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # AsyncCheckpointIO saves in a thread, and removes in another
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Commit a checkpoint at a path; one that is there already is replaced."""
+        if storage_options is not None:
+            raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise ConfigError("CkptCheckpointIO saves the training of one process", hint="Save with CkptCallback.")
+        config = CheckpointConfig(checkpoint_dir=path, max_num_checkpoints=1, memory_dir=None)
+        step = int(checkpoint.get("global_step", 0))
+        with self._lock:
+            ckpt = Checkpointer(config)
+            try:
+                found = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
+                if found > step:
+                    raise StateError(
+                        f"{path} has step {found}, and step {step} would come after it",
+                        hint="Save to another path, or remove that one first.",
+                    )
+                ckpt.save(step, _groups(checkpoint))
+            finally:
+                ckpt.close()
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint as Lightning made it, its tensors on the CPU."""
+        if os.path.isfile(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        directory, which = split_target(os.fspath(path))
+        run = open_run(directory)
+        return _checkpoint(read_values(run.history.store, run.find("latest" if which is None else which)))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint that `save_checkpoint` made. Raises ConfigError for any other run."""
+        if os.path.isfile(path):
+            super().remove_checkpoint(path)
+            return
+        with self._lock:
+            try:
+                run = open_run(path)
+            except CheckpointNotFoundError:
+                return
+            _refuse_other(run)
+            store = run.history.store
+            # Top-down: without its ledger no checkpoint is there.
+            names = store.names("")
+            for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
+                store.delete(name)
+            shutil.rmtree(path, ignore_errors=not store.near)
+
+
+class _Group:
+    """A part of Lightning's checkpoint, as a stateful: it is stored as it is."""
+
+    def __init__(self, value: Mapping[str, Any]):
+        self._value = value
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._value
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._value = state
+
+
+def _groups(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    groups: dict[str, Any] = {_REST: _Group(rest)}
+    if "state_dict" in checkpoint:
+        groups[_MODEL] = _Group(checkpoint["state_dict"])
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = len(checkpoint["optimizer_states"])
+        groups[_OPTIMIZERS] = [_Group(state) for state in checkpoint["optimizer_states"]]
+    return groups
+
+
+def _checkpoint(groups: Mapping[str, Values]) -> dict[str, Any]:
+    if _REST not in groups:
+        raise ConfigError(
+            f"the run is not one of Lightning: it holds {', '.join(groups)}",
+            hint="Name one that CkptCallback or CkptCheckpointIO has written.",
+        )
+    found = dict(groups[_REST].value)
+    if _MODEL in groups:
+        found.setdefault("state_dict", groups[_MODEL].value)
+    optimizers = {name: group for name, group in groups.items() if name.startswith(f"{_OPTIMIZERS}_")}
+    if optimizers or "optimizer_states" in found:
+        ordered = (optimizers[f"{_OPTIMIZERS}_{n}"] for n in range(len(optimizers)))
+        found["optimizer_states"] = [_numbered(one.value) if one.kind == "optimizer" else one.value for one in ordered]
+    return found
+
+
+def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by numbers, as torch's own state_dict has it."""
+    names = [name for group in tree["param_groups"] for name in group["params"]]
+    number = {name: n for n, name in enumerate(names)}
+    state = {**tree["shared"], **{number[name]: entry for name, entry in tree["state"].items()}}
+    groups = [{**one["options"], "params": [number[name] for name in one["params"]]} for one in tree["param_groups"]]
+    return {**tree["other"], "state": state, "param_groups": groups}
+
+
+def _refuse_other(run: Run) -> None:
+    for checkpoint in run.checkpoints():
+        groups = open_checkpoint(run.history.store, checkpoint).groups
+        if _REST not in groups or (_MODEL in groups and groups[_MODEL].kind != "stateful"):
+            raise ConfigError(f"{run.history.store.url} was not saved by CkptCheckpointIO", hint="Remove it by hand.")

@@ -1,0 +1,44 @@
+"""A checkpoint as plain values and tensors, for those who have no object to restore into."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.tree import tensor_refs
+from ckpt_tasks.reading.download import DownloadedTensors
+from ckpt_tasks.reading.fetch import StoredTensors
+from ckpt_tasks.reading.opening import check_header, open_checkpoint
+from ckpt_tasks.state.restore_parts import Maker
+from ckpt_tasks.state.rng import RNG
+from ckpt_tasks.state.values import unpack
+from ckpt_tasks.storage.port import Store
+
+__all__ = ["Values", "read_values"]
+
+
+class Values(NamedTuple):
+    """What one group holds, its tensors on the CPU; `kind` says what it was made of, as in the manifest."""
+
+    kind: str
+    value: Any
+
+
+def read_values(store: Store, checkpoint: Checkpoint) -> dict[str, Values]:
+    """Read every group of a checkpoint but the random streams; every byte is verified.
+
+    Raises IntegrityError and StoreError. Of a checkpoint of many ranks rank 0's values are read.
+    """
+    opened = open_checkpoint(store, checkpoint)
+    groups = {name: group for name, group in opened.groups.items() if name != RNG}
+    trees = {name: group.tree for name, group in groups.items()}
+    rows = opened.index.of_tensors(frozenset(ref.key for tree in trees.values() for ref in tensor_refs(tree))).rows
+    used = {row.object for row in rows}
+    for record in opened.manifest.objects:
+        if record.name in used:
+            check_header(store, record)
+    source = (StoredTensors if store.near else DownloadedTensors)(store, rows)
+    make = Maker(source)
+    made = {name: Values(group.kind, unpack(trees[name], make)) for name, group in groups.items()}
+    source.fetch()
+    return made
