@@ -106,7 +106,7 @@ class Opened:
 
     @property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor, by its full key."""
+        """Dtype and shape of every tensor, by its full key; the random streams are tensors of the group `rng`."""
         return self.index.tensors
 
 

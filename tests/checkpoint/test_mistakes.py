@@ -26,7 +26,9 @@ def test_a_mistake_is_told(one: Mistake, tmp_path: Path) -> None:
     text = printed(one, tmp_path)
     assert re.search(one.says, text, re.DOTALL), text
     assert re.search(one.do, text, re.DOTALL), text
-    assert texts_of(PAGE.read_text(encoding="utf-8")).get(one.words) == text, "python -m tests.house.mistakes"
+    assert texts_of(PAGE.read_text(encoding="utf-8")).get(one.words) == text, (
+        "this message has changed: run `python -m tests.house.mistakes`"
+    )
 
 
 def test_the_page_has_them_all() -> None:

@@ -129,7 +129,8 @@ def test_the_tour_names_what_is_there() -> None:
     there = {name for path in files("ckpt_tasks", "flows") for name in _defined(parse(path))}
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`\.?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", text)) - {"O_EXCL"}
-    assert sorted(name for name in named if name not in there and not name.endswith(".py")) == []
+    gone = sorted(name for name in named if name not in there and not name.endswith(".py"))
+    assert gone == [], "docs/ARCHITECTURE.md names what the code no longer defines"
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
@@ -146,7 +147,7 @@ def test_files_are_named_in_our_words() -> None:
     """No file or folder has a name from the list of words that are never used."""
     sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "deployments", "docs", suffix="")
     wrong = {str(path.relative_to(ROOT)) for path in sources for part in path.relative_to(ROOT).parts if is_never(part)}
-    assert wrong == set()
+    assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
 
 
 def test_symbols_are_named_in_our_words() -> None:
@@ -157,4 +158,4 @@ def test_symbols_are_named_in_our_words() -> None:
         for line, name in public_symbols(path)
         if not name.startswith("_") and is_never(name)
     ]
-    assert wrong == []
+    assert wrong == [], "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"

@@ -85,7 +85,8 @@ def upward(path: Path) -> list[str]:
 
 def test_imports_point_down() -> None:
     """No module imports from a floor above its own, nor from a neighbour on the same level."""
-    assert [line for path in SHIPPED for line in upward(path)] == []
+    wrong = [line for path in SHIPPED for line in upward(path)]
+    assert wrong == [], "import from a lower floor only: docs/ARCHITECTURE.md has the levels"
 
 
 def test_the_page_has_every_floor_once_from_the_top_down() -> None:
@@ -97,7 +98,9 @@ def test_the_page_has_every_floor_once_from_the_top_down() -> None:
 def test_every_folder_is_a_floor() -> None:
     """The floors of the page are the folders of the package, so that a new folder cannot escape the rule."""
     paths = [path for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"]
-    assert {module_name(path).split(".")[1] for path in paths} | {"errors"} == {*LEVELS}
+    assert {module_name(path).split(".")[1] for path in paths} | {"errors"} == {*LEVELS}, (
+        "a new folder needs a row in the table of docs/ARCHITECTURE.md"
+    )
     assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "errors"}
 
 
@@ -110,7 +113,7 @@ def test_only_its_own_modules_import(package: str) -> None:
         for line, name in imports(parse(path))
         if within(name, package) and not any(within(module_name(path), folder) for folder in ALLOWED[package])
     ]
-    assert wrong == []
+    assert wrong == [], f"only {ALLOWED[package] or 'nobody'} may import {package}"
 
 
 @pytest.mark.parametrize("folder", sorted(FORBIDDEN))
@@ -123,7 +126,7 @@ def test_pure_floors_import_neither(folder: str) -> None:
         for line, name in imports(parse(path))
         if name.split(".")[0] in FORBIDDEN[folder]
     ]
-    assert wrong == []
+    assert wrong == [], f"{folder} must not import {FORBIDDEN[folder]}"
 
 
 def test_importing_the_pure_floors_brings_in_neither() -> None:

@@ -19,5 +19,5 @@ def test_every_option_has_a_text() -> None:
 def test_the_page_is_made_from_the_config() -> None:
     """Rows, defaults and texts are those that `python -m tests.house.options` writes."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page)
+    assert page == written(page), "an option has changed: run `python -m tests.house.options`"
     assert all(f"| `{option.name}` |" in page for option in fields(CheckpointConfig))

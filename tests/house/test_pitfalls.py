@@ -19,4 +19,4 @@ def test_every_pitfall_has_its_row() -> None:
 def test_the_page_is_made_from_the_docstrings() -> None:
     """Links and counts are those that `python -m tests.house.pitfalls` writes."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page)
+    assert page == written(page), "a docstring of a test has changed: run `python -m tests.house.pitfalls`"

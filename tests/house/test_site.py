@@ -56,5 +56,5 @@ def test_github_and_the_site_show_the_same(page: Path) -> None:
 def test_the_page_of_commands_is_made_from_their_help() -> None:
     """Every verb has its place, and `python -m tests.house.commands` would write the same page."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written()
+    assert page == written(), "the help of a verb has changed: run `python -m tests.house.commands`"
     assert page.count("\n### ckpt ") >= 20
