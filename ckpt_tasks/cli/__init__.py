@@ -1,7 +1,7 @@
-"""The command line `ckpt`: train programs; look at runs, keep, compare and copy them; try stores and sites.
+"""The command line `ckpt`: train programs; list, keep, compare and copy runs; check stores and machines.
 
-Every verb prints a table for people, or one JSON object with --json, and exits with 0 only where all is well. What a
-verb needs is imported when it runs: `ckpt --help` waits for nothing, and a verb that only looks imports no torch.
+Every verb prints a table, or one JSON object with --json, and exits with 0 only if all is well. A verb imports what it
+needs when it runs: `ckpt --help` answers at once, and a verb that only reads does not import torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
 app = typer.Typer(
     name="ckpt",
     cls=SectionedGroup,
-    help="Train with checkpoints that survive anything, and look after them.",
-    epilog="DIR is a run directory. DIR@500 names a step of it, DIR@latest and DIR@best the newest and the best one.",
+    help="Train with checkpoints that survive a kill at any moment, and manage them.",
+    epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
     rich_markup_mode=None,  # plain help: it is there in half the time
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a plain traceback can be searched for and sent
@@ -70,10 +70,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="say which version this is")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Take what stands before the verb."""
+    """Take the options that come before the verb."""
 
 
 def main(*verb: str) -> None:

@@ -1,4 +1,4 @@
-"""`ckpt diff`: are two checkpoints equal bit for bit, and if not, in what and by how much."""
+"""`ckpt diff`: compare two checkpoints bit for bit; say what differs, and by how much."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ AllOption = Annotated[bool, typer.Option("--all", help=f"List every difference, 
 def diff(a: CheckpointArgument, b: CheckpointArgument, every: AllOption = False, as_json: JsonOption = False) -> None:
     """Compare the states of two checkpoints bit for bit.
 
-    Exits with 0 if they are equal, 1 if they differ and 2 if one cannot be read. The two may be of two runs. Every
-    bit of every tensor counts (NaN payloads, the sign of zero), and so does every plain value, random streams included.
+    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
+    of every tensor counts (NaN payloads, the sign of zero), and every plain value; random streams are part of it.
     """
     with output(as_json, trouble=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
-        found = _compare(out, *sides)
-        out.data(_facts(found, *sides))
+        comparison = _compare(out, *sides)
+        out.data(_facts(comparison, *sides))
         if not as_json:
-            _print(out, found, sides, every)
-        if not found.equal:
+            _print(out, comparison, sides, every)
+        if not comparison.equal:
             out.fail()
 
 
@@ -50,64 +50,74 @@ def _compare(out: Output, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) 
         return compare_checkpoints(stores[0], a[1], stores[1], b[1])
 
 
-def _facts(found: Comparison, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> dict[str, Any]:
+def _facts(comparison: Comparison, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> dict[str, Any]:
     sides = {
         name: {"checkpoint_dir": run.history.store.url, "step": c.step, "manifest_digest": c.manifest_digest}
         for name, (run, c) in (("a", a), ("b", b))
     }
     return {
-        "equal": found.equal,
+        "equal": comparison.equal,
         **sides,
-        "groups": {name: asdict(compared) for name, compared in found.groups.items()},
-        "differences": [asdict(difference) for difference in found.differences],
+        "groups": {name: asdict(compared) for name, compared in comparison.groups.items()},
+        "differences": [asdict(difference) for difference in comparison.differences],
     }
 
 
 def _print(
-    out: Output, found: Comparison, sides: tuple[tuple[Run, Checkpoint], tuple[Run, Checkpoint]], every: bool
+    out: Output, comparison: Comparison, sides: tuple[tuple[Run, Checkpoint], tuple[Run, Checkpoint]], every: bool
 ) -> None:
     from rich.text import Text
 
     for name, (run, checkpoint) in zip("AB", sides, strict=True):
         out.print(Text.assemble((f"{name}  ", "dim"), title(run, f" step {checkpoint.step}")))
-    out.print(_summary(found))
-    if not found.equal:
-        out.print(*_listing(found.differences if every else found.differences[:_SHOWN]))
-        if len(found.differences) > _SHOWN and not every:
-            out.print(Text(f"… and {len(found.differences) - _SHOWN} more (--all)\n", style="dim"))
-    tensors = count(sum(group.tensors for group in found.groups.values()), "tensor")
-    values = count(sum(group.values for group in found.groups.values()), "plain value")
-    if found.equal:
+    out.print(_summary(comparison))
+    if not comparison.equal:
+        out.print(*_listing(comparison.differences if every else comparison.differences[:_SHOWN]))
+        if len(comparison.differences) > _SHOWN and not every:
+            out.print(Text(f"… and {len(comparison.differences) - _SHOWN} more (--all)\n", style="dim"))
+    tensors = count(sum(group.tensors for group in comparison.groups.values()), "tensor")
+    values = count(sum(group.values for group in comparison.groups.values()), "plain value")
+    if comparison.equal:
         out.print(Text.assemble(("Equal bit for bit", "bold green"), f": {tensors}, {values}."))
     else:
-        places = count(len({difference.place for difference in found.differences}), "place")
+        places = count(len({difference.place for difference in comparison.differences}), "place")
         out.print(Text.assemble(("Different", "bold red"), f" in {places}, of {tensors} and {values}."))
 
 
-def _summary(found: Comparison) -> Any:
+def _summary(comparison: Comparison) -> Any:
     made = table("group", "tensors", "plain values", "", right=("tensors", "plain values"))
-    for name, compared in found.groups.items():
-        places = {d.place for d in found.differences if d.place.partition("/")[0] == name}
+    for name, compared in comparison.groups.items():
+        places = {d.place for d in comparison.differences if d.place.partition("/")[0] == name}
         result = f"{count(len(places), 'place')} differ{'s' if len(places) == 1 else ''}" if places else "equal"
         made.add_row(name, _count(compared.tensors), _count(compared.values), result, style="" if places else "dim")
     return made
 
 
 def _listing(differences: tuple[Difference, ...]) -> list[Table]:
-    """Return the tensors that differ in values, and then everything else: their columns have little in common."""
+    """Return one table of tensors whose values differ, and one of everything else: they need different columns."""
     tensors = table("tensor", "elements that differ", "by at most", right=("elements that differ", "by at most"))
     others = table("place", "differs in", "A", "B", "by", right=("by",))
-    for one in differences:
-        if one.elements is not None:
-            tensors.add_row(printable(one.place), f"{one.differing:,} of {one.elements:,}", _apart(one))
+    for difference in differences:
+        if difference.elements is not None:
+            tensors.add_row(
+                printable(difference.place), f"{difference.differing:,} of {difference.elements:,}", _apart(difference)
+            )
         else:
-            others.add_row(printable(one.place), one.what, printable(one.a), printable(one.b), _apart(one))
+            others.add_row(
+                printable(difference.place),
+                difference.what,
+                printable(difference.a),
+                printable(difference.b),
+                _apart(difference),
+            )
     return [made for made in (tensors, others) if made.row_count]
 
 
-def _apart(one: Difference) -> str:
-    measured = "" if one.max_abs is None else number(one.max_abs)
-    return " ".join(part for part in (measured, f"({one.unmeasured:,} NaN)" if one.unmeasured else "") if part)
+def _apart(difference: Difference) -> str:
+    measured = "" if difference.max_abs is None else number(difference.max_abs)
+    return " ".join(
+        part for part in (measured, f"({difference.unmeasured:,} NaN)" if difference.unmeasured else "") if part
+    )
 
 
 def _count(many: int) -> str:

@@ -1,4 +1,4 @@
-"""`ckpt doctor`: is all there that a run needs to go on by itself, and what to do where it is not."""
+"""`ckpt doctor`: check what a run needs to resume by itself, and say how to mend it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (not a temporary file: it has to outlive the process)
 _DEADLINE_S = 5.0
-_SMALL_BYTES = 1 << 16  # whether it works is asked, not how fast: that is `ckpt doctor-store`
-_WRITTEN = ("ledger", "heartbeat")  # where every owner writes, beside new directories of its own
+_SMALL_BYTES = 1 << 16  # enough to see whether it works; `ckpt doctor-store` measures speed
+_WRITTEN = ("ledger", "heartbeat")  # where every owner writes, beside its own new directories
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red", "not checked": "dim"}
 
 DirectoryArgument = Annotated[
-    str | None, typer.Argument(metavar="[DIR]", help="a run directory, or where one shall be", show_default=False)
+    str | None, typer.Argument(metavar="[DIR]", help="a run directory, existing or new", show_default=False)
 ]
 PoolOption = Annotated[
     str | None, typer.Option("--pool", metavar="NAME", help="the work pool (default: ckpt-tasks)", show_default=False)
 ]
 DeploymentOption = Annotated[
-    str | None, typer.Option("--deployment", metavar="FLOW/NAME", help="only this deployment", show_default=False)
+    str | None, typer.Option("--deployment", metavar="FLOW/NAME", help="check only this deployment", show_default=False)
 ]
 
 
@@ -44,11 +44,11 @@ def doctor(
     deployment: DeploymentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether runs would go on by themselves.
+    """Check whether killed runs would resume by themselves.
 
-    Looks at Prefect's server, automations and work pool, at the store of DIR, this host's memory and the clocks.
-    Changes nothing; where there is no run at DIR yet, a few small objects are written below DIR/probe and deleted
-    again. Exits with 1 if something is wrong.
+    Checks Prefect's server, automations and work pool, the store of DIR, this host's memory and the clocks. Changes
+    nothing; if DIR holds no run yet, it writes a few small objects below DIR/probe and deletes them. Exits with 1 if
+    something is wrong.
     """
     with output(as_json) as out:
         checks = [*_of_prefect(pool, deployment), *_of_place(directory)]
@@ -84,7 +84,7 @@ def _of_place(directory: str | None) -> list[Check]:
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
-    """Look at the run that is there, which has proved its store, or try the store; return its newest one's size too."""
+    """Check the run at the store, or probe the store if it holds none; also return the newest checkpoint's size."""
     from ckpt_tasks.format.keys import FORMAT_NAME
     from ckpt_tasks.format.ledger import lineage
     from ckpt_tasks.ledger.history import History
@@ -131,7 +131,7 @@ def _tried(store: Store) -> Check:
 
 
 def _disk(store: Store, size_bytes: int | None) -> list[Check]:
-    """Look whether a local run can be written; nothing is written for it. What is not a run yet has just been tried."""
+    """Check, without writing, whether a local run can be written; a directory without a run has just been probed."""
     from ckpt_tasks.policy.health import DiskFacts, judge_disk
 
     directories = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
@@ -181,7 +181,7 @@ def _memory(url: str | None, size_bytes: int | None) -> MemoryFacts:
 
 
 def _held_bytes(url: str) -> int:
-    """Return how much the run's own snapshots take on this host: new ones take their place."""
+    """Return the bytes of the run's own snapshots on this host; new snapshots will replace them."""
     held_bytes = 0
     for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
         if _holds(lock, url.encode()):
@@ -190,7 +190,7 @@ def _held_bytes(url: str) -> int:
 
 
 def _holds(path: Path, expected: bytes) -> bool:
-    """Say whether a small file of this user holds these bytes: /dev/shm is everybody's, and a size is only a claim."""
+    """Say whether a small file of this user holds these bytes; /dev/shm is shared, so nothing in it is trusted."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
             return file.read(len(expected) + 1) == expected

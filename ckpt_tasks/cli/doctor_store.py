@@ -1,4 +1,4 @@
-"""`ckpt doctor-store`: what a store can do and how fast it is, before a run depends on it."""
+"""`ckpt doctor-store`: find out what a store can do and how fast it is, before a run depends on it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _MEANS = {
     "read": "what was written is seen at once",
     "ordered listing": "the newest lists first",
     "ranged reads": "a part of an object can be read",
-    "put if absent": "of several writers of one name one wins",
+    "put if absent": "if several write one name, exactly one wins",
     "large objects": "a large object comes back as it was",
-    "conditional multipart": "so it is for large objects (nothing rests on it)",
+    "conditional multipart": "the same for large objects (not needed)",
 }
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="a directory, or a place like s3://bucket/runs", show_default=False)
+    str, typer.Argument(metavar="URL", help="a directory, or a URL such as s3://bucket/runs", show_default=False)
 ]
 
 
 def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
-    """Say what a store can do, and how fast.
+    """Test what a store can do, and how fast.
 
-    Exits with 0 if it is fit for checkpoints, else with 1. Writes below URL/probe, up to 64 MiB at a time, and deletes
-    it again; a run that is there is neither read nor changed.
+    Exits with 0 if it is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and deletes
+    it again. Does not touch a run at URL.
     """
     with output(as_json) as out:
         findings, verdict = _measure(out, url)
@@ -59,14 +59,14 @@ def _measure(out: Output, url: str) -> tuple[Findings, Verdict]:
 
     store = Location(url).open()
     with _saying(out) as on_progress:
-        # Each request once: what a repetition would hide is what is asked for.
+        # No retries: they would hide the faults that this test looks for.
         findings = measure(store.inner if isinstance(store, RetryingStore) else store, on_progress=on_progress)
     return findings, judge(findings)
 
 
 @contextmanager
 def _saying(out: Output) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done; it is gone at the end."""
+    """Show the current test on a terminal; remove the line at the end."""
     screen = console(stderr=True)
     if out.as_json or not screen.is_terminal:
         yield lambda doing: None

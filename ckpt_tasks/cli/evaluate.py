@@ -1,4 +1,4 @@
-"""`ckpt evaluate`: evaluate committed checkpoints here, each once per suite."""
+"""`ckpt evaluate`: evaluate committed checkpoints in this process, each once per suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_tasks.cli.settings import (
 __all__ = ["evaluate"]
 
 WhichOption = Annotated[
-    str, typer.Option("--which", help='a step, "latest", "best", or "pending": all that the suite has not evaluated')
+    str, typer.Option("--which", help='a step, "latest", "best", or "pending": each that the suite has not evaluated')
 ]
 SuiteOption = Annotated[str, typer.Option("--suite", metavar="NAME", help="name of the evaluation")]
 LimitOption = Annotated[
@@ -30,10 +30,10 @@ LimitOption = Annotated[
 ]
 PromoteOption = Annotated[
     str | None,
-    typer.Option("--promote", metavar="MODULE:FUNCTION", help="function to call with a new best checkpoint"),
+    typer.Option("--promote", metavar="MODULE:FUNCTION", help="call this function with each new best checkpoint"),
 ]
 PromoteParamsOption = Annotated[
-    str, typer.Option("--promote-params", metavar="JSON", help="further arguments for that function")
+    str, typer.Option("--promote-params", metavar="JSON", help="more arguments for that function")
 ]
 RunKeyOption = Annotated[
     str | None,
@@ -62,7 +62,7 @@ def evaluate(
 ) -> None:
     """Evaluate committed checkpoints, each once per suite.
 
-    The program's `evaluate(suite)` is called with the checkpoint restored, and what it returns is recorded in the run.
+    Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """
     name = program or named or EXAMPLE
     with errors_told(as_json) as out:

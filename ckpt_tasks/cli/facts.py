@@ -33,7 +33,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="DIR", help="a run directory
 
 
 def _of_run(otherwise: str) -> Any:
-    help_text = f"a step, @latest or @best; without one {otherwise}"
+    help_text = f"a step, @latest or @best; {otherwise} if none is named"
     return typer.Argument(metavar="DIR[@STEP]", help=help_text, show_default=False)
 
 
@@ -42,54 +42,57 @@ RunOrCheckpointArgument = Annotated[str, _of_run("the whole run")]
 
 
 class Target(NamedTuple):
-    """A run directory, and which checkpoint: a step, "latest", "best", or None where none was named."""
+    """A run directory, and which checkpoint: a step, "latest", "best", or None if the user named none."""
 
     checkpoint_dir: str
     which: int | str | None
 
     def open(self) -> Run:
-        """Open the run; raise CheckpointNotFoundError where there is none."""
+        """Open the run; raise CheckpointNotFoundError if there is none."""
         from ckpt_tasks.reading.reading import open_run
 
         return open_run(self.checkpoint_dir)
 
     def find(self) -> tuple[Run, Checkpoint]:
-        """Open the run and find the checkpoint; without one named, the latest."""
+        """Open the run and find the checkpoint: the latest if no step is named.
+
+        Raises CheckpointNotFoundError if there is no such run or checkpoint, ConfigError if "best" has no metric.
+        """
         run = self.open()
         return run, run.find("latest" if self.which is None else self.which)
 
 
 def parse_target(text: str) -> Target:
-    """Take "DIR@STEP" apart at its last @; a directory of that whole name, if there is one, is meant as it stands.
+    """Split "DIR@STEP" at its last @; if a directory has the whole text as its name, that directory is meant.
 
-    Raises ConfigError where what follows the @ is neither a step nor "latest" nor "best".
+    Raises ConfigError if the text after the @ is neither a step nor "latest" nor "best".
     """
     return Target(*split_target(text))
 
 
 def kept_because(state: State) -> dict[str, list[str]]:
-    """Return the reasons for every live checkpoint, by its identity: the newest, the best, pinned, leased."""
+    """Return why each live checkpoint is kept, by manifest digest: newest, best, pinned, leased."""
     from ckpt_tasks.format.ledger import lineage
     from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 
     newest_first, now = lineage(state.live), time.time()
-    # What the ledger keeps may be none of its live ones, where somebody has written into it.
-    found: dict[str, list[str]] = defaultdict(list, {one.manifest_digest: [] for one in newest_first})
+    # A ledger that somebody has edited may pin a checkpoint that is not live: hence the defaultdict.
+    reasons: dict[str, list[str]] = defaultdict(list, {checkpoint.manifest_digest: [] for checkpoint in newest_first})
     for newest in newest_first[:1]:
-        found[newest.manifest_digest].append("newest")
+        reasons[newest.manifest_digest].append("newest")
     policy = RetentionPolicy(keep_best=1, best_metric=state.best_metric, best_mode=state.best_mode)
     for best in rank_best(newest_first, policy, state.evaluated):
-        found[best.manifest_digest].append(f"best {state.best_metric}")
+        reasons[best.manifest_digest].append(f"best {state.best_metric}")
     for digest, why in state.pins.items():
-        found[digest].append(f"pinned: {why}")
+        reasons[digest].append(f"pinned: {why}")
     for lease in state.leases:
         if lease.expires_at > now:
-            found[lease.manifest_digest].append(f"leased by {lease.holder}, {span(lease.expires_at - now)}")
-    return found
+            reasons[lease.manifest_digest].append(f"leased by {lease.holder}, {span(lease.expires_at - now)}")
+    return reasons
 
 
 def written(value: Any) -> str:
-    """Write a parameter's value as it is given to --set."""
+    """Write a parameter's value as --set takes it."""
     return json.dumps(value)
 
 
@@ -99,6 +102,6 @@ def params_line(params: Mapping[str, Any]) -> str:
 
 
 def lineage_facts(state: State) -> dict[str, Any]:
-    """Return where a run was forked from (None: it began by itself) and its parameters, as --json has them."""
+    """Return a run's parameters and the run that it was forked from (None: it was not), as --json prints them."""
     origin, params = state.origin, state.params
     return {"origin": None if origin is None else vars(origin), "params": None if params is None else dict(params)}

@@ -1,4 +1,4 @@
-"""`ckpt fork`: a run of its own from any checkpoint of another one, with changed parameters."""
+"""`ckpt fork`: begin a new run from any checkpoint of another run, with changed parameters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["fork"]
 
-ToArgument = Annotated[
-    str, typer.Argument(metavar="TO", help="the run directory to make; it must be new", show_default=False)
-]
+ToArgument = Annotated[str, typer.Argument(metavar="TO", help="the new run directory", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program to change; the value as JSON has it"),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--run-key", metavar="KEY", help="the new run's key; without it TO's last part")
+    str | None, typer.Option("--run-key", metavar="KEY", help="key of the new run [default: the last part of TO]")
 ]
 
 
@@ -45,9 +43,9 @@ def fork(
 ) -> None:
     """Begin a new run from a checkpoint of another one.
 
-    In one file system nothing is copied: both runs have the same files, under names of their own. In one S3 store the
-    server copies. Otherwise every byte is sent and verified. The runs stand alone afterwards: either may be pruned or
-    deleted. Where this was interrupted, give the same command again.
+    In one file system nothing is copied: the new run gets hard links. In one S3 store the server copies. Otherwise
+    every byte is sent and verified. Afterwards the runs are independent: either may be pruned or deleted. After an
+    interruption, give the same command again.
     """
     with output(as_json) as out:
         changed = parse_changes(changes or [])
@@ -73,7 +71,7 @@ def fork(
 
 
 def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run is a plain loop's: nothing would bring a change into what is restored."""
+    """Raise ConfigError if a plain loop trains the run: nothing would apply the changes after a restore."""
     state = run.head().state
     if changed and state.program is None and state.params is None:
         raise ConfigError(
@@ -83,20 +81,20 @@ def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
 
 
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Read NAME=VALUE texts; a value is JSON where it can be, else a text.
+    """Read NAME=VALUE texts; a value that is not JSON is a string.
 
-    Raises ConfigError for what is not a name, for a name that is given twice, and for values that look like something
-    that JSON writes otherwise: a text in the place of a number would be noticed late.
+    Raises ConfigError for a bad name, a name that is given twice, and a value such as True or .5, which JSON writes
+    otherwise: a string instead of a number would be noticed late.
     """
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(f"{change!r:.100} changes no parameter", hint="Write --set lr=1e-4, a plain name.")
-        if name in found:
+        if name in parsed:
             raise ConfigError(f"the parameter {name!r} is set twice")
-        found[name] = _value(name, text)
-    return found
+        parsed[name] = _value(name, text)
+    return parsed
 
 
 def _value(name: str, text: str) -> Any:
@@ -178,7 +176,7 @@ def _ways(moved: Moved) -> str:
 
 
 def next_steps(run_key: str, url: str) -> tuple[str, ...]:
-    """Say how training goes on in the new run."""
+    """Return the lines that say how to train the new run."""
     return (
         f"Train it:    the flow `train` with run_key={run_key} and checkpoint_dir={url}",
         f"Look at it:  ckpt show {url}",

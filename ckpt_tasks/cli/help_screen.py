@@ -1,4 +1,4 @@
-"""The help screens: verbs and options under headings, in plain text, so that `ckpt --help` is there at once."""
+"""The help screens: verbs and options under headings, as plain text, so that `ckpt --help` answers at once."""
 
 from __future__ import annotations
 

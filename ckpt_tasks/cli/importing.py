@@ -1,4 +1,4 @@
-"""`ckpt import`: files of others as a checkpoint of a run."""
+"""`ckpt import`: make a checkpoint from a file that another tool wrote."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ SourceArgument = Annotated[
     ),
 ]
 ToArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="a run directory: a new one, or one of imports alone", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN", help="a run directory: a new one, or one that holds only imports", show_default=False
+    ),
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="of the checkpoint (default: the file's own, else 0)")
+    int | None, typer.Option("--step", metavar="N", help="step of the checkpoint [default: the file's own, else 0]")
 ]
 GroupOption = Annotated[
     list[str] | None,
     typer.Option(
         "--group",
         metavar="GROUP[=NAME]",
-        help="a group to make, and its name in the file; may be repeated (default: all)",
+        help="a group to make, and its name in the file; may be repeated [default: all]",
     ),
 ]
 
@@ -54,10 +57,11 @@ def import_(
     single_writer: SingleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint of a file that torch.save, safetensors, Hugging Face or Lightning wrote.
+    """Make a checkpoint from a file of torch.save, safetensors, Hugging Face or Lightning.
 
-    Weights become the group model, or that of --group; what cannot be taken is listed. Pickles are read by torch's
-    weights-only unpickler alone. The file is checked as a whole before anything is written; every byte is read back.
+    Weights become the group `model`, or the groups of --group; what cannot be imported is listed. A pickle is read by
+    torch's weights-only unpickler, never by another. The whole file is checked before anything is written; every byte
+    is read back.
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun
@@ -84,7 +88,7 @@ def _facts(plan: ImportPlan, url: str, checkpoint: Checkpoint) -> dict[str, Any]
         "step": checkpoint.step,
         "manifest_digest": checkpoint.manifest_digest,
         "size_bytes": checkpoint.size_bytes,
-        "taken": [one._asdict() for one in plan.taken],
+        "taken": [item._asdict() for item in plan.taken],
         "left": plan.left,
     }
 
@@ -95,17 +99,17 @@ def _print(out: Output, plan: ImportPlan, run: str, checkpoint: Checkpoint) -> N
     from ckpt_tasks.reading.reading import open_run
 
     made = table("group", "in the file", "kind", "tensors", "size", "", right=("tensors", "size"))
-    for one in plan.taken:
-        tensors, room = (f"{one.tensors:,}", size(one.size_bytes)) if one.tensors else ("", "")
-        made.add_row(one.group, printable(one.name), one.kind, tensors, room, printable(one.note))
+    for item in plan.taken:
+        tensors, room = (f"{item.tensors:,}", size(item.size_bytes)) if item.tensors else ("", "")
+        made.add_row(item.group, printable(item.name), item.kind, tensors, room, printable(item.note))
     out.print(title(open_run(run), f" step {checkpoint.step}"), made)
     if plan.left:
         out.print(Text("Not taken:", style="yellow"))
         lines = [f"  {printable(name)}: {printable(why)}" for name, why in plan.left.items()]
         more = [f"  … and {len(lines) - _SHOWN} more (--json)"] if len(lines) > _SHOWN else []
         out.print(*(Text(line) for line in (*lines[:_SHOWN], *more)))
-    what = f"{count(len(plan.taken), 'group')} of the {plan.source.kind} {printable(plan.source.name)}"
+    summary = f"{count(len(plan.taken), 'group')} of the {plan.source.kind} {printable(plan.source.name)}"
     out.print(
-        Text.assemble(("Imported", "bold green"), f" {what}, {size(checkpoint.size_bytes)}, every byte read back.")
+        Text.assemble(("Imported", "bold green"), f" {summary}, {size(checkpoint.size_bytes)}, every byte read back.")
     )
     out.print(Text("No file has all random streams: they begin as in a process that was seeded with 0.", style="dim"))

@@ -13,12 +13,10 @@ from ckpt_tasks.cli.settings import ckpt_command
 
 __all__ = ["init"]
 
-DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="a directory that is new or empty", show_default=False)
-]
+DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="a new or empty directory", show_default=False)]
 NameOption = Annotated[
     str | None,
-    typer.Option("--name", metavar="NAME", help="name of its run and deployments [default: the directory's]"),
+    typer.Option("--name", metavar="NAME", help="name of the run and the deployments [default: that of DIR]"),
 ]
 
 _ABOUT = {
@@ -33,8 +31,8 @@ _ABOUT = {
 def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: JsonOption = False) -> None:
     """Write a project that runs at once.
 
-    A program with a small example of a model and its data to replace, deployments, and a test that kills the training
-    and resumes it. A directory that is not empty is refused.
+    It holds a program with a small example of a model and its data for you to replace, deployments, and a test that
+    kills the training and resumes it. DIR must be new or empty.
     """
     from ckpt_tasks.deploying.project import PROGRAM, write_project
 

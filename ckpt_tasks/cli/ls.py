@@ -1,4 +1,4 @@
-"""`ckpt ls`: the checkpoints of a run, at a glance."""
+"""`ckpt ls`: list the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
         run = open_run(directory)
         head = run.head()
         kept = kept_because(head.state)
-        found = _Found.of(head.state)
-        rows = [_row(one, found, kept[one.manifest_digest]) for one in lineage(head.state.live)]
+        marks = _Marks.of(head.state)
+        rows = [_row(checkpoint, marks, kept[checkpoint.manifest_digest]) for checkpoint in lineage(head.state.live)]
         owner = head.state.owner
         out.data(
             {
@@ -52,15 +52,15 @@ def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
             out.fail()
 
 
-class _Found(NamedTuple):
-    """What a state says beside its checkpoints, by their identity."""
+class _Marks(NamedTuple):
+    """Evaluations, leases and pins of a state, by manifest digest."""
 
     evaluations: Mapping[str, list[Evaluation]]
     leases: Mapping[str, list[Lease]]
     pins: Mapping[str, str]
 
     @classmethod
-    def of(cls, state: State) -> _Found:
+    def of(cls, state: State) -> _Marks:
         evaluations, leases, now = defaultdict(list), defaultdict(list), time.time()
         for evaluation in state.evaluations:
             evaluations[evaluation.manifest_digest].append(evaluation)
@@ -70,7 +70,7 @@ class _Found(NamedTuple):
         return cls(evaluations, leases, state.pins)
 
 
-def _row(checkpoint: Checkpoint, found: _Found, kept: list[str]) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint, marks: _Marks, kept: list[str]) -> dict[str, Any]:
     digest = checkpoint.manifest_digest
     return {
         "step": checkpoint.step,
@@ -78,12 +78,12 @@ def _row(checkpoint: Checkpoint, found: _Found, kept: list[str]) -> dict[str, An
         "size_bytes": checkpoint.size_bytes,
         "cost_s": checkpoint.cost_s,
         "metrics": dict(checkpoint.metrics),
-        "evaluations": {e.suite: dict(e.metrics) for e in found.evaluations[digest]},
+        "evaluations": {e.suite: dict(e.metrics) for e in marks.evaluations[digest]},
         "kept_because": kept,
         "abandoned": checkpoint.abandoned,
         "interim": checkpoint.interim,
-        "pinned": found.pins.get(digest),
-        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in found.leases[digest]],
+        "pinned": marks.pins.get(digest),
+        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in marks.leases[digest]],
         "attempt": checkpoint.attempt,
         "manifest": checkpoint.manifest,
         "manifest_digest": digest,
@@ -133,7 +133,7 @@ def _listing(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> Tabl
 
 
 def title(run: Run, which: str = "") -> Any:
-    """Return the line that says which run this is."""
+    """Return the title line: run key and URL."""
     from rich.text import Text
 
     name = printable(run.run_key or "run of unknown key")
@@ -141,7 +141,7 @@ def title(run: Run, which: str = "") -> Any:
 
 
 def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (suite, metric) by worth: training's first, two of evaluations, the others of training; --json has all."""
+    """Return (suite, metric) in order of worth: training's first, two of evaluations, the rest of training's."""
     from ckpt_tasks.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row["metrics"]})]
@@ -151,7 +151,7 @@ def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
         for suite in suites
         for name in sort_metrics({name for row in rows for name in row["evaluations"].get(suite, {})})
     ]
-    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite before all else
+    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite comes first
     return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:]]
 
 

@@ -1,4 +1,4 @@
-"""What a verb prints: a table for people or JSON for programs, and errors the same way."""
+"""What a verb prints: tables, or JSON; errors in the same form."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _HEAD_BYTES = 4096
 
 
 def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Callable[[bytes], bool]) -> None:
-    """Write a file beside its place and rename it; what lies there is replaced only if `is_ours` says so of its head.
+    """Write a file under a temporary name and rename it to `place`.
 
-    Raises ConfigError for a link, a directory, a pipe or a device in its place, for another file, and where the system
-    refuses; `what` and `option` say in the error what was to be written, and which option names another place.
+    An existing file is replaced only if `is_ours(its first bytes)`. Raises ConfigError for any other file, a link, a
+    directory, a pipe or a device at `place`, and if the system refuses; the error names the file's kind (`what`) and
+    the `option` that chooses another place.
     """
     hint = f"Name another file with {option}."
     temporary = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.tmp")
@@ -63,7 +64,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
 
 
 def _head(place: Path) -> bytes | None:
-    """Return the first bytes of a regular file, nothing where there is none; None for what is not a regular file."""
+    """Return the first bytes of a regular file, b"" if nothing is there, None if it is not a regular file."""
     try:
         status = place.lstat()
     except FileNotFoundError:
@@ -74,7 +75,7 @@ def _head(place: Path) -> bytes | None:
         return file.read(_HEAD_BYTES)
 
 
-_FIRST_ANSWER_S = 15.0  # of a store that is asked for the first time; what is under way waits out longer outages
+_FIRST_ANSWER_S = 15.0  # how long the first answer of a store may take; later requests wait out longer outages
 _LONGEST_WORD = 20
 _HEADER_STYLE = "dim"
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
@@ -83,23 +84,23 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 class Output:
-    """Print a verb's answer. `fail()` makes the exit status 1."""
+    """Print a verb's answer; `fail()` makes the exit status 1."""
 
     def __init__(self, as_json: bool):
         self.as_json = as_json
         self.failed = False
 
     def fail(self) -> None:
-        """Let the verb end with exit status 1."""
+        """Make the verb end with exit status 1."""
         self.failed = True
 
     def data(self, payload: Mapping[str, Any]) -> None:
-        """Print the answer as JSON, where that was asked for; NaN and infinity, which JSON lacks, as strings."""
+        """Print the answer as JSON if --json was given; NaN and infinity, which JSON lacks, become strings."""
         if self.as_json:
             typer.echo(json.dumps(finite(payload), indent=2))
 
     def print(self, *parts: RenderableType) -> None:
-        """Print something for people, unless JSON was asked for. Texts wrap at words, and names are never cut."""
+        """Print texts and tables unless --json was given; texts wrap at words, and names are never cut."""
         if not self.as_json:
             screen = console()
             for part in parts:
@@ -107,7 +108,7 @@ class Output:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints texts as they are: a name with brackets in it is not a markup."""
+    """Return a console that prints texts unchanged: brackets in a name are not markup."""
     from rich.console import Console
 
     made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -118,7 +119,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
-    """Give a verb its output; turn an error of ours into one line on stderr (or JSON on stdout) and exit `trouble`."""
+    """Yield a verb's output; print a CkptError as one line on stderr (JSON: on stdout) and exit with `trouble`."""
     from ckpt_tasks.storage.locations import first_answer_s
 
     limit = first_answer_s.set(_FIRST_ANSWER_S)
@@ -133,7 +134,7 @@ def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def errors_told(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
-    """Do the same for a verb that trains: it waits for a store as training does, and a flow has a log of its own."""
+    """Do the same as `output` for a verb that trains: with training's patience for a store, and the flow's own log."""
     out = Output(as_json)
     try:
         yield out
@@ -144,7 +145,7 @@ def errors_told(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def _only_our_log() -> Iterator[None]:
-    """Keep the log of other packages off the screen: their errors come as exceptions, and are one line of ours."""
+    """Keep the logs of other packages off the screen; their errors reach the user as one line of ours."""
     ours, silence, shown = logging.getLogger("ckpt_tasks"), logging.NullHandler(), logging.StreamHandler()
     logging.getLogger().addHandler(silence)
     ours.addHandler(shown)
@@ -156,7 +157,7 @@ def _only_our_log() -> Iterator[None]:
 
 
 def widest(tables: Iterable[Table]) -> Table:
-    """Return the first of these tables that fits the screen without a word being broken, else the last one."""
+    """Return the first table that fits the screen without breaking a word, else the last one."""
     screen, chosen = console(), None
     for chosen in tables:
         if _fits(chosen, screen):
@@ -166,7 +167,7 @@ def widest(tables: Iterable[Table]) -> Table:
 
 
 def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[str, ...] = ()) -> Table:
-    """Make a table in the house's style; columns in `right` hold numbers, and neither they nor `whole` ones wrap."""
+    """Make a table in the house's style; columns in `right` hold numbers; they and `unwrapped_columns` never wrap."""
     from rich import box
     from rich.table import Table
 
@@ -179,7 +180,7 @@ def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[
 
 
 def _with_whole_words(part: RenderableType, screen: Console) -> RenderableType:
-    """Let no column of a table become narrower than its words, as far as the screen has room for that."""
+    """Keep every column as wide as its longest word if the screen has room."""
     from rich.table import Table
 
     if isinstance(part, Table) and part.header_style == _HEADER_STYLE and not _fits(part, screen):
@@ -189,7 +190,7 @@ def _with_whole_words(part: RenderableType, screen: Console) -> RenderableType:
 
 
 def _fits(made: Table, screen: Console) -> bool:
-    """Give every column that wraps the width of its longest word, or of 20 characters; say if all have room then."""
+    """Give each wrapping column the width of its longest word, at most 20 characters; say if the table fits then."""
     from rich.measure import Measurement
 
     for column in made.columns:
@@ -213,7 +214,7 @@ def _print_error(error: CkptError, out: Output) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return JSON data with NaN and infinity, which JSON lacks, as strings."""
+    """Return JSON data in which NaN and infinity, which JSON lacks, are strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -223,14 +224,14 @@ def finite(value: Any) -> Any:
     return value
 
 
-_SHOWN_AFTER_S = 0.5  # what is done sooner needs no bar
+_SHOWN_AFTER_S = 0.5  # shorter reads need no bar
 
 
 @contextmanager
 def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar with rate and time left while the block reads; yield a callback for every read's size in bytes.
+    """Show progress, rate and time left while the block reads; yield a callback that takes the bytes of each read.
 
-    It appears after half a second, on stderr, where that is a terminal, and is gone at the end.
+    The bar appears on stderr after half a second, only on a terminal, and disappears at the end.
     """
     from rich.progress import BarColumn, Progress, TextColumn
 

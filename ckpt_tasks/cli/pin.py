@@ -1,4 +1,4 @@
-"""`ckpt pin`, `ckpt unpin` and `ckpt rm`: what a person decides about one checkpoint."""
+"""`ckpt pin`, `ckpt unpin` and `ckpt rm`: keep or remove one checkpoint by hand."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ __all__ = ["pin", "rm", "unpin"]
 OneArgument = Annotated[
     str, typer.Argument(metavar="DIR@STEP", help="a step of a run, @latest or @best", show_default=False)
 ]
-ReasonOption = Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="why it is to stay")]
+ReasonOption = Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="why it must stay")]
 
 
 def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: JsonOption = False) -> None:
-    """Keep a checkpoint whatever the policy of its run says.
+    """Keep a checkpoint, whatever the retention policy of its run says.
 
-    Works while another process trains the run: the pin is one entry in the ledger. `ckpt ls` shows it.
+    Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
     """
     with output(as_json) as out:
-        run, found = _named(checkpoint)
-        run.pin(found, reason)
-        _say(out, run, found, {"pinned": reason}, f"Pinned: {printable(reason)}. No rule removes it now.")
+        run, record = _named(checkpoint)
+        run.pin(record, reason)
+        _say(out, run, record, {"pinned": reason}, f"Pinned: {printable(reason)}. No rule removes it now.")
 
 
 def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
-    """Leave a checkpoint to the policy of its run again.
+    """Remove a pin: the retention policy decides again.
 
     Works while another process trains the run.
     """
     with output(as_json) as out:
-        run, found = _named(checkpoint)
-        was = run.head().state.pins.get(found.manifest_digest)
+        run, record = _named(checkpoint)
+        was = run.head().state.pins.get(record.manifest_digest)
         if was is None:
-            raise ConfigError("the checkpoint is not pinned", step=found.step, hint="`ckpt ls` shows which ones are.")
-        run.unpin(found)
+            raise ConfigError("the checkpoint is not pinned", step=record.step, hint="`ckpt ls` shows which ones are.")
+        run.unpin(record)
         text = f"Unpinned; it was pinned: {printable(was)}. The run's own policy decides about it now."
-        _say(out, run, found, {"pinned": None, "was": was}, text)
+        _say(out, run, record, {"pinned": None, "was": was}, text)
 
 
 def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
     """Remove one checkpoint from its run, and delete its objects.
 
-    The newest, the newest good, pinned and leased ones stay; exit status 1 then. The newest checkpoint is read back
-    first. Takes the run directory while it works: a run that is training is refused.
+    The newest, the newest good, pinned and leased checkpoints stay, with exit status 1. The newest checkpoint is read
+    back first. Takes ownership of the run while it works, so a run that is training is refused.
     """
     with output(as_json) as out:
-        run, found = _named(checkpoint)
-        verdict = _look(run, found) if dry_run else _remove(parse_target(checkpoint).checkpoint_dir, found)
+        run, record = _named(checkpoint)
+        verdict = _look(run, record) if dry_run else _remove(parse_target(checkpoint).checkpoint_dir, record)
         fate = "stays" if verdict.keep else "would go" if dry_run else "removed"
-        facts = {"dry_run": dry_run, "verdict": fate, "reasons": list(verdict.reasons), "size_bytes": found.size_bytes}
+        facts = {"dry_run": dry_run, "verdict": fate, "reasons": list(verdict.reasons), "size_bytes": record.size_bytes}
         why = printable(", ".join(verdict.reasons))
         text = f"It stays: {why}."
         if not verdict.keep:
-            text = f"{'Would be removed' if dry_run else 'Removed'}: {size(found.size_bytes)}."
-        elif found.manifest_digest in run.head().state.pins:
+            text = f"{'Would be removed' if dry_run else 'Removed'}: {size(record.size_bytes)}."
+        elif record.manifest_digest in run.head().state.pins:
             text += " `ckpt unpin` leaves it to the policy."
-        _say(out, run, found, facts, text)
+        _say(out, run, record, facts, text)
         if verdict.keep:
             out.fail()
 

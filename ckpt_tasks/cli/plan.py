@@ -1,4 +1,4 @@
-"""`ckpt plan`: how often a run should save, from what it has measured of itself."""
+"""`ckpt plan`: how often a run should save, computed from its own measurements."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ __all__ = ["draw_curve", "fine_span", "percent", "plan"]
 _BAR = 28  # characters for the largest sum that is shown
 _REACH, _ROWS = 8.0, 13
 
-CapOption = Annotated[float, typer.Option("--overhead-cap", help="the part of its time that training waits at most")]
+CapOption = Annotated[
+    float, typer.Option("--overhead-cap", help="the largest share of its time that training may wait for saves")
+]
 MtbfOption = Annotated[
     float | None,
-    typer.Option("--mtbf-s", metavar="SECONDS", help="plan for this mean time between failures, not the run's own"),
+    typer.Option("--mtbf-s", metavar="SECONDS", help="mean time between failures [default: the run's own]"),
 ]
-SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="write the curve as a picture as well")]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="also draw the curve into this file")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """What was measured and what follows; `source` of the mean time between failures: prior, measured or given."""
+    """Measurements and the plan; `source` of the mean time between failures: "prior", "measured" or "given"."""
 
     observed: Observed
     recommended: Recommendation
@@ -66,10 +68,10 @@ def plan(
     svg: SvgOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how often to save.
+    """Recommend how often to save.
 
-    From what the run's newest saves cost and how often its training failed: the interval at which waiting for saves and
-    doing lost work again cost least together, and what other intervals would cost.
+    Computes the interval at which waiting for saves and repeating lost work cost least together, from the cost of the
+    run's newest saves and its failures so far; shows what other intervals would cost.
     """
     from ckpt_tasks.ledger.observing import observe
     from ckpt_tasks.reading.reading import open_run
@@ -202,7 +204,7 @@ Scale = Callable[[float], float]
 
 
 def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float, *, heading: str, about: str) -> str:
-    """Draw the curve and return the SVG document; intervals below `least_s` are shaded, as none is saved at."""
+    """Draw the curve and return the SVG document; intervals below `least_s`, which are not allowed, are shaded."""
     highest = min(1.0, _SHOWN * recommended.total) or 0.01
     first_s, last_s = points[0].interval_s, points[-1].interval_s
 

@@ -1,4 +1,4 @@
-"""`ckpt prune`: take checkpoints out of a run, with reasons, and delete what nothing names."""
+"""`ckpt prune`: remove checkpoints that no rule keeps, say why, and delete orphans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ["prune"]
 
-NewestOption = Annotated[int | None, typer.Option("--max-num-checkpoints", metavar="N", help="keep the newest N")]
-EveryOption = Annotated[int | None, typer.Option("--keep-every-n-steps", metavar="N", help="and every N-th step")]
-BestOption = Annotated[int, typer.Option("--keep-best", metavar="N", help="and the best N", show_default=False)]
-MetricOption = Annotated[str | None, typer.Option("--best-metric", help="best by what (default: as the run says)")]
-ModeOption = Annotated[str | None, typer.Option("--best-mode", metavar="min|max", help="which end of it is best")]
-MemoryOption = Annotated[str, typer.Option("--memory-dir", metavar="PATH", help="the memory_dir that the run has")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="only say what would happen")]
+NewestOption = Annotated[
+    int | None, typer.Option("--max-num-checkpoints", metavar="N", help="keep the newest N checkpoints")
+]
+EveryOption = Annotated[int | None, typer.Option("--keep-every-n-steps", metavar="N", help="also keep every N-th step")]
+BestOption = Annotated[int, typer.Option("--keep-best", metavar="N", help="also keep the best N", show_default=False)]
+MetricOption = Annotated[
+    str | None, typer.Option("--best-metric", help="metric for --keep-best [default: the run's own]")
+]
+ModeOption = Annotated[
+    str | None, typer.Option("--best-mode", metavar="min|max", help="whether its lowest or its highest value is best")
+]
+MemoryOption = Annotated[str, typer.Option("--memory-dir", metavar="PATH", help="the memory_dir option of the run")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="only print what would happen")]
 
 
 def prune(
@@ -44,9 +50,9 @@ def prune(
 ) -> None:
     """Remove checkpoints that no rule keeps.
 
-    Deletes what nothing names as well. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and
-    leased ones always stay. Takes the run directory while it works: a run that is training is refused, and prunes
-    itself. Its snapshots in this host's memory are freed, unless storage lacks one of them.
+    Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased
+    ones always stay. Takes ownership of the run while it works: a run that is training is refused, since it prunes
+    itself. Frees the run's snapshots in this host's memory, unless one of them is not in storage yet.
     """
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.reading.reading import open_run
@@ -105,7 +111,7 @@ def _unnamed(store: Store, state: State) -> list[str]:
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
-    """Prune; return the verdicts, and how many bytes of snapshots in memory are freed."""
+    """Prune; return the verdicts, and how many bytes of snapshots in memory were freed."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(config) as ckpt:

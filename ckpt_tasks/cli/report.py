@@ -1,4 +1,4 @@
-"""`ckpt report`: what became of a run's time, as a table and as one HTML file that needs nothing else."""
+"""`ckpt report`: where a run's time went, as a table and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BAR = 36  # characters for all the time
 
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="the HTML file (default: RUN_KEY-report.html)", show_default=False),
+    typer.Option("--out", metavar="FILE", help="the HTML file [default: RUN_KEY-report.html]", show_default=False),
 ]
 
 
 def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
     """Write the report of a run.
 
-    One HTML file with the run on a time line (loss, evaluations, commits, failures, resumes) and its goodput: which
-    part of its time went into the training that its result is made of, and where the rest went. An older report is
-    replaced; a file that is none is not.
+    One HTML file: the run on a time line (loss, evaluations, commits, failures, resumes), and its goodput: the share of
+    its time that went into the training its result is made of, and where the rest went. It replaces an older report,
+    but no other file.
     """
     from ckpt_tasks.ledger.steps import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline

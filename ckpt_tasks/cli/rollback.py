@@ -1,4 +1,4 @@
-"""`ckpt rollback`: have training go on from an older checkpoint, and leave out the batches that spoilt it."""
+"""`ckpt rollback`: continue training from an older checkpoint, and skip the batches that spoilt it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ if TYPE_CHECKING:
 
 __all__ = ["rollback"]
 
-TargetArgument = Annotated[str, typer.Argument(metavar="DIR@STEP", help="where to go back to", show_default=False)]
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="DIR@STEP", help="the checkpoint to go back to", show_default=False)
+]
 SkipOption = Annotated[
     str | None,
     typer.Option(
         "--skip-batches",
         metavar="401-410|N",
-        help="batches to leave out then: named by the steps that would take them, or the next N",
+        help="batches to skip after that: the steps that would take them, or the next N",
         show_default=False,
     ),
 ]
-ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="why; the ledger and the report say it")]
+ReasonOption = Annotated[
+    str, typer.Option("--reason", metavar="TEXT", help="why; recorded in the ledger and shown in the report")
+]
 
 
 def rollback(
@@ -39,9 +43,9 @@ def rollback(
 ) -> None:
     """Go back to an older checkpoint.
 
-    The next restore takes it, and what was committed after it is abandoned, not deleted. Every byte of it is read back
-    first. Snapshots in memory that were not committed are not used. Takes the run directory for a moment: a run that is
-    training is refused.
+    The next restore takes DIR@STEP. Checkpoints after it are marked as abandoned, not deleted. Every byte of DIR@STEP
+    is read back first. Uncommitted snapshots in memory are not used. Takes ownership of the run for a moment: a run
+    that is training is refused.
     """
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
     from ckpt_tasks.checkpoint.rollback import parse_skip

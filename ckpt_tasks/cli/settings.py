@@ -1,6 +1,6 @@
-"""What `train` and `evaluate` are given: the program and its parameters, and every option of `CheckpointConfig`.
+"""Options of `ckpt train` and `ckpt evaluate`: the program, its parameters, and every option of `CheckpointConfig`.
 
-The options are made from the config's fields and their texts, so that none is missing and none is said twice.
+The latter are made from the config's fields and their texts, so that none is missing and none is written twice.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 
 ProgramArgument = Annotated[
-    str | None, typer.Argument(metavar="MODULE:PROGRAM", help="the program; without one, the example: ByteLM")
+    str | None, typer.Argument(metavar="MODULE:PROGRAM", help="the program [default: the example ByteLM]")
 ]
-ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]  # how it was said first
+ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]  # its first name, kept for old commands
 ParamOption = Annotated[
     list[str], typer.Option("--param", metavar="NAME=VALUE", help="a parameter of the program; may be repeated")
 ]
 ParamsOption = Annotated[str, typer.Option("--params", metavar="JSON", help="parameters as one JSON object")]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="the same as --param seed=N")]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="short for --param seed=N")]
 
 _PANEL = "Checkpoints (docs/OPTIONS.md has the whole texts)"
 _DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
@@ -57,9 +57,9 @@ _UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
 
 
 def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb that takes `**settings` one option for each field of the config; what is not given is None."""
+    """Give a verb with `**settings` parameter option for each field of the config; an option not given is None."""
     signature = inspect.signature(verb, eval_str=True)
-    kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     kinds, texts = get_type_hints(CheckpointConfig), option_texts()
     options = [
         inspect.Parameter(
@@ -75,9 +75,9 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
-    """Make the config of what was given, with the program's own run key and directory unless others were given.
+    """Make the config from the options given; run key and directory default to the program's.
 
-    Raises ConfigError.
+    Raises ConfigError if a value is invalid or two options conflict.
     """
     kinds = get_type_hints(CheckpointConfig)
     given = {name: _value(name, text, kinds[name]) for name, text in settings.items() if text is not None}
@@ -93,7 +93,7 @@ def default_key(program: str) -> str:
 
 
 def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
-    """Return the program's parameters of all three options; raise ConfigError where one is given two values."""
+    """Return the program's parameters from --param, --params and --seed; raise ConfigError if one has two values."""
     params = json_object("--params", text)
     given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
     for name, value in given:
@@ -113,7 +113,7 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Read the JSON object that an option was given; raise ConfigError where it is none."""
+    """Read the JSON object that an option was given; raise ConfigError if it is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -124,26 +124,28 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def ckpt_command() -> str:
-    """Return what a shell calls this command: its name, or its path where it is not on the PATH."""
+    """Return how a shell calls this command: its name, or its path if it is not on the PATH."""
     return "ckpt" if shutil.which("ckpt") else os.path.relpath(Path(sys.prefix, "bin", "ckpt"))
 
 
 def said_again(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
-    """Return the command line that a verb was called with, with other values for some of its options."""
+    """Return the command line of this call, with other values for some of its options."""
     words = [ckpt_command(), str(ctx.info_name)]
-    for one in ctx.command.params:
-        name, source = str(one.name), ctx.get_parameter_source(str(one.name))
+    for parameter in ctx.command.params:
+        name, source = str(parameter.name), ctx.get_parameter_source(str(parameter.name))
         given = source is not None and source.name == "COMMANDLINE"
         if name in without or not (given or name in changed):
             continue
         value = changed.get(name, ctx.params.get(name))
-        if one.param_type_name == "argument":
+        if parameter.param_type_name == "argument":
             words.append(str(value))
         elif isinstance(value, bool):
-            words.append(one.opts[0])
+            words.append(parameter.opts[0])
         else:
             words += [
-                word for each in (value if isinstance(value, list) else [value]) for word in (one.opts[0], str(each))
+                word
+                for each in (value if isinstance(value, list) else [value])
+                for word in (parameter.opts[0], str(each))
             ]
     return words
 
@@ -159,7 +161,7 @@ def _option(option: Field[Any], kind: Any, text: str) -> Any:
 
 
 def _metavar(name: str, kind: Any) -> str:
-    choices = [word for one in (kind, *get_args(kind)) if get_origin(one) is Literal for word in get_args(one)]
+    choices = [word for type_ in (kind, *get_args(kind)) if get_origin(type_) is Literal for word in get_args(type_)]
     if choices:
         return "|".join(choices)
     if name.endswith("dir"):

@@ -23,13 +23,13 @@ _OWN_LINES = ("command", "code", "host", "accelerator")  # of what made a checkp
 
 
 def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
-    """Show one checkpoint: what is in it, and where it came from."""
+    """Show what is in a checkpoint, and what made it."""
     from ckpt_tasks.reading.opening import open_checkpoint
 
     with output(as_json) as out:
-        run, found = parse_target(checkpoint).find()
-        opened = open_checkpoint(run.history.store, found)
-        shown = _facts(run, found, opened)
+        run, record = parse_target(checkpoint).find()
+        opened = open_checkpoint(run.history.store, record)
+        shown = _facts(run, record, opened)
         out.data(shown)
         if not as_json:
             _print(out, run, shown)
@@ -139,7 +139,7 @@ def _lines(shown: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _made_by(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what made a checkpoint, line by line; older ones have versions alone."""
+    """Return what made a checkpoint, line by line; old checkpoints have versions only."""
     rest = {name: value for name, value in environment.items() if name not in _OWN_LINES}
     lines = [(name, environment[name]) for name in _OWN_LINES if name in environment]
     return [*lines, ("environment", ", ".join(f"{name} {value}" for name, value in rest.items()))]
@@ -166,9 +166,9 @@ def _objects(shown: Mapping[str, Any]) -> Any:
 
 def _evaluations(shown: Mapping[str, Any]) -> Any:
     made = table("evaluation", "done", "metrics")
-    for one in shown["evaluations"]:
-        metrics = ", ".join(f"{name} {number(value)}" for name, value in one["metrics"].items())
-        made.add_row(one["suite"], age(one["evaluated_at"]), printable(metrics))
+    for evaluation in shown["evaluations"]:
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in evaluation["metrics"].items())
+        made.add_row(evaluation["suite"], age(evaluation["evaluated_at"]), printable(metrics))
     return made
 
 

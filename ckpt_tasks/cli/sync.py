@@ -1,4 +1,4 @@
-"""`ckpt sync`: a run, or one checkpoint of it, at another store as well."""
+"""`ckpt sync`: copy a run, or one checkpoint of it, to another store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["SingleOption", "print_unleased", "sync"]
 
 ToArgument = Annotated[
-    str, typer.Argument(metavar="TO", help="the run directory that gets it, new or of this run", show_default=False)
+    str,
+    typer.Argument(metavar="TO", help="the target run directory: a new one, or a copy of this run", show_default=False),
 ]
 SingleOption = Annotated[
     bool,
@@ -39,9 +40,9 @@ def sync(
 ) -> None:
     """Copy a run, or one checkpoint, to another store.
 
-    All live checkpoints without @STEP, with their evaluations and pins. Every byte is verified on the way, and what is
-    there already is not copied again: after an interruption, or for what is new, give the same command. Nothing is
-    removed from TO, and what was pruned there stays so. Exits with 1 if anything could not be copied.
+    Without @STEP it copies all live checkpoints, with evaluations and pins. Every byte is verified on the way. Objects
+    that TO has are not copied again: repeat the command after an interruption, or to copy what is new. Removes nothing
+    from TO, and does not bring back what was pruned there. Exits with 1 if anything could not be copied.
     """
     with output(as_json) as out:
         parsed = parse_target(checkpoint)
@@ -127,7 +128,7 @@ def _print(out: Output, run: Run, target: Store, report: SyncReport, took_s: flo
 
 
 def print_unleased(out: Output, source: Run) -> None:
-    """Say so if the source was read without a lease."""
+    """Print a warning if the source was read without a lease."""
     from rich.text import Text
 
     if source.read_only:
@@ -139,9 +140,15 @@ def _listing(report: SyncReport) -> Any:
     made = table("step", "saved", "size", "copied", "result", right=("step", "size", "copied"))
     styles = {"copied": "", "damaged": "red", "refused": "red"}
     for row in reversed(report.rows):
-        one = row.checkpoint
-        found = f", {size(row.found_bytes)} lay there" if row.found_bytes else ""
+        checkpoint = row.checkpoint
+        reused = f", {size(row.found_bytes)} lay there" if row.found_bytes else ""
         copied = size(row.copied_bytes) if row.copied_bytes else ""
-        cells = (str(one.step), age(one.saved_at), size(one.size_bytes), copied, f"{row.outcome}{found}")
+        cells = (
+            str(checkpoint.step),
+            age(checkpoint.saved_at),
+            size(checkpoint.size_bytes),
+            copied,
+            f"{row.outcome}{reused}",
+        )
         made.add_row(*cells, style=styles.get(row.outcome, "dim"))
     return made

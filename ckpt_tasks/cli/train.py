@@ -1,4 +1,4 @@
-"""`ckpt train`: train a program here, as a flow; the same command goes on where it ended."""
+"""`ckpt train`: train a program in this process, as a flow; the same command resumes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["train"]
 StepsOption = Annotated[int, typer.Option("--steps", metavar="N", help="train until this step")]
 BatchStepsOption = Annotated[
     int | None,
-    typer.Option("--batch-steps", metavar="N", help="steps of one Prefect task [default: as many as take 30 s]"),
+    typer.Option("--batch-steps", metavar="N", help="steps in one Prefect task [default: as many as take 30 s]"),
 ]
 ForkOption = Annotated[
     str | None,
@@ -54,10 +54,10 @@ def train(
     named: ProgramOption = None,
     **settings: str | None,
 ) -> None:
-    """Train a program; the same command goes on where it ended.
+    """Train a program; the same command resumes it.
 
-    MODULE:PROGRAM is a class, or a function that makes an object, with `state`, `train_step()` and `evaluate(suite)`.
-    Its module is looked for in the working directory first. `ckpt init` writes one to begin with.
+    MODULE:PROGRAM is a class, or a function that returns an object, with `state`, `train_step()` and `evaluate(suite)`.
+    The working directory is searched for the module first. `ckpt init` writes a program to start from.
     """
     name = program or named or EXAMPLE
     with errors_told(as_json) as out:
@@ -79,7 +79,7 @@ def train(
 def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps: int) -> None:
     place = str(config.checkpoint_dir)
     kept = ("checkpoint_dir", "run_key", "param", "params", "seed", "program", "named")
-    without = [str(one.name) for one in ctx.command.params if one.name not in kept]
+    without = [str(parameter.name) for parameter in ctx.command.params if parameter.name not in kept]
     evaluation = said_again(ctx, without=without)
     evaluation[1] = "evaluate"
     out.print("Next:")

@@ -1,4 +1,4 @@
-"""`ckpt up` and `ckpt down`: a server, a worker and our deployments on this machine, and the end of them."""
+"""`ckpt up` and `ckpt down`: start and stop a server, a worker and our deployments on this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PortOption = Annotated[
 
 
 def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
-    """Start a server, a worker and the deployments here.
+    """Start a Prefect server, a worker and the deployments here.
 
-    Whatever runs already stays as it is, and the same command starts again what died. The deployments are those of the
-    prefect.yaml in the working directory, or the example's. Comes back when all of it answers. A server that
-    PREFECT_API_URL names is used, and never ended.
+    What runs already stays as it is; the same command restarts what died. The deployments are those of prefect.yaml in
+    the working directory, or else the example's. Returns when all of it answers. A server that PREFECT_API_URL names is
+    used, and never stopped.
     """
     with errors_told(as_json) as out:
         if not as_json:
@@ -40,10 +40,10 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
 
 
 def down(*, as_json: JsonOption = False) -> None:
-    """End what `ckpt up` started.
+    """Stop what `ckpt up` started.
 
-    Training that runs ends its step, commits, and goes on with the next `ckpt up`. It ends what is left of it also
-    after a reboot, or where something was killed.
+    Running training finishes its step, commits, and resumes with the next `ckpt up`. Also cleans up after a reboot or a
+    kill.
     """
     with errors_told(as_json) as out:
         from ckpt_tasks.deploying.site import take_down

@@ -1,4 +1,4 @@
-"""`ckpt verify`: read everything back, and list what is wrong and what nothing names."""
+"""`ckpt verify`: read everything back; list what is damaged and what is orphaned."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAMES_SHOWN = 8
 
 
 def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None:
-    """Read a run or one checkpoint back and list what is wrong.
+    """Read a run or one checkpoint back and list what is damaged.
 
-    Exits with 1 if anything is. Checks the digests of all bytes, sizes, headers, whether what is stored makes whole
-    tensors, and of a run the ledger and the evaluations too. Objects that nothing names are listed, and are no fault.
+    Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
+    whole tensors; of a run also the ledger and the evaluations. Orphaned objects are listed, and are not a fault.
     """
     with output(as_json) as out:
         parsed = parse_target(target)

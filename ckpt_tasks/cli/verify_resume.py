@@ -1,4 +1,4 @@
-"""`ckpt verify-resume`: does a program go on bit for bit when it is killed?"""
+"""`ckpt verify-resume`: prove that a killed program resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def verify_resume(
 ) -> None:
     """Train a program twice, kill and resume one of the two, compare.
 
-    One is trained without a break. The other is killed (SIGKILL) and resumed, twice, each time in a new process. Every
-    value of the state, the metrics and the random streams are compared after every step. Exits with 1 where something
-    differs, and names the first value and the likely cause.
+    One trains without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process. After every
+    step the state, the metrics and the random streams are compared, value by value. Exits with 1 if something differs,
+    and names the first such value and the likely cause.
     """
     with output(as_json) as out:
         from ckpt_tasks.proving.proof import verify_resume as prove
@@ -41,12 +41,12 @@ def verify_resume(
         if proof.difference is None:
             out.print(f"Every step is equal bit for bit: {proof.values} values of state and metrics, and all streams.")
             return
-        found = proof.difference
-        more = f" and {len(found.what) - _SHOWN} more" if len(found.what) > _SHOWN else ""
-        when = {0: "before any kill", 1: "after the first resume", 2: "after the second resume"}[found.after_kills]
+        first = proof.difference
+        more = f" and {len(first.what) - _SHOWN} more" if len(first.what) > _SHOWN else ""
+        when = {0: "before any kill", 1: "after the first resume", 2: "after the second resume"}[first.after_kills]
         out.print(
-            f"Different from step {found.step} on, {when}: {printable(', '.join(found.what[:_SHOWN]))}{more}.",
-            f"Likely cause: {printable(found.cause)}.",
+            f"Different from step {first.step} on, {when}: {printable(', '.join(first.what[:_SHOWN]))}{more}.",
+            f"Likely cause: {printable(first.cause)}.",
         )
         out.fail()
 

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
-_FIRST = 256  # entries that the curve begins with
+_FIRST = 256  # entries read for the first curve
 _POINTS = 512
 _EVENTS_SHOWN = 5
-_TIMEOUT_S = 120.0  # what an owner has unless its configuration says otherwise
+_TIMEOUT_S = 120.0  # the default of the option owner_timeout_s
 _BARS = "▁▂▃▄▅▆▇█"
-_QUIET = ("lease",)  # of evaluators and copies: many, and none says how training goes
+_QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
 
-LinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for each event, one a line.")]
+LinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per event and line.")]
 EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="how often to look")]
 
 
 def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
-    """Follow a run: its step and rate, the last commit, whether its owner lives, and its loss. Ctrl-C ends it.
+    """Follow a run: its step and rate, last commit, owner and loss. Ctrl-C ends it.
 
-    It reads alone, and the run need not know. Without a terminal it prints a line for each event.
+    It only reads: the run does not notice. Without a terminal it prints one line for each event.
     """
     from ckpt_tasks.reading.reading import open_run
 
@@ -76,7 +76,7 @@ def _say(event: dict[str, Any], *, as_json: bool) -> None:
 
 
 class _Course:
-    """What is known of a run by now; `new` looks again and returns what has happened since."""
+    """What is known of a run so far; `new` reads the ledger again and returns what has happened since."""
 
     def __init__(self, run: Run):
         from ckpt_tasks.ledger.ownership import Signs
@@ -94,7 +94,7 @@ class _Course:
         self._owner_known = False
 
     def first(self) -> dict[str, Any]:
-        """Return what there is before the first event."""
+        """Return the run's state before the first event."""
         newest = self._newest()
         return {
             "event": "watching",
@@ -105,7 +105,7 @@ class _Course:
         }
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the events since the last look; a store that does not answer is one, and is asked again."""
+        """Return the events since the last call; an outage of the store is one event."""
         events = []
         try:
             self._head = self._run.head()
@@ -128,15 +128,15 @@ class _Course:
             entry, _ = self._run.history.read_entry(n)
         except (IntegrityError, ObjectNotFoundError) as error:
             return {"event": "damaged", "n": n, "text": str(error)}
-        found = moment(entry)
-        if found is None:
+        event = moment(entry)
+        if event is None:
             return _raw(entry)
-        if found.kind == "commit":
-            self._commits.append(found)
-        return _event(found)
+        if event.kind == "commit":
+            self._commits.append(event)
+        return _event(event)
 
     def _owner(self) -> list[dict[str, Any]]:
-        """Return an event where the owner has become silent, or lives after all."""
+        """Return an event if the owner has fallen silent, or has come back."""
         from ckpt_tasks.ledger.ownership import identify, why_free
 
         owner = self._head.state.owner
@@ -163,7 +163,7 @@ class _Course:
         return steps / took_s if before.epoch == last.epoch and steps > 0 and took_s > 0 else None
 
     def panel(self, width: int) -> RenderableType:
-        """Return everything for a terminal of `width` columns."""
+        """Return the whole screen for a terminal of `width` columns."""
         from rich.console import Group
         from rich.text import Text
 
@@ -195,16 +195,16 @@ class _Course:
 
         from ckpt_tasks.report.picture import main_metric
 
-        name = main_metric(one.metrics for one in self._commits)
+        name = main_metric(commit.metrics for commit in self._commits)
         if name is None:
             return []
-        values = [one.metrics[name] for one in self._commits if name in one.metrics]
+        values = [commit.metrics[name] for commit in self._commits if name in commit.metrics]
         label, last = printable(f"{name} "), f" {number(values[-1])}"
         return [Text.assemble((label, "dim"), sparkline(values, width - len(label) - len(last)), last)]
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw the newest `width` values with one character each; what is not finite is a gap."""
+    """Draw the newest `width` values, one character each; a value that is not finite is a gap."""
     import math
 
     shown = values[-max(width, 1) :]
