@@ -116,7 +116,7 @@ class Agreement:
 
 
 def _same_options(words: list[bytes]) -> bytes:
-    """Raise ConfigError where the ranks' configurations differ: they would save at other steps, or elsewhere."""
+    """Raise ConfigError if the ranks' configurations differ: they would save at other steps, or elsewhere."""
     first, *others = map(json.loads, words)
     for rank, options in enumerate(others, start=1):
         different = sorted(name for name in first if options.get(name) != first[name])

@@ -285,7 +285,7 @@ class Checkpointer(HeldRun):
         self._at.saved(step, epoch, interim=interim)
 
     def _check_finite(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Look for metrics that are NaN or infinite; raises NonFiniteError, in all ranks where the step is saved."""
+        """Look for metrics that are NaN or infinite; raises NonFiniteError, in all ranks if the step is saved."""
         try:
             self._finite.check(step, metrics or {}, saving=saving)
         except StateError as error:

@@ -24,7 +24,7 @@ class LeftOut:
         self._skip: tuple[int, int] | None = None
 
     def check(self, rollback: Rollback | None, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError where batches are to be left out, and nothing in the state can do that."""
+        """Raise ConfigError if batches are to be left out, and nothing in the state can do that."""
         if rollback is not None and rollback.pending and rollback.skip is not None and not can_leave_out(state):
             first, last = rollback.skip
             raise ConfigError(
@@ -62,7 +62,7 @@ def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> 
 
 
 def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | None:
-    """Return which batches to leave out after a checkpoint; raise ConfigError where training has taken them by then."""
+    """Return which batches to leave out after a checkpoint; raise ConfigError if training has taken them by then."""
     if skip is not None and not step < skip[0] <= skip[1] <= MAX_STEP:
         raise ConfigError(
             f"batches {skip[0]} to {skip[1]} do not come after step {step}",

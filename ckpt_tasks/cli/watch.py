@@ -155,7 +155,7 @@ class _Course:
         return next(iter(lineage(self._head.state.live)), None)
 
     def rate(self) -> float | None:
-        """Return steps per second between the last two commits of one owner; None where there are none yet."""
+        """Return steps per second between the last two commits of one owner; None if there are none yet."""
         if len(self._commits) < 2:
             return None
         before, last = self._commits[-2], self._commits[-1]

@@ -36,7 +36,7 @@ class Difference:
     `place` is the path in the state; `what` says in what: "values" of a tensor, its "dtype", "shape", "layout",
     "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a container, a
     group's "kind", or "only in A", "only in B". `a` and `b` say what there is, in short. For values `elements` were
-    compared, `differing` of them differ, by `max_abs` at most (None where that cannot be said), `unmeasured` of them
+    compared, `differing` of them differ, by `max_abs` at most (None if that cannot be said), `unmeasured` of them
     because they are not numbers.
     """
 
@@ -84,7 +84,7 @@ def compare_checkpoints(
 ) -> Comparison:
     """Compare the states of two checkpoints, of one run or of two.
 
-    Reads both, in memory of some 100 MiB. Raises IntegrityError or StoreError where a checkpoint's bytes are not good.
+    Reads both, in memory of some 100 MiB. Raises IntegrityError or StoreError if a checkpoint's bytes are not good.
     """
     a, b = open_checkpoint(store_a, checkpoint_a), open_checkpoint(store_b, checkpoint_b)
     walk = _Walk(a, b)

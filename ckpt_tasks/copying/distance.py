@@ -18,7 +18,7 @@ class Distance:
     """How many elements were compared, how many differ in a bit, and by how much at most.
 
     `max_abs` is the largest absolute difference among the `differing` elements, an int for whole numbers. It leaves
-    out the `unmeasured` ones, where one side is not a number (or both are, with other bits), and is None where
+    out the `unmeasured` ones, where one side is not a number (or both are, with other bits), and is None if
     nothing is left. -0.0 and 0.0 differ by 0.0.
     """
 

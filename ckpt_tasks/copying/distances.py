@@ -78,7 +78,7 @@ class Regions:
 def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:
     """Return how far apart pairs of tensors are, by their full keys; those that are equal are left out.
 
-    The two of a pair have one dtype and shape. Raises IntegrityError or StoreError where bytes are not good.
+    The two of a pair have one dtype and shape. Raises IntegrityError or StoreError if bytes are not good.
     """
     found = {}
     for key_a, key_b in sorted(set(pairs), key=lambda both: a.place(both[0])):

@@ -95,8 +95,8 @@ def plan_fork(
 ) -> ForkPlan:
     """Look whether a checkpoint can become a run at `target`, with these parameters changed; nothing is written.
 
-    Raises ConfigError for names and parameters that cannot be, StateError where the target is a run already or holds
-    something else, and IntegrityError where manifest or index of the checkpoint is damaged.
+    Raises ConfigError for names and parameters that cannot be, StateError if the target is a run already or holds
+    something else, and IntegrityError if manifest or index of the checkpoint is damaged.
     """
     url = source.history.store.url
     check_apart(url, target.url)
@@ -150,8 +150,8 @@ def run_fork(
 ) -> Moved:
     """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
 
-    `on_progress` gets the size in bytes of every read, where bytes have to be sent. Raises IntegrityError where the
-    source is damaged (the target is no run then) and StateError where another fork was faster. What was copied by then
+    `on_progress` gets the size in bytes of every read, where bytes have to be sent. Raises IntegrityError if the
+    source is damaged (the target is no run then) and StateError if another fork was faster. What was copied by then
     stays there.
     """
     if plan.done:

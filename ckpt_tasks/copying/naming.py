@@ -37,7 +37,7 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
     """Name the parameters of an optimizer's state_dict, in the order of their numbers, and say where that is from.
 
-    Raises UnsupportedStateError with the reason where a name would be a guess.
+    Raises UnsupportedStateError with the reason if a name would be a guess.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     numbers = [number for group in groups for number in group["params"]]
@@ -62,7 +62,7 @@ def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[lis
 
 
 def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
-    """Return the name that a capture gives the parameter which a file calls so; None where that is not known."""
+    """Return the name that a capture gives the parameter which a file calls so; None if that is not known."""
     if not isinstance(name, str):
         return None
     clean = bare_name(name)

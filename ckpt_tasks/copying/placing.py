@@ -34,7 +34,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
 
 
 def bytes_before(row: IndexRow) -> int | None:
-    """Return how many bytes of its tensor, in C order, come before a region; None where it is not one range of them."""
+    """Return how many bytes of its tensor, in C order, come before a region; None if it is not one range of them."""
     extents = row.box.shape
     first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
     if extents[first + 1 :] != row.tensor_shape[first + 1 :]:

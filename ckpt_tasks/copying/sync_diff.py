@@ -65,7 +65,7 @@ def find_sync_diff(
 ) -> SyncDiff:
     """Compare two ledgers; `only` asks for one checkpoint instead of all live ones.
 
-    Raises RunMismatchError where the target has a checkpoint that the source never had.
+    Raises RunMismatchError if the target has a checkpoint that the source never had.
     """
     live, have = _by_identity(head.state), _by_identity(there.state)
     mark = _last_copy(source, target, there)

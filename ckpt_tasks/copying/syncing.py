@@ -99,7 +99,7 @@ class SyncReport:
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
     """Look what the target lacks of the run, or of `only`; nothing is written.
 
-    Raises RunMismatchError where the target has another run, or checkpoints that the source never had.
+    Raises RunMismatchError if the target has another run, or checkpoints that the source never had.
     """
     check_apart(source.history.store.url, target.url)
     head, history = source.head(), History(target)
@@ -128,7 +128,7 @@ def run_sync(
     """Do what a plan says, after a second look as the target's owner; where it lacks nothing, nothing is written.
 
     `on_progress` gets the size in bytes of every read. What is damaged at the source, or pruned there meanwhile, is
-    left out and reported; any other failure is raised, and the same call goes on from there. Raises OwnedError where a
+    left out and reported; any other failure is raised, and the same call goes on from there. Raises OwnedError if a
     process that may be alive holds the target.
     """
     if plan.diff.nothing:
@@ -377,7 +377,7 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Raise ConfigError where one place is the other one or lies in it."""
+    """Raise ConfigError if one place is the other one or lies in it."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

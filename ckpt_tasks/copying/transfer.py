@@ -68,7 +68,7 @@ class Transfer:
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
         """See to it that the target has an object, verified; return how many bytes were copied, and found there.
 
-        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError where the target has other
+        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError if the target has other
         bytes under this name, or has given the name up: its deletion may still be under way.
         """
         if record.name in self._good:

@@ -57,7 +57,7 @@ class Site:
 
 
 def read_site(path: Path) -> Site | None:
-    """Return what the file says, None without one; raise SiteError where it says nothing that can be read."""
+    """Return what the file says, None without one; raise SiteError if it says nothing that can be read."""
     try:
         said = json.loads(path.read_text("utf-8"))
         return Site(url=said["url"], started={name: Process(**one) for name, one in said["started"].items()})

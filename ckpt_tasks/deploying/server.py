@@ -93,7 +93,7 @@ def api_url(host: str, port: int) -> str:
 
 
 def answers(url: str) -> bool:
-    """Say whether a Prefect server answers at this API; raise SiteError where something else does."""
+    """Say whether a Prefect server answers at this API; raise SiteError if something else does."""
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
             return bool(answer.status == 200)

@@ -73,7 +73,7 @@ class Ended:
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
     """Train a run and evaluate its newest checkpoint, shown on the screen; `again` is the command that goes on.
 
-    Raises CkptError, before a server is started where that can be known.
+    Raises CkptError, before a server is started if that can be known.
     """
     results: list[EvaluationResult] = []
     out, config = Screen(stderr=stderr), training.config

@@ -45,7 +45,7 @@ class _Message(NamedTuple):
 
 
 def read_arrow(data: bytes | memoryview, schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Read a table of this very schema; raise one of FAULTS where the bytes are no such file or hold more rows."""
+    """Read a table of this very schema; raise one of FAULTS if the bytes are no such file or hold more rows."""
     if data[:_START] != _MAGIC + b"\0\0" or data[-len(_MAGIC) :] != _MAGIC:
         raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]

@@ -187,7 +187,7 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
 
-    `prefix` holds at least the header, `size_bytes` is the whole file's. Raises IntegrityError where the header is
+    `prefix` holds at least the header, `size_bytes` is the whole file's. Raises IntegrityError if the header is
     cut, too large or malformed, where a tensor's bytes do not fit its dtype and shape, or where the tensors do not fill
     the rest of the file exactly.
     """

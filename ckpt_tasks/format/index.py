@@ -96,7 +96,7 @@ def write_index(index: Index) -> bytes:
 
 
 def read_index(data: bytes, *, digest: str, name: str) -> Index:
-    """Read an index whose digest is known; raise IntegrityError where bytes or rows do not make sense."""
+    """Read an index whose digest is known; raise IntegrityError if bytes or rows do not make sense."""
     if digest_hex(data) != digest:
         raise IntegrityError("the index is not the one that was committed", key=name)
     index = parse_index(data, name)
@@ -108,7 +108,7 @@ def read_index(data: bytes, *, digest: str, name: str) -> Index:
 
 
 def parse_index(data: bytes | memoryview, name: str) -> Index:
-    """Read an index whose rows somebody else checks; raise IntegrityError where the bytes are no table of this kind."""
+    """Read an index whose rows somebody else checks; raise IntegrityError if the bytes are no table of this kind."""
     try:
         return Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
     except FAULTS as error:
@@ -116,7 +116,7 @@ def parse_index(data: bytes | memoryview, name: str) -> Index:
 
 
 class _Columns:
-    """The columns of a table; raises one of FAULTS where a value is missing, or numbers are no tensor's."""
+    """The columns of a table; raises one of FAULTS if a value is missing, or numbers are no tensor's."""
 
     def __init__(self, table: pa.Table):
         columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
@@ -245,7 +245,7 @@ class Index:
         return rank[numbers], firsts[order]
 
     def check(self, name: str) -> None:
-        """Raise IntegrityError where a row makes no sense; `name` is that of the index."""
+        """Raise IntegrityError if a row makes no sense; `name` is that of the index."""
         of = self._columns
         bad = [n for n in of.object.used if not is_shard(n)]
         bad += [g for g in of.group.used if not is_group(g)]

@@ -90,14 +90,14 @@ def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
 
 
 def ledger_name(n: int) -> str:
-    """Name ledger entry n so that the newest lists first; raise ConfigError where the numbers are used up."""
+    """Name ledger entry n so that the newest lists first; raise ConfigError if the numbers are used up."""
     if n > MAX_LEDGER_NUMBER:
         raise ConfigError("the ledger has no number left for another entry", hint="Use another directory.")
     return f"{LEDGER_PREFIX}{MAX_LEDGER_NUMBER - n:020d}-{n:020d}.json"
 
 
 def parse_ledger_name(name: str) -> int | None:
-    """Read the number of a ledger entry; None where the name is foreign or its two numbers disagree."""
+    """Read the number of a ledger entry; None if the name is foreign or its two numbers disagree."""
     match = _LEDGER.fullmatch(name)
     if match is None or int(match[1]) + int(match[2]) != MAX_LEDGER_NUMBER:
         return None

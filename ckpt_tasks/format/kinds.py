@@ -27,7 +27,7 @@ _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def check_group(name: str, kind: str, tree: Any) -> None:
-    """Raise IntegrityError where a group's tree is none of its kind; one of an unknown kind is not looked at.
+    """Raise IntegrityError if a group's tree is none of its kind; one of an unknown kind is not looked at.
 
     The random streams of the process are a group by their name: no other kind of tree may stand in their place.
     """
@@ -42,7 +42,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise IntegrityError where a tensor of this dtype and shape cannot be what a reference says."""
+    """Raise IntegrityError if a tensor of this dtype and shape cannot be what a reference says."""
     if ref.array and (dtype not in _ARRAY_DTYPES or ref.requires_grad):
         raise IntegrityError(f"{dtype} is not a dtype of an array, or the array takes a gradient", key=ref.key)
     if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):

@@ -70,7 +70,7 @@ class State:
     new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
     epoch came, an entry could not be read; what attempts up to it have left may be what that entry named, and is never
     swept. `origin` is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a
-    flow trains, and `params` with what it is built; None where no flow has trained the run. `rollback` is the last step
+    flow trains, and `params` with what it is built; None if no flow has trained the run. `rollback` is the last step
     back.
     """
 
@@ -93,7 +93,7 @@ class State:
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
 
-        Raises ConfigError where there is no number left for an owner.
+        Raises ConfigError if there is no number left for an owner.
         """
         if owner.epoch > MAX_EPOCH:
             raise ConfigError(
@@ -217,7 +217,7 @@ class Entry:
     segments: tuple[Segment, ...] = ()  # objects that hold all live checkpoints but the last ones
 
     def to_bytes(self) -> tuple[bytes, str]:
-        """Write the entry: (its bytes, its digest); raise StateError where a reader would refuse it."""
+        """Write the entry: (its bytes, its digest); raise StateError if a reader would refuse it."""
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)

@@ -91,7 +91,7 @@ def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
 
 
 def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
-    """Read a list of checkpoints whose digest is known; raise IntegrityError where the bytes are not those."""
+    """Read a list of checkpoints whose digest is known; raise IntegrityError if the bytes are not those."""
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:

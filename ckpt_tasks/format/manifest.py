@@ -69,7 +69,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON; keys keep their order, since a dict in the state has one.
 
-        Raises UnsupportedStateError where a reader would refuse it.
+        Raises UnsupportedStateError if a reader would refuse it.
         """
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
@@ -98,8 +98,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, digest: str, name: str) -> Manifest:
         """Read a manifest whose digest is known.
 
-        Raises IntegrityError where the bytes are not those that were committed or do not make sense, and
-        FormatVersionError where a newer version wrote them.
+        Raises IntegrityError if the bytes are not those that were committed or do not make sense, and
+        FormatVersionError if a newer version wrote them.
         """
         if digest_hex(data) != digest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)

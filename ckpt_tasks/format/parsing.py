@@ -45,7 +45,7 @@ _DIGITS = 4300  # Python's own limit for whole numbers, unless it has been chang
 
 
 def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Parse JSON; raise ValueError where it is none, or nests deeper or holds more than anything that is written.
+    """Parse JSON; raise ValueError if it is none, or nests deeper or holds more than anything that is written.
 
     NaN and Infinity are no JSON. What is ours is ASCII; only the headers of shards are UTF-8.
     """
@@ -56,7 +56,7 @@ def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSO
 
 
 def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Raise ValueError where JSON nests too deep or holds too many values, whether it is well formed or not."""
+    """Raise ValueError if JSON nests too deep or holds too many values, whether it is well formed or not."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = data.translate(None, _OTHERS).replace(b'""', b"")

@@ -321,7 +321,7 @@ class Seal:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Seal:
-        """Read a seal; raise IntegrityError where it is damaged and FormatVersionError where it is a newer one's."""
+        """Read a seal; raise IntegrityError if it is damaged and FormatVersionError if it is a newer one's."""
         try:
             body = parse_json(data)
             digest = body.pop("digest")

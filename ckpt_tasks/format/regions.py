@@ -63,7 +63,7 @@ def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box of the elements that two boxes share; None where they share none."""
+    """Return the box of the elements that two boxes share; None if they share none."""
     offset = tuple(map(max, a.offset, b.offset))
     ends = (min(i + n, j + m) for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
     shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))

@@ -29,7 +29,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the state with the user's own objects; raises ConfigError where one has a name that is taken."""
+    """Return the state with the user's own objects; raises ConfigError if one has a name that is taken."""
     taken = sorted(state.keys() & (extra or {}).keys())
     if taken:
         raise ConfigError(f"{', '.join(taken)} in `state` is saved already", hint="Give other names to your objects.")

@@ -39,7 +39,7 @@ class LoaderPositions:
             self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
 
     def before(self, trainer: Trainer) -> list[Any] | None:
-        """Return the states before the batch in hand; None where they are not known (an epoch's first batches)."""
+        """Return the states before the batch in hand; None if they are not known (an epoch's first batches)."""
         loaders = _stateful(trainer)
         if all(isinstance(loader, ResumableLoader) for loader in loaders):
             return [loader.state_before() for loader in loaders]

@@ -76,7 +76,7 @@ class Course:
 
     @property
     def goodput(self) -> float | None:
-        """The useful part of the wall time; None where no time has passed."""
+        """The useful part of the wall time; None if no time has passed."""
         return min(1.0, self.seconds["useful"] / self.wall_s) if self.wall_s > 0 else None
 
     @property

@@ -98,7 +98,7 @@ class History:
         """Make the run directory's format.json unless it is there.
 
         A store that is a server is tried first, once for every endpoint that the directory is reached through. Raises
-        ConfigError where it does not do what commits rest on; `single_writer` does without put-if-absent.
+        ConfigError if it does not do what commits rest on; `single_writer` does without put-if-absent.
         """
         body = self._format()
         if body is None:
@@ -110,10 +110,10 @@ class History:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
     def check(self, run_key: str | None) -> str | None:
-        """Return the run's key, None where format.json is damaged (every manifest holds the key as well).
+        """Return the run's key, None if format.json is damaged (every manifest holds the key as well).
 
-        Raises CheckpointNotFoundError where there is no run, RunMismatchError where it is another one's, and
-        FormatVersionError where a newer version wrote it.
+        Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another one's, and
+        FormatVersionError if a newer version wrote it.
         """
         body = self._format()
         if body is None:
@@ -142,7 +142,7 @@ class History:
         return ""
 
     def _format(self) -> dict[str, Any] | None:
-        """Read format.json: None where there is none, empty where it is damaged."""
+        """Read format.json: None if there is none, empty where it is damaged."""
         try:
             return read_good(self.store, self._read_format)
         except ObjectNotFoundError:
@@ -223,7 +223,7 @@ class History:
         )
 
     def _followed(self, head: Head) -> Head | None:
-        """Go on from a state that was read before; None where the list must be asked."""
+        """Go on from a state that was read before; None if the list must be asked."""
         known = head
         for _ in range(_FOLLOWED):
             try:
@@ -258,7 +258,7 @@ class History:
         return Head(entry, digest, next_n, damaged)
 
     def read_entry(self, n: int) -> tuple[Entry, str]:
-        """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError where it is torn or foreign."""
+        """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError if it is torn or foreign."""
         return read_good(self.store, lambda: self._read_entry(n), listed=True)
 
     def _read_entry(self, n: int) -> tuple[Entry, str]:
@@ -281,8 +281,8 @@ class History:
     ) -> Entry:
         """Append one event; `change` turns the state before entry n into the state after it.
 
-        `owner` is the writer when the event is the owner's alone. Raises FencedError where the directory has another
-        owner by now, CommitUncertainError where the outcome cannot be known, StoreError where nothing was written.
+        `owner` is the writer when the event is the owner's alone. Raises FencedError if the directory has another
+        owner by now, CommitUncertainError if the outcome cannot be known, StoreError if nothing was written.
         """
         # A list alone does not tell where a store far away was emptied and filled anew: here the entry is read again.
         nonce, head = secrets.token_hex(16), self.head() if self.store.near else self._truth(self._listed())
@@ -313,7 +313,7 @@ class History:
         return Head(entry, digest, n + 1, fresh.damaged)
 
     def _is_mine(self, name: str, data: bytes) -> bool:
-        """Read a number back; raise IntegrityError where neither this entry nor another good one is there."""
+        """Read a number back; raise IntegrityError if neither this entry nor another good one is there."""
         found = self.store.get(name, MAX_ENTRY_BYTES)
         if found != data:
             Entry.from_bytes(found, name)

@@ -76,7 +76,7 @@ class FiniteMetrics:
     def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints to go back to: with finite metrics, before the bad step and the last rollback.
 
-        Raises NonFiniteError where there is none, or after three rollbacks that did not get past the bad step.
+        Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
         """
         assert self._failed_step is not None
         limit = self._failed_step if self._limit is None else min(self._failed_step, self._limit)

@@ -109,7 +109,7 @@ def _read(history: History, n: int) -> LedgerEvent | None:
 
 
 def ledger_event(entry: Entry) -> LedgerEvent | None:
-    """Return what an entry says about cost and failure; None where it says nothing."""
+    """Return what an entry says about cost and failure; None if it says nothing."""
     event, owner = entry.event, entry.state.owner
     epoch = owner.epoch if owner else entry.epoch  # an owner's own entry still carries the epoch before it
     try:

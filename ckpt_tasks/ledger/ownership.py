@@ -73,7 +73,7 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
 def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
     """Say why the directory may be taken without asking; None when its owner may be alive.
 
-    `silent_s` is how long it has shown no life, None where that is not known.
+    `silent_s` is how long it has shown no life, None if that is not known.
     """
     if owner is None:
         return NEVER_OWNED
@@ -110,7 +110,7 @@ def _is_gone(owner: Owner) -> bool:
 
 
 def damage(history: History) -> tuple[str, ...]:
-    """Name the ledger entries that cannot be read; raise NoGoodCheckpointError where they leave no checkpoint.
+    """Name the ledger entries that cannot be read; raise NoGoodCheckpointError if they leave no checkpoint.
 
     A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
     """
@@ -144,7 +144,7 @@ def acquire(
     Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
     commits and releases within its grace. A flow run waits for an owner that is none (upkeep, a person who prunes) as
     long as it takes to tell whether that is alive: `timeout_s`. So does everyone where the owner's clock cannot tell.
-    Raises OwnedError where the owner may be alive and `take_over` is False.
+    Raises OwnedError if the owner may be alive and `take_over` is False.
     """
     began_s, signs = time.monotonic(), Signs(history, timeout_s)
     while True:
@@ -281,9 +281,9 @@ class Signs:
         self._seen_s = 0.0
 
     def silent_s(self, owner: Owner) -> float | None:
-        """Return for how long the owner has shown no life; None where it has just shown some.
+        """Return for how long the owner has shown no life; None if it has just shown some.
 
-        Raises StoreError where the store does not answer: that is not silence.
+        Raises StoreError if the store does not answer: that is not silence.
         """
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:

@@ -26,7 +26,7 @@ class Segments:
         self._known: dict[str, Segment] = {}
 
     def read(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        """Return segments with their checkpoints; raise IntegrityError where one is gone or damaged."""
+        """Return segments with their checkpoints; raise IntegrityError if one is gone or damaged."""
         known = self._known
         missing = [segment for segment in segments if segment.digest not in known]
         if self._store.near or len(missing) < _FEW:

@@ -94,7 +94,7 @@ def _numbers(steps: Iterable[StepMetrics]) -> Iterator[StepMetrics]:
 def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:
     """Read the metrics of every step that a course's commits brought; `known` keeps tables for the next reading.
 
-    Raises StoreError where the store fails.
+    Raises StoreError if the store fails.
     """
     tables = {} if known is None else known
     commits = [one.moment for one in course.of("commit") if one.moment.steps is not None]

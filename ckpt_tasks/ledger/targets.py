@@ -13,7 +13,7 @@ __all__ = ["split_target"]
 def split_target(text: str) -> tuple[str, int | str | None]:
     """Take "DIR@STEP" apart at its last @; a directory of that whole name, if there is one, is meant as it stands.
 
-    Returns the directory, and a step, "latest", "best", or None where none was named. Raises ConfigError where what
+    Returns the directory, and a step, "latest", "best", or None if none was named. Raises ConfigError if what
     follows the @ is none of these.
     """
     directory, at, which = text.rpartition("@")

@@ -72,7 +72,7 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
     """Read the newest `most` entries of a ledger, several at a time from a store that is far away.
 
     With what is `known` from an earlier reading only newer entries are read. Entries that cannot be read are left out
-    and counted. Raises StoreError where the store fails.
+    and counted. Raises StoreError if the store fails.
     """
     known = known or Timeline()
     listed = history.store.names(LEDGER_PREFIX, limit=most)
@@ -90,7 +90,7 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
 
 
 def moment(entry: Entry) -> Moment | None:
-    """Return what an entry says of the run's course; None where it says nothing, or not when."""
+    """Return what an entry says of the run's course; None if it says nothing, or not when."""
     owner, event, timed = entry.state.owner, entry.event, ledger_event(entry)
     at_s = timed.at_s if timed else _seconds(entry.at)
     if at_s is None:
@@ -164,7 +164,7 @@ def _step(event: Mapping[str, Any]) -> int | None:
 
 
 def steps_of(event: Mapping[str, Any], step: int) -> tuple[str, str] | None:
-    """Return name and digest of the table of steps that a commit's event names; None where it names none."""
+    """Return name and digest of the table of steps that a commit's event names; None if it names none."""
     match event.get("steps"):
         case [str(name), str(digest)] if is_steps(name, step):
             return name, digest

@@ -88,7 +88,7 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFacts:
-    """A work pool: `type` is None where there is none of that name, `online` counts its workers that are."""
+    """A work pool: `type` is None if there is none of that name, `online` counts its workers that are."""
 
     name: str
     type: str | None = None
@@ -101,7 +101,7 @@ class PoolFacts:
 class ServerFacts:
     """What Prefect's server said; None stands for what it did not say, `failure` for why.
 
-    `url` is None where every process starts an embedded server. `ahead_s` is how far its clock is ahead of ours, to
+    `url` is None if every process starts an embedded server. `ahead_s` is how far its clock is ahead of ours, to
     within `within_s`.
     """
 
@@ -300,7 +300,7 @@ def judge_threads(jobs: Sequence[JobFacts]) -> Check:
 
 
 def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
-    """Say whether the automations hold for the deployments; None where there are none of either."""
+    """Say whether the automations hold for the deployments; None if there are none of either."""
     if not any(one.name in (_ZOMBIES, _RESUMES) for one in facts.automations or ()):
         return None
     deployed = [job for job in jobs if job.deployed and not _is_repeated(job)]

@@ -58,7 +58,7 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
     """Train "module:Program" twice, once with two kills, in processes of its own; say whether they end the same.
 
     Every value of the state, every metric and the random streams are compared after every step. Raises ConfigError for
-    fewer than 6 steps, and ProgramError where the program cannot be built or fails.
+    fewer than 6 steps, and ProgramError if the program cannot be built or fails.
     """
     if type(steps) is not int or steps < _LEAST_STEPS:
         raise ConfigError(f"steps must be a whole number from {_LEAST_STEPS} on, not {steps!r}", key="steps")

@@ -57,7 +57,7 @@ class Exchange(Protocol):
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Hand in this rank's word on a topic, used once; return rank 0's answer, `decide` of the words by rank.
 
-        An exception as the word, in any rank, or raised by `decide`, is raised in all ranks. Raises StoreError where a
+        An exception as the word, in any rank, or raised by `decide`, is raised in all ranks. Raises StoreError if a
         rank says nothing for `deadline_s`.
         """
 
@@ -162,7 +162,7 @@ class StoreExchange:
         return answer
 
     def _request(self, name: str, *arguments: Any) -> Any:
-        """Call a method of this thread's connection to the store; raise StoreError where it does not answer."""
+        """Call a method of this thread's connection to the store; raise StoreError if it does not answer."""
         connection = getattr(self._clients, "connection", None)
         if connection is None:
             connection = self._clients.connection = _Connection(self._store)
@@ -303,7 +303,7 @@ class Together:
 
 @contextmanager
 def _reaching(topic: str) -> Iterator[None]:
-    """Raise StoreError where torch cannot reach the c10d store."""
+    """Raise StoreError if torch cannot reach the c10d store."""
     try:
         yield
     except RuntimeError as error:  # torch's DistError: the process that holds the store is gone

@@ -45,7 +45,7 @@ class Horizon:
     def at(self, step: int, wish: str | None) -> str | None:
         """Return what is to be done at a step, if anything; a `wish` is granted there or at a later one.
 
-        Raises StoreError where rank 0 grants no step for too long.
+        Raises StoreError if rank 0 grants no step for too long.
         """
         if self._exchange.size == 1:
             return wish

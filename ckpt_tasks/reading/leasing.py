@@ -24,7 +24,7 @@ _log = logging.getLogger("ckpt_tasks")
 def renewable(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float) -> Iterator[Callable[[], None]]:
     """Lease a checkpoint while the block runs; gives what leases it anew, for who takes longer than `lease_s` seconds.
 
-    Raises CheckpointNotFoundError where the checkpoint is pruned by now, and StoreError; so does what it gives.
+    Raises CheckpointNotFoundError if the checkpoint is pruned by now, and StoreError; so does what it gives.
     """
     held = ExitStack()
 
@@ -47,7 +47,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
     """Keep a checkpoint from being pruned while the block runs, however long.
 
     The lease is renewed at half its time; where the store does not take that, it is asked again until the lease is
-    over. Raises CheckpointNotFoundError where the checkpoint is pruned by now, and StoreError.
+    over. Raises CheckpointNotFoundError if the checkpoint is pruned by now, and StoreError.
     """
     over = threading.Event()
 

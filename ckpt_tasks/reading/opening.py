@@ -54,7 +54,7 @@ class SavedGroup:
     def tree(self) -> Any:
         """The tree of the rank that opened it, decoded.
 
-        Raises IntegrityError where it is none of its kind, or names what the index lacks.
+        Raises IntegrityError if it is none of its kind, or names what the index lacks.
         """
         return self._decoded(self._encoded[self._rank if len(self._encoded) > 1 else 0])
 
@@ -62,7 +62,7 @@ class SavedGroup:
     def trees(self) -> list[Any]:
         """The trees of all ranks, decoded: one where they have the same, else one for each rank.
 
-        Raises IntegrityError where one is none of its kind, or names what the index lacks.
+        Raises IntegrityError if one is none of its kind, or names what the index lacks.
         """
         return [self._decoded(encoded) for encoded in self._encoded]
 
@@ -95,7 +95,7 @@ class Opened:
     groups: Mapping[str, SavedGroup]
 
     def check_trees(self) -> None:
-        """Raise IntegrityError where the tree of a group is not what a save writes."""
+        """Raise IntegrityError if the tree of a group is not what a save writes."""
         for group in self.groups.values():
             _ = group.trees
 

@@ -50,7 +50,7 @@ def run_of(config: CheckpointConfig) -> Run:
 
 
 class Run:
-    """One run, read-only but for leases, pins and evaluations; `run_key` is None where format.json is damaged.
+    """One run, read-only but for leases, pins and evaluations; `run_key` is None if format.json is damaged.
 
     `read_only` is True once a lease was denied, and the run was read without one.
     """
@@ -167,7 +167,7 @@ class Run:
         return list(self.head().state.evaluations)
 
     def record_evaluation(self, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]) -> bool:
-        """Commit an evaluation beside its checkpoint; False where this suite has been recorded for it already."""
+        """Commit an evaluation beside its checkpoint; False if this suite has been recorded for it already."""
         if not is_group(suite):
             raise ConfigError(
                 f"{suite!r:.80} is not a suite", hint="Use a letter, then letters, digits and underscores."

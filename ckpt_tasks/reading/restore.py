@@ -113,7 +113,7 @@ def restore_newest(
     topic: str = "restore",
     deadline_s: float = 0.0,
 ) -> tuple[Checkpoint, RestoreReport, _Snapshot | None]:
-    """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason where none does.
+    """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
     the others each before storage. All `ranks` restore one checkpoint, or none; `topic` is what they agree under.
@@ -197,8 +197,8 @@ def restore_one(
     once. If another number of ranks saved it, the random streams of every rank but 0 are seeded from rank 0's and the
     rank.
 
-    Raises IntegrityError or StoreError where its bytes are not good, StateMismatchError where it does not fit, and
-    RunMismatchError where it is not of the run `run_key`; the target is untouched then.
+    Raises IntegrityError or StoreError if its bytes are not good, StateMismatchError if it does not fit, and
+    RunMismatchError if it is not of the run `run_key`; the target is untouched then.
     """
     started = time.perf_counter()
     together = together or Together(ALONE)

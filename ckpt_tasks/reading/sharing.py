@@ -89,7 +89,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
 
 def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
-    """Agree with the other ranks of this host who reads what; None where this rank reads for itself.
+    """Agree with the other ranks of this host who reads what; None if this rank reads for itself.
 
     `kept`: what is read is kept in memory that all of them see. All ranks must call it.
     """
@@ -165,7 +165,7 @@ def _written(token: str, rows: Iterable[IndexRow]) -> bytes:
 
 
 def _read(fd: int, token: str) -> Spans:
-    """Read what `_written` writes; raise OSError where it is another process's file."""
+    """Read what `_written` writes; raise OSError if it is another process's file."""
     with open(fd, "rb", closefd=False) as file:
         head, _, data = file.read().partition(b"\n")
     if token.encode() not in head:

@@ -104,7 +104,7 @@ def sort_metrics(names: Iterable[str]) -> list[str]:
 
 
 def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
-    """Choose the metric that a run is drawn by; None where it has none."""
+    """Choose the metric that a run is drawn by; None if it has none."""
     return next(iter(sort_metrics({name for one in metrics for name in one})), None)
 
 

@@ -94,8 +94,8 @@ class PreparedCheckpoint:
 def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedCheckpoint:
     """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
 
-    Raises IntegrityError where a rank or a region is missing, UnsupportedStateError where one would be too large, and
-    StateError where ranks have drifted apart.
+    Raises IntegrityError if a rank or a region is missing, UnsupportedStateError if one would be too large, and
+    StateError if ranks have drifted apart.
     """
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)

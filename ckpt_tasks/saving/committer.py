@@ -51,7 +51,7 @@ class Line:
         return self.parent.step if self.parent is not None else -1
 
     def stored_of(self, store: Store, base: Checkpoint | None) -> Stored | None:
-        """Return what a checkpoint is made of; None where there is none, or where it cannot be read."""
+        """Return what a checkpoint is made of; None if there is none, or where it cannot be read."""
         if base is None:
             return None
         if self.stored is None or self.stored[0] != base.manifest_digest:

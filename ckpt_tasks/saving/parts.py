@@ -139,7 +139,7 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
 
 
 def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
-    """Return the parts of the ranks, in their order; raise StateError where they are of different steps."""
+    """Return the parts of the ranks, in their order; raise StateError if they are of different steps."""
     for rank, part in enumerate(parts):
         if part.step != parts[0].step:
             raise StateError(

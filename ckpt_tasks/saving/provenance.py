@@ -66,7 +66,7 @@ def code_of(directory: str) -> str:
 
 
 def _git(directory: str, *arguments: str) -> str | None:
-    """Return what git says; None where it is not there, does not answer in time, or knows no repository here."""
+    """Return what git says; None if it is not there, does not answer in time, or knows no repository here."""
     # No lock is taken, and no program runs that the repository's configuration names.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:

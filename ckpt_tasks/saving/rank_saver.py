@@ -78,7 +78,7 @@ class RankSaver:
         """Copy a state, for which there is a plan, into the images of a slot.
 
         What is on the host is copied when this returns. A device copies what it holds before anything that training
-        queues from then on: wait for the DeviceCopy before the images are read. Raises StoreError where there is no
+        queues from then on: wait for the DeviceCopy before the images are read. Raises StoreError if there is no
         memory.
         """
         assert self._plan is not None

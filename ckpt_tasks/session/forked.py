@@ -34,7 +34,7 @@ _MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
     """Make the run of `config` a fork of `source` ("DIR@STEP"), unless it is one: however often this is called.
 
-    What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError where the
+    What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError if the
     run began by itself, and what a fork raises.
     """
     target = config.location.resolve(config.run_key)
@@ -70,7 +70,7 @@ def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | No
 
 
 def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
-    """Return with what parameters the program of a run was built last; None where the run does not say, or is none."""
+    """Return with what parameters the program of a run was built last; None if the run does not say, or is none."""
     try:
         return run_of(config).head().state.params
     except CheckpointNotFoundError:
@@ -103,7 +103,7 @@ def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) 
 def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     """Return the source's parameters where what was restored last is the checkpoint that the run was forked from.
 
-    None where it is any other one: what was saved since has the changed values.
+    None if it is any other one: what was saved since has the changed values.
     """
     state, restored = ckpt.run.head().state, ckpt.last_restore
     if state.origin is None or restored is None:

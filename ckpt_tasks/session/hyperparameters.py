@@ -51,7 +51,7 @@ def settings_of(state: Mapping[str, Any]) -> Settings:
 def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settings:
     """Return the restored settings with what differs between two fresh programs, the old one and the new one.
 
-    A learning rate that training has moved is scaled by new/old. Raises StateMismatchError where the two programs have
+    A learning rate that training has moved is scaled by new/old. Raises StateMismatchError if the two programs have
     other optimizers, schedules or numbers of param groups.
     """
     for one in (old, restored):

@@ -49,7 +49,7 @@ class Program(Protocol):
 def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import "module:Factory" and return the factory, which is not called: nothing is built yet.
 
-    Raises ProgramError where the name leads nowhere, the factory does not accept `params` (if they are known: not
+    Raises ProgramError if the name leads nowhere, the factory does not accept `params` (if they are known: not
     None), or it is a class that lacks what a program needs.
     """
     factory = find_named(name, what="program", kind="Factory", error=ProgramError)
@@ -67,7 +67,7 @@ def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable
 def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
     """Import "module:Factory" and call the factory with `params`.
 
-    Raises ProgramError where the name leads nowhere, the factory does not accept the parameters, or what it makes is no
+    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or what it makes is no
     program; what else the factory raises passes through, as that may go away by itself.
     """
     factory = find_program(name, params)
@@ -171,7 +171,7 @@ class LocalSession(StateSession):
         """Restore as any session does, and record the program and its parameters.
 
         Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
-        of optimizers and schedules. Raises StateMismatchError where they do not fit. On any other one a parameter that
+        of optimizers and schedules. Raises StateMismatchError if they do not fit. On any other one a parameter that
         sets what a restore brings back would be changed in the record alone: ConfigError.
         """
         step = super().restore()
@@ -218,7 +218,7 @@ class LocalSession(StateSession):
         apply_settings(state, changed_settings(settings_of(state), old, new))
 
     def _refuse_changes(self) -> None:
-        """Raise ConfigError where other parameters than the run's would make other optimizers or schedules."""
+        """Raise ConfigError if other parameters than the run's would make other optimizers or schedules."""
         recorded = params_of(self.ckpt)
         own = recorded or {}
         changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
@@ -267,7 +267,7 @@ def _check_methods(name: str, program: Any) -> None:
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
-    """Import "package.module:attribute" and return it; raise `error`, in these words, where there is none.
+    """Import "package.module:attribute" and return it; raise `error`, in these words, if there is none.
 
     The working directory is searched too, as it is by `python -m`, and first.
     """

@@ -104,7 +104,7 @@ class SnapshotCache:
         self._said = False  # that snapshots end with this process; to those who save, and once
 
     def check(self) -> None:
-        """Raise ConfigError where the memory directory that was asked for is not this user's alone."""
+        """Raise ConfigError if the memory directory that was asked for is not this user's alone."""
         if self._memory_dir not in (None, "auto"):
             private_root(Path(self._memory_dir))
 

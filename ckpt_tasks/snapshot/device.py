@@ -49,7 +49,7 @@ class DeviceCopy:
         self._ends.append((device, event))
 
     def wait(self) -> None:
-        """Return when everything is in its place; raises StateError where a device failed, and then nothing is."""
+        """Return when everything is in its place; raises StateError if a device failed, and then nothing is."""
         with _told():
             for device, event in self._ends:
                 with self._cuda.device(device):  # a new thread stands on the first one, which others may be using
@@ -73,7 +73,7 @@ class Devices:
         """Queue copies of the second of every pair into the first.
 
         Work that this thread queues later, in the current stream of each device, runs after them. Raises StateError
-        where a device cannot take them.
+        if a device cannot take them.
         """
         copy = DeviceCopy(self._cuda, pairs)
         with _told():

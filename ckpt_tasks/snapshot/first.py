@@ -32,7 +32,7 @@ class FirstCopy:
         self._tensors = tensors
 
     def write(self, files: Mapping[str, int]) -> bool:
-        """Write all images to new files, given by name and descriptor; raises OSError where there is no room.
+        """Write all images to new files, given by name and descriptor; raises OSError if there is no room.
 
         False: nothing was written, they must be filled through a mapping.
         """

@@ -38,7 +38,7 @@ class LocalCopies:
         self._newest: str | None = None
 
     def open(self, format_bytes: bytes) -> None:
-        """Take the directory for the run with this format.json; raise ConfigError where it is another run's."""
+        """Take the directory for the run with this format.json; raise ConfigError if it is another run's."""
         try:
             self.store.put_if_absent(FORMAT_NAME, format_bytes)
         except ObjectExistsError:
@@ -48,7 +48,7 @@ class LocalCopies:
                 ) from None
 
     def write(self, objects: Mapping[str, memoryview], index: tuple[str, bytes], manifest: bytes, seal: Seal) -> None:
-        """Make a snapshot durable here, shards and index by name; raise StoreError where the disk refuses."""
+        """Make a snapshot durable here, shards and index by name; raise StoreError if the disk refuses."""
         prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
         for name, body in objects.items():
             with suppress(ObjectExistsError):  # reused: an older checkpoint's copy has it

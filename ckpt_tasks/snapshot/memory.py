@@ -123,7 +123,7 @@ class SlotFiles:
         self.url = str(path)
 
     def sealed(self, slot: str) -> bytes | None:
-        """Return a slot's seal; None where the slot is empty or its snapshot incomplete."""
+        """Return a slot's seal; None if the slot is empty or its snapshot incomplete."""
         try:
             with _opened(self._slot(slot) / SEAL_NAME) as fd:
                 return os.read(fd, MAX_SEAL_BYTES)
@@ -131,7 +131,7 @@ class SlotFiles:
             return None
 
     def open(self, slot: str, name: str) -> memoryview:
-        """Map a file of a slot, copy-on-write; raises OSError, also where it is empty."""
+        """Map a file of a slot, copy-on-write; raises OSError, also if it is empty."""
         with _opened(self._slot(slot) / name) as fd:
             return map_memory(os.fstat(fd).st_size, fd, shared=False)
 
@@ -145,7 +145,7 @@ class SlotFiles:
         return held_bytes
 
     def _slot(self, slot: str) -> Path:
-        """Return a slot's directory, made if need be; raise StoreError where something else stands in its place."""
+        """Return a slot's directory, made if need be; raise StoreError if something else stands in its place."""
         directory = self.path / slot
         try:
             if self._is_ours:
@@ -157,7 +157,7 @@ class SlotFiles:
 
 
 class MemoryDirectory(SlotFiles):
-    """The slots of one run in a memory directory; raises StoreError where another process holds them.
+    """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
     `about` is written into the lock file, for people: whose slots these are.
     """
@@ -185,7 +185,7 @@ class MemoryDirectory(SlotFiles):
         self._unlock = finalize_here(self, _unlock, self.path, lock)
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Map files of their own, all of them allocated: raises StoreError where there is no room."""
+        """Map files of their own, all of them allocated: raises StoreError if there is no room."""
         self.unseal(slot)
         directory = self._slot(slot)
         files: dict[str, int] = {}
@@ -240,7 +240,7 @@ class MemoryDirectory(SlotFiles):
 
 
 def private_root(directory: Path) -> Path:
-    """Return this user's own directory in a memory directory; raise ConfigError where it is not his alone."""
+    """Return this user's own directory in a memory directory; raise ConfigError if it is not his alone."""
     root = directory / f"ckpt-tasks-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)

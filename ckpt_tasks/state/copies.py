@@ -68,7 +68,7 @@ class Copies:
         return self._homes.get(key)
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
-        """Reserve a container for its new contents; False where it stands in two places that differ."""
+        """Reserve a container for its new contents; False if it stands in two places that differ."""
         first = self._contents.setdefault(id(container), tree)
         return first is tree or _contents(first, stored) == _contents(tree, stored)
 
@@ -77,7 +77,7 @@ class Copies:
         self._wanted.append(_Wanted(place, live, ref.key))
 
     def prepare(self, source: TensorSource) -> None:
-        """Raise StateMismatchError where memory that is shared would get two values."""
+        """Raise StateMismatchError if memory that is shared would get two values."""
         self._source = source
         first: dict[Any, _Wanted] = {}
         different: list[_Wanted] = []

@@ -157,7 +157,7 @@ def _holds_objects(container: Any, level: int) -> bool:
 
 
 def checked_state(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError where a state is not a mapping of group names to values."""
+    """Raise UnsupportedStateError if a state is not a mapping of group names to values."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(f"a state is a dict of named objects, not a {type(state).__qualname__}")
     for name in state:

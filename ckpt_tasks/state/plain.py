@@ -55,7 +55,7 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
-    """Raise UnsupportedStateError where a plain value holds what a `state_dict()` gave and a restore cannot give back.
+    """Raise UnsupportedStateError if a plain value holds what a `state_dict()` gave and a restore cannot give back.
 
     A copy of an optimizer's state that a program keeps for itself has tensors that no live optimizer holds.
     """

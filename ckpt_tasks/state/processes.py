@@ -86,7 +86,7 @@ class Process:
 def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
     """Map zeroed memory of this process, or a file: what is written lands in the file where the mapping is `shared`.
 
-    It is unmapped when the last view of it goes. Raises OSError where there is no memory. Not mmap.mmap: that keeps a
+    It is unmapped when the last view of it goes. Raises OSError if there is no memory. Not mmap.mmap: that keeps a
     descriptor of its own for each file, which children inherit, and unmaps addresses that a child may use for something
     else by then.
     """
@@ -115,7 +115,7 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
 def open_nameless() -> int:
     """Make a file in memory that has no name, and so is gone with the last process that has it open or mapped.
 
-    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also where a system has no such
+    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if a system has no such
     files. Close it with close_descriptor().
     """
     with _forking:

@@ -245,7 +245,7 @@ class Maker:
 
 
 def needed_keys(group: str, tree: Any, stored: Stored) -> set[str]:
-    """Return the keys of a tree's tensors; raise IntegrityError where one is not among the stored ones."""
+    """Return the keys of a tree's tensors; raise IntegrityError if one is not among the stored ones."""
     keys = {ref.key for ref in tensor_refs(tree)}
     if not keys <= stored.keys():
         raise IntegrityError(

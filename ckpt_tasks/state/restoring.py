@@ -73,7 +73,7 @@ class RestorePlan:
         `confirm` is called before anything is changed, and again once the code of the user's has run; what it raises
         leaves the target as it was.
 
-        Raises StateError where a load_state_dict of the user's raised, StateMismatchError or IntegrityError where
+        Raises StateError if a load_state_dict of the user's raised, StateMismatchError or IntegrityError if
         values do not fit or are damaged; the target is as it was then. A plan is applied once.
         """
         parts, self._parts = self._parts, {}  # they hold what they made
@@ -139,7 +139,7 @@ def plan_restore(
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
     `state` names, and no random streams. `selection`: a loose restore takes this part. Raises StateMismatchError with
-    every difference, UnsupportedStateError where the target could not be saved either, IntegrityError where a tree is
+    every difference, UnsupportedStateError if the target could not be saved either, IntegrityError if a tree is
     not what capture makes.
     """
     state = flat(state)

@@ -127,7 +127,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor in the memory of an array; None where torch has no such view, or may not write into it."""
+    """Return a tensor in the memory of an array; None if torch has no such view, or may not write into it."""
     if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
         return None
     return torch.from_numpy(array)
@@ -145,7 +145,7 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
     """Turn a tree into the value.
 
     `make` returns the tensor or array for a ref; it is also given what stands at the ref's place in `live`, a value of
-    like form, or None where nothing does.
+    like form, or None if nothing does.
     """
     kind = type(tree)
     if kind in SCALARS:

@@ -98,7 +98,7 @@ def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
-    """Return where an object lies below `root`; raise an error of this kind where a link would lead elsewhere."""
+    """Return where an object lies below `root`; raise an error of this kind if a link would lead elsewhere."""
     place = os.path.dirname(name)
     link = link_above(root, place)
     if link is not None:

@@ -50,7 +50,7 @@ def measure(
     """Try a store and measure it; `on_progress` hears what is being done.
 
     Ctrl-C ends it between two requests; what was written is deleted then as well. Directories above a local place
-    that were not there are removed. Raises ConfigError where the store cannot be used at all.
+    that were not there are removed. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:

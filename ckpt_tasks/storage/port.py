@@ -44,10 +44,10 @@ class ReadableStore(Protocol):
     def gap_bytes(self) -> int: ...
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object's bytes; raise StoreError where there are more than `max_bytes`."""
+        """Return an object's bytes; raise StoreError if there are more than `max_bytes`."""
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a buffer from the object's bytes at `begin`; raise StoreError where it ends early."""
+        """Fill a buffer from the object's bytes at `begin`; raise StoreError if it ends early."""
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
@@ -63,15 +63,15 @@ class Store(ReadableStore, Protocol):
     def endpoint(self) -> str | None: ...
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        """Write a new object from buffers, one after the other; raise ObjectExistsError where the name is taken."""
+        """Write a new object from buffers, one after the other; raise ObjectExistsError if the name is taken."""
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        """Write a small object unless the name is taken; raise ObjectExistsError where it is."""
+        """Write a small object unless the name is taken; raise ObjectExistsError if it is."""
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         """Have an object of another place under the same name here, its bytes not passing through this process.
 
-        False where that cannot be, or where something else has the name. Only its size has been looked at.
+        False if that cannot be, or where something else has the name. Only its size has been looked at.
         """
 
     def replace(self, name: str, body: bytes) -> None:

@@ -31,7 +31,7 @@ _HINT = (
 def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
     """Try a store below `probe/` and return what it was seen to do; nothing is left there.
 
-    Raises ConfigError where it lets a second writer win, unless `single_writer`, and where it does not show at once
+    Raises ConfigError if it lets a second writer win, unless `single_writer`, and where it does not show at once
     what was written.
     """
     place = f"probe/{secrets.token_hex(8)}"

@@ -36,7 +36,7 @@ _HINTS = {
 def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
     """Give a descriptor to write to; the file gets its name when the block ends well.
 
-    Raises ConfigError where the name is taken, unless `overwrite`, and StoreError where the system refuses.
+    Raises ConfigError if the name is taken, unless `overwrite`, and StoreError if the system refuses.
     """
     temporary = out.parent / _temporary_name()
     with _errors(out):

@@ -140,7 +140,7 @@ class Pruner:
     def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
 
-        Raises FencedError where the directory is another's by now; nothing is deleted then.
+        Raises FencedError if the directory is another's by now; nothing is deleted then.
         """
         with self._one:
             state = self._newest(owner)
@@ -187,7 +187,7 @@ class Pruner:
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason.
 
-        Raises CheckpointNotFoundError where it is not live, or is pruned while this is written.
+        Raises CheckpointNotFoundError if it is not live, or is pruned while this is written.
         """
         put_pin(self._history, Run(self._history, None).find(step), reason, owner)
 

@@ -74,7 +74,7 @@ class RunFaults:
 def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
 
-    `check` is called before every read, and stops the verification by what it raises. Raises StoreError where the store
+    `check` is called before every read, and stops the verification by what it raises. Raises StoreError if the store
     does not answer: that says nothing about the checkpoint.
     """
     check = check or (lambda: None)
@@ -251,7 +251,7 @@ def newest_good(store: Store, state: State) -> Checkpoint:
 
 
 def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
-    """Say which metrics there are where the policy keeps the best by another one; None where it has what it needs."""
+    """Say which metrics there are where the policy keeps the best by another one; None if it has what it needs."""
     if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
         return None
     known = ", ".join(sorted(state.metric_names)) or "none at all"
