@@ -1,6 +1,6 @@
 """What the ranks of one training agree on: who owns the run, which checkpoints to try, what to do at a step.
 
-Every rank makes the same calls in the same order. One process agrees with itself.
+Every rank makes the same calls in the same order. A single process agrees with itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement"]
 
-_DRAIN_S = 10.0  # rank 0 waits this long until the others have its last answers
+_DRAIN_S = 10.0  # rank 0 waits this long for the others to read its last answers
 
 _OF_HOST = ("memory_dir", "local_dir")  # options that may differ from rank to rank
 
@@ -56,7 +56,7 @@ class Agreement:
         return self.world.size == 1
 
     def topic(self, name: str) -> str:
-        """Name what is agreed on next, the same in every rank."""
+        """Return the name of the next agreement; it is the same in every rank."""
         self._topics += 1
         return f"{name}/{self._topics}"
 
@@ -73,50 +73,53 @@ class Agreement:
         return all_or_none(self.exchange, self.topic(name), self.deadline_s)
 
     def candidates(self, find: Callable[[], Tried]) -> Tried:
-        """Return the live checkpoints, those to try, and the last rollback, as rank 0 finds them."""
+        """Return rank 0's `find()` in every rank: live checkpoints, those to try in order, the last rollback."""
         if self.alone:
             return find()
 
-        def found() -> bytes:
+        def as_json() -> bytes:
             *both, rollback = find()
             items = [[checkpoint_item(c) for c in checkpoints] for checkpoints in both]
             return json.dumps([*items, asdict(rollback) if rollback else None]).encode()
 
-        *both, rollback = json.loads(from_first(self.exchange, self.topic("candidates"), found, self.deadline_s))
+        *both, rollback = json.loads(from_first(self.exchange, self.topic("candidates"), as_json, self.deadline_s))
         live, tried = ([read_checkpoint(item) for item in items] for items in both)
         return live, tried, read_rollback(rollback)
 
     def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
-        """Return the snapshots of this host of which every rank has sealed its part, as rank 0 orders them."""
+        """Return this host's snapshots that every rank has sealed, in rank 0's order."""
         if self.alone:
             return find()
-        found: dict[str, _Found] = {}
+        sealed: dict[str, _Found] = {}
         word: bytes | BaseException
         try:
-            found = {f"{one.checkpoint.manifest} {one.place}": one for one in find()}
-            word = json.dumps([*found]).encode()
+            sealed = {f"{snapshot.checkpoint.manifest} {snapshot.place}": snapshot for snapshot in find()}
+            word = json.dumps([*sealed]).encode()
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
             word = error
         chosen = self.exchange.agree(self.topic("sealed"), word, _in_all, self.deadline_s)
-        return [found[name] for name in json.loads(chosen)]
+        return [sealed[name] for name in json.loads(chosen)]
 
     def restored(self, step: int) -> None:
-        """Count steps from a restore on."""
+        """Begin to agree on steps, after a restore of `step` in all ranks."""
         self._horizon.begin(step)
 
     def at(self, step: int, *, save: bool, signal: int | None) -> tuple[bool, int | None]:
-        """Return what all ranks do at a step, given what this one wants: save, and end by a signal."""
+        """Return what all ranks do at a step: whether they save, and by which signal they end (None: go on).
+
+        `save` and `signal` are what this rank asks for. Raises StoreError if rank 0 does not answer.
+        """
         wish = f"signal {signal}" if signal is not None else "save" if save else None
         kind, _, number = (self._horizon.at(step, wish) or "").partition(" ")
         return kind == "save", int(number) if number else None
 
     def drain(self) -> None:
-        """Wait until the other ranks have rank 0's answers; it may hold the store that they are in."""
+        """Wait until the other ranks have read rank 0's answers, which may be in a store that this process holds."""
         self.exchange.drain(_DRAIN_S)
 
 
 def _same_options(words: list[bytes]) -> bytes:
-    """Raise ConfigError if the ranks' configurations differ: they would save at other steps, or elsewhere."""
+    """Raise ConfigError if the ranks' configurations differ: they would save at different steps or places."""
     first, *others = map(json.loads, words)
     for rank, options in enumerate(others, start=1):
         different = sorted(name for name in first if options.get(name) != first[name])
@@ -124,13 +127,13 @@ def _same_options(words: list[bytes]) -> bytes:
             raise ConfigError(
                 f"rank {rank} and rank 0 have different values of {', '.join(different)}",
                 key=different[0],
-                hint="Make every rank's CheckpointConfig of the same options.",
+                hint="Give every rank's CheckpointConfig the same options.",
             )
     return b""
 
 
 def _in_all(words: list[bytes]) -> bytes:
-    """Choose, of what each rank has sealed, what all have."""
+    """Choose the snapshots that all ranks have sealed."""
     sealed: list[list[str]] = [json.loads(word) for word in words]
     for name in dict.fromkeys(name for names in sealed for name in names):
         lacking = [str(rank) for rank, names in enumerate(sealed) if name not in names]

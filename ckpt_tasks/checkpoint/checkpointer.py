@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-_PRUNE_S = 10.0  # the prune behind the last commit has this long at a close; the next owner prunes the rest
+_PRUNE_S = 10.0  # time for the prune after the last commit at a close; the next owner prunes the rest
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "The restore brought back what the run had at step %d: %s. To train on with other values, set them after restore()"
@@ -57,7 +57,7 @@ class Checkpointer(HeldRun):
     next call raises the error. With a memory directory the copies outlive the process, for a restart on this host.
 
     As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then
-    delivers the signal. The end of the block waits for saves on their way and releases the run directory.
+    delivers the signal. The end of the block waits for saves under way and releases the run directory.
 
     It belongs to the process that made it. A forked child has neither its memory nor its ownership nor its signal
     handlers: saves, restores and waits raise ConfigError there, and the end of the block does nothing.
@@ -92,11 +92,11 @@ class Checkpointer(HeldRun):
         if not self._process.is_here:
             return
         self._entered = False
-        self._interrupt.install()  # hold_signals may have uninstalled it: a second signal waits for the release
+        self._interrupt.install()  # hold_signals may have uninstalled it; with it a second signal waits for the release
         if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
             _log.warning("Steps %s are not saved: no save was due. Call save(step, state) after the last step.", steps)
         try:
-            # After an error or a signal, a retry on this host goes on from memory.
+            # After an error or a signal, a retry on this host resumes from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
         except Exception as second:
             if error is None:
@@ -104,7 +104,7 @@ class Checkpointer(HeldRun):
             if second is not error:
                 error.add_note(f"The last snapshot could not be saved either: {second}")
         finally:
-            self._interrupt.deliver()  # also after an error: the sender wants this process to end
+            self._interrupt.deliver()  # also after an error: whoever sent it wants this process to end
 
     @property
     def position(self) -> int:
@@ -129,13 +129,13 @@ class Checkpointer(HeldRun):
 
         A loose restore takes a part, for fine-tuning: `only` names the groups ("model", "rng") and keys ("model/head")
         to take, or maps them to what the checkpoint calls them, and `leave` those that are not taken. With
-        `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that names nothing.
+        `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that matches nothing.
         """
         selection = Selection.of(only, missing, leave)
         self._own()
         self._wait_idle()
         self._steps.restored()
-        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint to be restored
+        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint that is restored
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
         self._left_out.check(rollback, state)
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
@@ -165,14 +165,14 @@ class Checkpointer(HeldRun):
         if chosen.n < 0 and cached is not None:  # storage does not have it yet
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        elif cached is None and selection is None:  # nothing else reads every byte that the store has
+        elif cached is None and selection is None:  # only such a restore has read every byte from the store
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
         return chosen.step
 
     def _begin(self) -> int:
-        """Begin a run that has no checkpoint; steps that were never committed are taken again."""
+        """Begin a run without checkpoints; steps that were never committed will be repeated."""
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)
@@ -242,16 +242,16 @@ class Checkpointer(HeldRun):
         return self.last_commit
 
     def close(self) -> None:
-        """Wait for saves on their way, release the run directory and restore the signal handlers.
+        """Wait for saves under way, release the run directory and restore the signal handlers.
 
-        A later save takes the directory again. The prune behind the last commit has 10 s; the next owner prunes the
+        A later save takes the directory again. The prune after the last commit has 10 s; the next owner prunes the
         rest.
         """
         if self._process.is_here:
             self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
-        keep = keep or not self._knows_line  # a process that never trained leaves the memory as it was
+        keep = keep or not self._knows_line  # a process that never trained does not change the memory
         try:
             self.wait()
         except BaseException:
@@ -272,7 +272,7 @@ class Checkpointer(HeldRun):
         try:
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
-                groups = encode_groups(captured)  # refuses an unsupported value before anything is written
+                groups = encode_groups(captured)  # raises for an unsupported value before anything is written
                 if self.last_commit is None:
                     warn_of_unsaved(state)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
@@ -285,7 +285,7 @@ class Checkpointer(HeldRun):
         self._at.saved(step, epoch, interim=interim)
 
     def _check_finite(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Look for metrics that are NaN or infinite; raises NonFiniteError, in all ranks if the step is saved."""
+        """Treat NaN and infinite metrics by `on_non_finite`; raise NonFiniteError in all ranks if the step is saved."""
         try:
             self._finite.check(step, metrics or {}, saving=saving)
         except StateError as error:
@@ -296,7 +296,7 @@ class Checkpointer(HeldRun):
     def _note(
         self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
     ) -> Rollback | None:
-        """Write into the run's history what a restore passed over, and that it goes back from a failed step."""
+        """Record in the run's history what a restore skipped, and that it goes back from a failed step."""
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
         if newest and (failed_step := self._finite.went_back(chosen.step)) is not None:
@@ -304,13 +304,13 @@ class Checkpointer(HeldRun):
         return None
 
     def _warn_of_replaced(self, chosen: Checkpoint, report: RestoreReport) -> None:
-        """Warn of settings that are the checkpoint's again; a fork with changed parameters brings its own in after."""
+        """Warn of settings that the restore replaced, except in a fork, which applies its parameters later."""
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
             _log.warning(_REPLACED, chosen.step, "; ".join(report.replaced))
 
     def _candidates(self, step: int | None) -> Tried:
-        """Return the live checkpoints, those to try, and the last rollback."""
+        """Return the live checkpoints, those to try in order, and the last rollback."""
         live = self._history.head().state
         known = lineage(live.live)
         if step is not None:
@@ -320,14 +320,14 @@ class Checkpointer(HeldRun):
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[CachedSnapshot | RankSnapshot]:
-        """Return what all ranks have in memory: with `newest` also what is not committed, else of the candidates."""
+        """Return snapshots that all ranks have in memory: of the candidates; with `newest` also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.found, known))
         return in_memory if newest and self._finite.failed_step is None else of_checkpoints(in_memory, candidates)
 
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
-        """Record that training goes on from a checkpoint before a step whose metrics were not finite.
+        """Record that training goes back to a checkpoint before a step whose metrics were not finite.
 
-        The batches from there to that step are left out, if the state can do that: the same ones would do the same.
+        The batches from there to that step are skipped if the state can do that: they would fail again.
         """
         skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
         rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
@@ -335,7 +335,7 @@ class Checkpointer(HeldRun):
         return rollback
 
     def _due(self, now: SavePoint) -> tuple[bool, bool]:
-        """Say whether a save is due at this step, and whether a signal ends training there; the same in all ranks."""
+        """Return whether a save is due at this step and whether a signal ends training there; the same in all ranks."""
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
         save, number = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending)
@@ -344,7 +344,9 @@ class Checkpointer(HeldRun):
         return due or save, number is not None
 
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
-        """Deliver a pending signal; many ranks wait for the step at which it is pending `everywhere`."""
+        """Deliver a pending signal; with many ranks only once all have it (`everywhere`)."""
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
-            self._release(prune_s=0)  # so the next owner need not wait for a timeout; a later save takes it again
+            self._release(
+                prune_s=0
+            )  # so the next owner need not wait for a timeout; a later save takes the directory again
             self._interrupt.deliver()

@@ -1,4 +1,4 @@
-"""The run that a program holds: take and release its directory, list, pin, prune, and write into its history."""
+"""The run that a program holds: take and release its directory; list, pin and prune; write into its history."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HeldRun:
         return self._line.last_commit
 
     def wait(self) -> None:
-        """Return when every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
+        """Wait until every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
 
         Raises StoreError if the store takes nothing of a checkpoint for `flush_timeout_s`.
         """
@@ -97,7 +97,7 @@ class HeldRun:
         self._saver.listeners.add(listener)
 
     def _own(self) -> Tenure | Following:
-        """Take the run directory, unless this process holds it."""
+        """Return the ownership; take the run directory if this process does not hold it."""
         self._process.check()
         if self._tenure is None:
             make = partial(
@@ -126,17 +126,20 @@ class HeldRun:
         return self.run.checkpoints()
 
     def pin(self, step: int, reason: str = "by hand") -> None:
-        """Keep the checkpoint of a step whatever the policy says. Raises StateError if the directory is not held."""
+        """Keep the checkpoint of a step, whatever the policy says.
+
+        Raises StateError if the directory is not held, CheckpointNotFoundError if there is none of this step.
+        """
         self._pin(step, reason)
 
     def unpin(self, step: int) -> None:
-        """Leave the checkpoint of a step to the policy again. Raises StateError if the directory is not held."""
+        """Remove the pin of a step's checkpoint: the policy decides again. Raises as `pin` does."""
         self._pin(step, None)
 
     def remove(self, checkpoint: Checkpoint) -> Verdict:
-        """Take a checkpoint out of the run and delete it; the verdict says whether it went, and why not.
+        """Remove a checkpoint from the run and delete it; the verdict says whether it was removed, and why not.
 
-        The newest, the newest good, pinned and leased ones stay. Raises StateError if the directory is not held,
+        The newest, the newest good, pinned and leased checkpoints stay. Raises StateError if the directory is not held,
         CheckpointNotFoundError, and NoGoodCheckpointError if none verifies.
         """
         held = self._held()
@@ -150,23 +153,23 @@ class HeldRun:
         self._held().note(what, fields)
 
     def record_failure(self, **fields: Any) -> None:
-        """Record a failed attempt in the run's history, as one more without progress. Raises StateError as `note`."""
+        """Record a failed attempt, one more without progress, in the history. Raises StateError as `note` does."""
         self._held().note("failure", fields, lambda state: state.with_stall(self._flow_run_id))
 
     def record_program(self, program: str, params: Mapping[str, Any]) -> None:
-        """Record in the run's history which program it trains, with which parameters. Raises StateError as `note`."""
+        """Record in the run's history its program and the parameters. Raises StateError as `note` does."""
         recorded = {"program": program, "params": params}
         self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
 
     def rollback(
         self, step: int, *, skip_batches: tuple[int, int] | None = None, reason: str = "by hand"
     ) -> Checkpoint:
-        """Make the checkpoint of a step the one that training goes on from; what came after it is abandoned.
+        """Go back to the checkpoint of a step; later checkpoints are marked as abandoned.
 
-        Call `restore` next. `skip_batches` are left out then: (first, last), named by the steps that would have taken
+        Call `restore` next. `skip_batches` are then skipped: (first, last), named by the steps that would have taken
         them; an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte of the
         checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
-        ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing is changed then.
+        ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing changes then.
         """
         held = self._held()
         self._saver.wait()
@@ -176,7 +179,7 @@ class HeldRun:
             raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=step)
         rollback = Rollback(identity=target.manifest_digest, step=target.step, skip=skip, by=self._flow_run_id)
         self._record_rollback(rollback, why=reason)
-        self._knows_line, self._line.known_n = False, -1  # a save without a restore would go on from the other line
+        self._knows_line, self._line.known_n = False, -1  # a save without a restore would continue the abandoned line
         return target
 
     def _record_rollback(self, rollback: Rollback, **fields: Any) -> None:
@@ -184,10 +187,10 @@ class HeldRun:
         self._held().note("rollback", fields, lambda state: state.rolled_back(rollback))
 
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
-        """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
+        """Remove what the policy no longer keeps, and what dead attempts left; return a verdict for each checkpoint.
 
-        First read back the newest checkpoint to be kept, unless a kept one has been verified before. Raises StateError
-        if the directory is not held and this is not a `dry_run`.
+        First reads back the newest checkpoint that stays, unless one that stays has been verified before. Raises
+        StateError if the directory is not held and this is not a `dry_run`.
         """
         held = None if dry_run else self._held()
         self.wait()
@@ -205,7 +208,7 @@ class HeldRun:
             self._pruner.pin(held.owner, step, reason)
 
     def _held(self) -> Tenure | Following:
-        """Return the present ownership; raises StateError if there is none."""
+        """Return the ownership; raise StateError if this process does not hold the directory."""
         self._process.check()
         if self._tenure is None:
             raise StateError(
@@ -217,7 +220,7 @@ class HeldRun:
     def _begin_save(self, error: Exception | None = None) -> Committer | Follower:
         """Take the run for a save; the caller holds `turn()`.
 
-        Raises in all ranks the `error` for which one of them cannot save. In the first save nothing is written then.
+        `error` says why this rank cannot save: it is raised in all ranks. In the first save nothing is written then.
         """
         if not (self._ranks.alone or self._knows_state):
             with self._ranks.together("state") as confirm:
@@ -236,7 +239,7 @@ class HeldRun:
         return committer
 
     def _refuse_save(self, error: Exception) -> NoReturn:
-        """Raise in all ranks why this one cannot save, so that none of them waits for it."""
+        """Raise `error` in all ranks, so that no rank waits for this one."""
         if not self._ranks.alone:
             with self._saver.turn():
                 self._begin_save(error)
@@ -253,14 +256,14 @@ class HeldRun:
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
-        """Raise the error that a background thread met."""
+        """Raise the error of a background thread, if there is one."""
         self._process.check()
         if self._tenure is not None:
             self._tenure.check()
         self._saver.raise_failure()
 
     def _wait_idle(self) -> None:
-        """Wait for saves on their way, whether they succeed or fail; raise only the loss of the run."""
+        """Wait for saves under way, whether they succeed or fail; raise only the loss of the run."""
         self._saver.wait_idle()
         failure = self._saver.take_failure()
         if isinstance(failure, OwnerError):

@@ -1,11 +1,11 @@
-"""An import, committed: the groups and tensors of a plan become a checkpoint of a run, as a save makes one.
+"""Commit an import: the groups and tensors of a plan become a checkpoint of a run, in the form that a save writes.
 
 Invariants
 
 1. The file has been checked as a whole before the run directory is taken; until then nothing is written.
 2. Every byte is read back from the store and compared with the digest of what was read from the file before the
    checkpoint is committed. A file that changes meanwhile is an error, and nothing is committed.
-3. Only checkpoints that were imported come before an imported one: what was trained has a history that no file tells.
+3. An imported checkpoint follows only imported ones: a trained run has a history that no file tells.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OnProgress = Callable[[int], None]
 
 
 class ImportedRun(HeldRun):
-    """A run whose checkpoints come from files of others."""
+    """A run whose checkpoints come from files of other tools."""
 
     def add(self, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None) -> Checkpoint:
         """Commit a plan as the next checkpoint of the run, and release the run.
@@ -62,7 +62,7 @@ class ImportedRun(HeldRun):
             self._release(prune_s=0.0)
 
     def _newest(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint that one of this step would follow; raise if it must not."""
+        """Return the checkpoint that checkpoint of this step would follow; raise if it may not follow."""
         live = lineage(self._history.head().state.live)
         if not live:
             return None
@@ -71,10 +71,11 @@ class ImportedRun(HeldRun):
                 f"{self._history.store.url} is a run that has been trained",
                 hint="Import to a directory of its own: a file does not say what its weights come from.",
             )
-        latest = max(one.step for one in live)
+        latest = max(checkpoint.step for checkpoint in live)
         if step <= latest:
             raise ConfigError(
-                f"the run has step {latest}, and step {step} would come after it", hint="Give a later one: --step N."
+                f"the run has step {latest}, and step {step} would come after it",
+                hint="Give a later one: --step N.",
             )
         return live[0]
 
@@ -103,13 +104,13 @@ class ImportedRun(HeldRun):
 
 
 class _Writer:
-    """Put tensors into a store, in files as a save makes them."""
+    """Write tensors into a store, in the same files as a save."""
 
     def __init__(self, store: Store, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress):
         self._store, self._attempt, self._tensors, self._on_progress = store, attempt, plan.tensors, on_progress
 
     def write(self) -> RankPart:
-        """Write all of them, group by group."""
+        """Write all tensors, group by group."""
         groups: dict[str, list[TensorSpec]] = {}
         for key, tensor in self._tensors.items():
             groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))

@@ -1,4 +1,4 @@
-"""Hold SIGTERM, Ctrl-C and a flow's timeout back until the step is done and its checkpoint is committed.
+"""Hold back SIGTERM, Ctrl-C and a flow's timeout until the step is done and its checkpoint committed.
 
 In a flow run Prefect's engine has a SIGTERM handler of its own. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
@@ -32,8 +32,8 @@ class Interrupt:
 
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. A
     second Ctrl-C acts at once; a second SIGTERM does not, since schedulers send several. The alarm of a flow's timeout
-    is held back for 30 s at most: it may be there to end a step that hangs. A child that is forked holds nothing back:
-    it gets the handlers from before.
+    is held back for at most 30 s, since it may have to end a step that hangs. A forked child holds nothing back: it
+    gets the previous handlers.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Interrupt:
         self._seen: set[int] = set()
 
     def install(self) -> None:
-        """Take the signals over, in the main thread."""
+        """Install our handlers, in the main thread."""
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
         signals = (*_SIGNALS, signal.SIGALRM) if _is_timeout(signal.getsignal(signal.SIGALRM)) else _SIGNALS
@@ -53,20 +53,20 @@ class Interrupt:
             _rename(self._previous[signal.SIGTERM], self._handler)
 
     def uninstall(self) -> None:
-        """Give the signals back, except where another library has set its own handler since."""
+        """Put the previous handlers back, unless another library has set its own since."""
         if not self._previous:
             return
         with _prefects_lock():
             self._give_back()
 
     def leave_to_parent(self) -> None:
-        """Give the signals back in a child; what its parent holds back is the parent's."""
+        """Put the previous handlers back in a forked child; a pending signal is the parent's."""
         self.pending = None
         self._seen.clear()
-        self._give_back()  # without Prefect's lock: a thread that is not here may hold it
+        self._give_back()  # without Prefect's lock: a thread that the fork did not copy may hold it
 
     def deliver(self) -> None:
-        """Raise the pending signal for its previous handler; where that returns, training goes on."""
+        """Raise the pending signal for its previous handler; if that returns, training continues."""
         number, self.pending = self.pending, None
         self._seen.clear()
         if number is None:
@@ -98,7 +98,7 @@ class Interrupt:
 
 
 def _prefects_lock() -> AbstractContextManager[object]:
-    """Return the lock under which Prefect looks at the handler and acknowledges."""
+    """Return the lock that Prefect holds while it checks the handler and acknowledges."""
     lock: AbstractContextManager[object] = getattr(
         sys.modules.get(_PREFECT), "_prefect_sigterm_bridge_lock", nullcontext()
     )
@@ -106,7 +106,7 @@ def _prefects_lock() -> AbstractContextManager[object]:
 
 
 def _rename(own: Any, new: Any) -> None:
-    """Let Prefect take `new` for its own SIGTERM handler where `own` is that handler now."""
+    """Make Prefect regard `new` as its own SIGTERM handler if it regards `own` as that now."""
     engine: Any = sys.modules.get(_PREFECT)
     if own is not None and getattr(engine, "_prefect_sigterm_handler", None) is own:
         engine._prefect_sigterm_handler = new
@@ -122,7 +122,7 @@ _mask = threading.local()
 
 
 def _before_fork() -> None:
-    # What comes to the child before it has its handlers back waits for them: Python forgets it otherwise.
+    # Block signals until the child has its handlers back: Python would forget them otherwise.
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
@@ -131,7 +131,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    for interrupt in reversed([*_installed]):  # each gives back what was there when it came
+    for interrupt in reversed([*_installed]):  # each puts back the handlers that it replaced
         interrupt.leave_to_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
@@ -140,7 +140,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
-    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, with the one that waits.
+    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, a pending one included.
 
     For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
     """

@@ -1,7 +1,7 @@
-"""A step back: which checkpoint training goes on from, and the batches that it then leaves out.
+"""A rollback: go back to an older checkpoint, and skip the batches that spoilt the training.
 
-As in PaLM's training (Chowdhery et al., 2022, section 5.1): after a spike of the loss, go on from a checkpoint before
-it, and leave out the batches that led to it.
+As in PaLM's training (Chowdhery et al., 2022, section 5.1): after a spike of the loss, resume from a checkpoint before
+it, and skip the batches that led to it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ __all__ = ["LeftOut", "can_leave_out", "checked_skip", "goes_back", "parse_skip"
 
 
 class LeftOut:
-    """The batches that are left out once training comes to them."""
+    """Skip a rollback's batches when training reaches them.
+
+    `restored` remembers which batches to skip; `at`, called after each step, skips them.
+    """
 
     def __init__(self) -> None:
         self._skip: tuple[int, int] | None = None
 
     def check(self, rollback: Rollback | None, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError if batches are to be left out, and nothing in the state can do that."""
+        """Raise ConfigError if the rollback skips batches and no object of the state can do that."""
         if rollback is not None and rollback.pending and rollback.skip is not None and not can_leave_out(state):
             first, last = rollback.skip
             raise ConfigError(
@@ -34,13 +37,16 @@ class LeftOut:
             )
 
     def restored(self, rollback: Rollback | None, step: int, state: Mapping[str, Any]) -> None:
-        """Go on from a restored step; what was left out on the way there is part of its position in the data."""
+        """Remember which batches are still to be skipped after a restore of `step`; skip them now if they come next.
+
+        Batches skipped before `step` are part of the restored position in the data.
+        """
         pending = rollback is not None and rollback.pending and step <= rollback.skips_at
         self._skip = rollback.skip if rollback is not None and pending else None
         self.at(step, state)
 
     def at(self, step: int, state: Mapping[str, Any]) -> None:
-        """Leave the batches out if the next step would take the first of them; call it before the step is saved."""
+        """Skip the batches if the next step would take the first of them; call it before the step is saved."""
         if self._skip is None or step < self._skip[0] - 1:
             return
         first, last = self._skip
@@ -51,18 +57,18 @@ class LeftOut:
 
 
 def can_leave_out(state: Mapping[str, Any]) -> bool:
-    """Say whether an object of the state can leave out batches: it has `skip_batches(count)`."""
+    """Say whether an object of the state can skip batches: it has `skip_batches(count)`."""
     return any(callable(getattr(value, "skip_batches", None)) for value in objects_of(state))
 
 
 def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> bool:
-    """Say whether nothing has been committed since a rollback: what lies in memory would undo it."""
+    """Say whether nothing has been committed since a rollback; a snapshot in memory would then undo it."""
     newest = newest_first[0].manifest_digest if newest_first else None
     return rollback is not None and rollback.pending and rollback.identity == newest
 
 
 def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | None:
-    """Return which batches to leave out after a checkpoint; raise ConfigError if training has taken them by then."""
+    """Return the batches to skip after the checkpoint of `step`; raise ConfigError if they come before it."""
     if skip is not None and not step < skip[0] <= skip[1] <= MAX_STEP:
         raise ConfigError(
             f"batches {skip[0]} to {skip[1]} do not come after step {step}",
@@ -72,7 +78,10 @@ def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | N
 
 
 def parse_skip(text: str | None, step: int) -> tuple[int, int] | None:
-    """Read "401-410", the steps that would take the batches, or "10", how many after a checkpoint of `step`."""
+    """Read "401-410" (the steps that would take the batches) or "10" (how many after `step`) as (first, last).
+
+    Raises ConfigError for any other text.
+    """
     if text is None:
         return None
     first, dash, last = (part.strip() for part in text.partition("-"))

@@ -1,4 +1,4 @@
-"""One ownership of a run directory by this process: it begins and ends in one place."""
+"""One ownership of a run directory by this process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Following", "Tenure", "take"]
 
 
 class Following:
-    """The ownership that rank 0 holds, as another rank knows it; see `Tenure`."""
+    """Rank 0's ownership, as another rank sees it: it has the methods of `Tenure`, which do nothing here."""
 
     damaged: tuple[str, ...] = ()
     heartbeat = None
 
-    def __init__(self, told: bytes, line: Line, world_size: int):
-        said = json.loads(told)
-        self.run_key: str = said["run_key"]
-        self.owner = read_owner(said["owner"])
+    def __init__(self, answer: bytes, line: Line, world_size: int):
+        facts = json.loads(answer)
+        self.run_key: str = facts["run_key"]
+        self.owner = read_owner(facts["owner"])
         self.committer: Follower = Follower(self.owner, self.run_key, line, world_size)
 
     def check(self) -> None:
-        """Do nothing: rank 0 has the heartbeat, and its commit fails."""
+        """Do nothing: rank 0 has the heartbeat, and a lost run fails its commit."""
 
     def note(
         self, name: str, fields: Mapping[str, Any], change: Callable[[State], State] = lambda state: state
@@ -56,9 +56,9 @@ def take(
     deadline_s: float,
     open_memory: Callable[[str], None],
 ) -> Tenure | Following:
-    """Take a run directory in rank 0, tell the other ranks, and let each open its memory for the run's key.
+    """Take a run directory in rank 0, tell the other ranks, and open each rank's memory for the run's key.
 
-    Raises in all ranks what it raises in one; the directory is not held then.
+    What taken rank raises is raised in all; the directory is not held then.
     """
     made: list[Tenure] = []
 
@@ -67,18 +67,18 @@ def take(
         return json.dumps({"run_key": made[0].run_key, "owner": asdict(made[0].owner)}).encode()
 
     try:
-        told = from_first(ranks, topic, own, deadline_s)
+        answer = from_first(ranks, topic, own, deadline_s)
         if ranks.size == 1:
             return made[0]
         with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
-            tenure = made[0] if made else Following(told, line, ranks.size)
+            tenure = made[0] if made else Following(answer, line, ranks.size)
             if isinstance(tenure, Following):
                 open_memory(tenure.run_key)
             confirm()
     except BaseException:
-        for one in made:
-            one.quiet()
-            one.committer.release()
+        for taken in made:
+            taken.quiet()
+            taken.committer.release()
         raise
     return tenure
 

@@ -1,1 +1,1 @@
-"""How the ranks of one training speak with each other."""
+"""How the ranks of one training agree."""

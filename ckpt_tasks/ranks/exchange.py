@@ -1,13 +1,13 @@
-"""How the ranks of one training agree: each hands in a word, rank 0 decides, and every rank gets the same answer.
+"""How the ranks of one training agree: each sends a word, rank 0 decides, and every rank gets the same answer.
 
 Invariants
 
 1. `agree` returns the same answer in every rank, or raises in every rank that is alive, within the deadline.
-2. No collective of torch is called here: a rank may be anywhere in the program's own collectives meanwhile.
+2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
-4. Every request to that store has a time limit: the process that holds it may have stopped.
+4. Every request to that store has a time limit: the process that holds the store may hang.
 
-One process is the case of one rank: nothing is sent.
+One process is the case of one rank: it sends nothing.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
-_MARGIN = 1.5  # rank 0 gives up first, and says which rank it waits for
+_MARGIN = 1.5  # rank 0 gives up first, and says which rank it waited for
 
 Decide = Callable[[list[bytes]], bytes]
 
 
 class Exchange(Protocol):
-    """What the ranks of one training tell each other."""
+    """The exchange of words between the ranks of one training."""
 
     @property
     def rank(self) -> int:
@@ -55,24 +55,24 @@ class Exchange(Protocol):
         """The number of ranks."""
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Hand in this rank's word on a topic, used once; return rank 0's answer, `decide` of the words by rank.
+        """Send this rank's word on a topic, which is used once; return rank 0's answer: `decide(the words by rank)`.
 
-        An exception as the word, in any rank, or raised by `decide`, is raised in all ranks. Raises StoreError if a
-        rank says nothing for `deadline_s`.
+        If a rank's word is an exception, or `decide` raises, that is raised in all ranks. Raises StoreError if a rank
+        sends nothing for `deadline_s`.
         """
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every rank has rank 0's answers, before the process ends that may hold them."""
+        """Wait until every rank has read rank 0's answers: this process may hold them, and end next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Leave a word on a topic for `look`, in place of the last one."""
+        """Set the word of a topic, for `look`; replaces the last one."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return the last word on a topic, of whichever rank; does not wait."""
+        """Return the last posted word of a topic, from any rank; does not wait."""
 
 
 class Alone:
-    """The one rank of a training in one process."""
+    """The only rank of a training in one process."""
 
     rank = 0
     size = 1
@@ -87,7 +87,7 @@ class Alone:
         """Do nothing."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Tell nobody."""
+        """Do nothing."""
 
     def look(self, topic: str) -> bytes | None:
         """Return None."""
@@ -98,7 +98,7 @@ ALONE = Alone()
 
 
 class StoreExchange:
-    """Ranks that share a c10d store; `name` is of one Checkpointer, the same in all ranks."""
+    """Ranks that share a c10d store; `name` is that of one Checkpointer, the same in all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S):
         self.rank = rank
@@ -107,10 +107,10 @@ class StoreExchange:
         self._name = name
         self._timeout_s = timeout_s
         self._clients = threading.local()
-        self._answers: dict[int, set[str]] = {}  # of the last agreement in each thread of rank 0
+        self._answers: dict[int, set[str]] = {}  # keys of the last agreement in each thread of rank 0
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Decide in rank 0, and wait for its answer in the others."""
+        """Decide in rank 0; wait for its answer in the others."""
         topic = f"{self._name}/{topic}"
         if self.rank == 0:
             return self._decide(topic, word, decide, deadline_s)
@@ -120,7 +120,7 @@ class StoreExchange:
         return _opened(answer)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the others have taken their answers away."""
+        """Wait until the others have read their answers."""
         end_s = time.monotonic() + timeout_s
         with suppress(StoreError), _reaching("drain"):
             waiting = {key for keys in self._answers.values() for key in keys}
@@ -134,7 +134,7 @@ class StoreExchange:
             self._request("set", f"{self._name}/{topic}", data)
 
     def look(self, topic: str) -> bytes | None:
-        """Get a key, if it is set."""
+        """Get a key, None if it is not set."""
         with _reaching(topic):
             key = f"{self._name}/{topic}"
             return bytes(self._request("get", key)) if self._request("check", [key]) else None
@@ -169,7 +169,7 @@ class StoreExchange:
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
-            self._clients.connection = None  # it may still answer, and nobody waits for it
+            self._clients.connection = None  # its late answer must not be taken for that of the next request
             raise StoreError(
                 f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
                 hint="The process that holds it hangs or is stopped: look at its log.",
@@ -179,13 +179,13 @@ class StoreExchange:
         pieces = range(0, len(data), _PIECE_BYTES)
         for begin in pieces[1:]:
             self._request("set", f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
-        # Last: it says that all of them are there.
+        # Set last: it says that all pieces are there.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
     def _get(self, key: str, deadline_s: float, from_whom: str) -> bytes:
         end_s = time.monotonic() + deadline_s
         poll_s = max(_POLL_S, self.size * 1e-4)
-        # Not wait(): torch prints a warning where that runs into its timeout.
+        # Not wait(): torch prints a warning when that times out.
         while not self._request("check", [key]):
             if time.monotonic() > end_s:
                 error = StoreError(f"{from_whom} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
@@ -201,7 +201,7 @@ class StoreExchange:
 
 
 class _Connection:
-    """A connection to a c10d store, used by a thread of its own: torch waits for an answer without a time limit."""
+    """A connection to a c10d store in a thread of its own, because torch waits for an answer without a time limit."""
 
     def __init__(self, store: Any):
         self._requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
@@ -236,9 +236,9 @@ _made = 0
 
 
 def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
-    """Return the exchange of a process group, of torch's default one if it is initialised, or of one rank alone.
+    """Return the exchange of a process group (default: torch's default group), or `ALONE` if there is none.
 
-    Every rank must call it the same number of times. `timeout_s`: so long the c10d store may take for a request.
+    Every rank must call it equally often. A request to the c10d store may take `timeout_s`.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
@@ -268,9 +268,9 @@ def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadli
 
 @contextmanager
 def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[Together]:
-    """Run a block that every rank completes, or none: it calls what this gives each time before it changes something.
+    """Run a block that all ranks complete, or none; the block must call the yielded object before each change.
 
-    An exception in any rank is raised in all ranks, there or at the end of the block.
+    An exception in any rank is raised in all ranks: at that call, or at the end of the block.
     """
     together = Together(exchange, topic, deadline_s)
     try:
@@ -282,7 +282,7 @@ def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[T
 
 
 class Together:
-    """What the ranks agree on within `all_or_none`, in the same order in all of them."""
+    """The agreements of the ranks within `all_or_none`; all ranks must make them in the same order."""
 
     def __init__(self, exchange: Exchange, topic: str = "", deadline_s: float = 0.0):
         self.rank = exchange.rank
@@ -294,7 +294,7 @@ class Together:
         self._count = 0
 
     def __call__(self, word: bytes | BaseException = b"", decide: Decide = lambda words: b"") -> bytes:
-        """Wait until every rank is here, and return the same answer in all; see `Exchange.agree`."""
+        """Wait until every rank has called this; return the same answer in all. See `Exchange.agree`."""
         self._count, self.asking = self._count + 1, True
         answer = self._exchange.agree(f"{self._topic}/{self._count}", word, decide, self._deadline_s)
         self.asking = False
@@ -319,7 +319,7 @@ def _sealed(word: bytes | BaseException) -> bytes:
 
 
 def _opened(data: bytes, rank: int | None = None) -> bytes:
-    """Return a word; raise the exception that stands in its place, under the name of its rank."""
+    """Return a word; if it is an exception, raise it with the number of its rank."""
     if data[:1] == b"=":
         return data[1:]
     said = json.loads(data[1:])

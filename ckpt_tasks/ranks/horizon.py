@@ -1,8 +1,8 @@
-"""The horizon: ranks run only up to a step that rank 0 has granted, so that what one asks for falls on one step.
+"""The horizon: ranks run only up to a step that rank 0 has granted, so that all of them do the same at a step.
 
-A save that is due by the clock, and a signal, are known in one rank only. Rank 0 puts them behind the last step that it
-has granted, which no rank has passed, and grants further. It grants half a second of steps ahead: a rank reads a key
-some twenty times a second, and waits only where it is that far ahead of rank 0.
+A save that is due by the clock, or a signal, is known in one rank only. Rank 0 schedules it for the step after the last
+one that it has granted, which no rank has passed yet, and then grants more. It grants half a second of steps ahead: a
+rank reads a key some twenty times a second, and waits only if it is that far ahead of rank 0.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Horizon"]
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
 _MOST_AHEAD = 10_000
-_KEPT = 8  # of the orders; older ones were carried out everywhere before rank 0 granted so far
+_KEPT = 8  # how many orders are kept; all ranks have carried out older ones
 
 
 class Horizon:
-    """Say at every step what all ranks do there; `begin` first, at the same point of the program in all ranks."""
+    """Return at every step what all ranks do there; call `begin` first, at the same point in all ranks."""
 
     def __init__(self, exchange: Exchange, deadline_s: float):
         self._exchange = exchange
@@ -31,19 +31,19 @@ class Horizon:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start from a step that all ranks have reached: a restore."""
+        """Start at a step that all ranks have reached by a restore."""
         self._begun += 1
         self._until = step
         self._orders: list[tuple[int, str]] = []
         self._done = step
-        self._asked = [""]  # by this rank: the wishes so far, and the one that is not granted yet
-        self._heard: dict[int, int] = {}  # by rank 0: how many wishes of each rank
+        self._asked = [""]  # this rank's wishes so far; the last one may not be granted yet
+        self._heard: dict[int, int] = {}  # in rank 0: how many wishes of each rank it has granted
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
 
     def at(self, step: int, wish: str | None) -> str | None:
-        """Return what is to be done at a step, if anything; a `wish` is granted there or at a later one.
+        """Return the order for a step, None if there is none; a `wish` becomes an order for this step or a later one.
 
         Raises StoreError if rank 0 grants no step for too long.
         """

@@ -1,4 +1,4 @@
-"""Which regions of a tensor a target needs, and which part of it each of them holds."""
+"""Which regions of a stored tensor a target needs, and which part of the target each region holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Piece", "box_of", "in_order", "meets", "pieces", "within"]
 
 
 class Piece(NamedTuple):
-    """A part of a target, its box of the whole tensor, and the region that holds its values."""
+    """A part of a target, its box in the whole tensor, and the region that holds its values."""
 
     into: torch.Tensor
     box: Box
@@ -29,12 +29,12 @@ class Piece(NamedTuple):
 
 
 def box_of(into: torch.Tensor, key: str) -> Box:
-    """Return the box of a tensor that a target holds: all of it, or this rank's part of a DTensor."""
+    """Return the box of a tensor that a target covers: all of it, or this rank's part of a DTensor."""
     return place_of(into, key, ALONE).box
 
 
 def meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
-    """Say whether a region holds an element of a box."""
+    """Say whether a region shares an element with one of the boxes."""
     return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
 
 
@@ -48,7 +48,7 @@ def pieces(into: torch.Tensor, key: str, rows: Iterable[IndexRow]) -> Iterator[P
 
 
 def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
-    """View a box of a tensor, where the tensor itself is the box `of`."""
+    """View a box of a tensor that is itself the box `of`."""
     for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
         if extent != tensor.shape[axis]:
             tensor = tensor.narrow(axis, begin - base, extent)
@@ -56,7 +56,7 @@ def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
 
 
 def in_order(rows: Sequence[IndexRow]) -> bool:
-    """Say whether the regions of a tensor are its elements in order, one after the other in one object."""
+    """Say whether the regions hold a tensor's elements in order, contiguous in one object."""
     first = rows[0]
     if len(rows) == 1:
         return first.box.shape == first.tensor_shape

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint in a store that is far away: every byte is asked for once, by one rank of a host.
+"""The tensors of a checkpoint in a remote store: every byte is requested once, by one rank of a host.
 
-What is wanted comes in a few large reads, several at a time, into memory that is laid out like the objects: so a read
-needs no copy, and what lies between takes no memory, as it is never touched. The ranks of a host see each other's
-memory (sharing.py). A read whose bytes are not what was written is made once more before the checkpoint is given up.
+A few large reads, several at a time, fill memory that is laid out like the objects: a read needs no copy, and gaps take
+no memory, since they are never touched. The ranks of a host see each other's memory (sharing.py). A read whose bytes
+fail verification is repeated once before the checkpoint is given up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _Pair = tuple[torch.Tensor, str]
 class DownloadedTensors:
     """The tensors of `rows`, fetched from a store as a whole; see `TensorSource`.
 
-    A tensor may be cut into boxes that many ranks wrote, and a DTensor takes the box of it that is this rank's. Only
-    regions that hold an element of what is asked for are read. All ranks must call `fetch`.
+    A tensor may be stored as boxes that many ranks wrote; a DTensor takes this rank's box. Only regions that hold a
+    wanted element are read. All ranks must call `fetch`.
     """
 
     def __init__(self, store: ReadableStore, rows: Iterable[IndexRow], together: Together | None = None):
@@ -78,14 +78,14 @@ class DownloadedTensors:
         self._share = share(self._together, needed, kept=True)
         self._get(needed if self._share is None else self._share.mine(needed))
         if self._together.size > 1:
-            self._together()  # what the others of this host read is there, and good
+            self._together()  # the other ranks of this host have read and verified theirs
         self.copy(fills)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         copy_all([piece for into, key in pairs for piece in self._pieces(into, key)])
 
     def _pieces(self, into: torch.Tensor, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of a tensor to be filled, each with its values."""
+        """Yield (part of the target, its values) pairs."""
         rows = self._by_key[key]
         if not is_sharded(into) and self._share is None and in_order(rows):
             yield into, self._view(rows[0], rows[0].tensor_shape)
@@ -98,7 +98,7 @@ class DownloadedTensors:
         return tensor_at(memory, row.dtype, row.box.shape if shape is None else shape, begin)
 
     def _place(self, row: IndexRow) -> tuple[memoryview, int]:
-        """Return the memory that has a region's bytes, or will have them, and where they begin in it."""
+        """Return the memory for a region's bytes, and the offset at which they begin in it."""
         if self._share is not None and row not in self._fetched:
             return self._share.at(row)
         laid = self._memory[row.object]
@@ -125,7 +125,7 @@ class DownloadedTensors:
 
 
 class _Laid:
-    """Memory that stands for an object's bytes from `base` on; what is never read is never taken."""
+    """Memory for an object's bytes from `base` on; pages that are never touched take no memory."""
 
     def __init__(self, rows: Sequence[IndexRow]):
         self.base = rows[0].begin // _PAGE * _PAGE
@@ -133,10 +133,10 @@ class _Laid:
 
 
 def _by_object(rows: Iterable[IndexRow]) -> Iterator[tuple[str, list[IndexRow]]]:
-    found: dict[str, list[IndexRow]] = {}
+    rows_of: dict[str, list[IndexRow]] = {}
     for row in rows:
-        found.setdefault(row.object, []).append(row)
-    yield from found.items()
+        rows_of.setdefault(row.object, []).append(row)
+    yield from rows_of.items()
 
 
 def _reads(rows: Iterable[IndexRow], gap_bytes: int) -> Iterator[_Read]:

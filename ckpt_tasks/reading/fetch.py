@@ -1,12 +1,12 @@
-"""The tensors of a checkpoint in a store: verified first, and then read to where they belong.
+"""The tensors of a checkpoint in a store: verify them first, then read them into place.
 
-A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache; the second
-reads straight into the live tensors, and digests once more what has arrived there. So a restore takes no memory beside
-the state, and none is touched for the first time (which costs several times a copy). New memory is not visible yet
-and is read once, to its place.
+A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
+reads straight into the live tensors, and digests again what has arrived. So a restore takes no memory beside the state,
+and touches no new pages (which costs several times a copy). A tensor that is new is not visible yet: it is read once,
+into place.
 
 With many ranks the first pass is divided among those of a host (sharing.py). In the second each rank reads what it
-needs; a region of which it needs a part goes through a buffer, so that all of it is digested.
+needs; a region of which it needs only a part goes through a buffer, so that all of it is digested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["StoredTensors"]
 
 _READERS = max(2, min(8, os.cpu_count() or 2))
 _PIECE_BYTES = 2 << 20  # stays in a core's cache between the read and the digest
-_DIRECT_BYTES = 256 << 10  # smaller tensors are read many at once and copied to their places
+_DIRECT_BYTES = 256 << 10  # smaller tensors are read together and copied into place
 
 _Pair = tuple[torch.Tensor, str]
 _Job = Callable[[], None]
@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 class StoredTensors:
     """The tensors of `rows`, read from a store; see `TensorSource`. All ranks must call `fetch`.
 
-    A tensor may be cut into boxes that many ranks wrote, and a DTensor takes the box of it that is this rank's.
+    A tensor may be stored as boxes that many ranks wrote; a DTensor takes this rank's box.
     """
 
     def __init__(self, store: ReadableStore, rows: Iterable[IndexRow], together: Together | None = None):
@@ -65,9 +65,9 @@ class StoredTensors:
         return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
 
     def read(self, key: str) -> torch.Tensor:
-        found = torch.empty_like(self.like(key), device="cpu")
-        _run(self._reads([(found, key)]))
-        return found
+        tensor = torch.empty_like(self.like(key), device="cpu")
+        _run(self._reads([(tensor, key)]))
+        return tensor
 
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
@@ -90,7 +90,7 @@ class StoredTensors:
         try:
             _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
-            # It was verified a moment ago, so no older one is asked: a retry verifies again, and falls back if it must.
+            # It was verified a moment ago, so no older one is tried here: a retry verifies again, and may fall back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
                 key=error.key,
@@ -100,7 +100,7 @@ class StoredTensors:
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _is_whole(self, into: torch.Tensor, key: str) -> bool:
-        """Say whether a target takes the bytes of a tensor in their order."""
+        """Say whether a target takes a tensor's stored bytes whole and in order."""
         return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
 
     def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:
@@ -128,7 +128,7 @@ class StoredTensors:
         ]
 
     def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Group tensors that follow each other in a file, as many as one read takes."""
+        """Group tensors that follow each other in a file into reads."""
         window: list[_Pair] = []
         first: IndexRow | None = None
         last: IndexRow | None = None
@@ -160,9 +160,9 @@ class StoredTensors:
             )
 
     def _read_run(self, run: Sequence[IndexRow]) -> tuple[bytearray, int]:
-        """Read and verify regions that follow each other; return a buffer, and where the first one begins in it."""
+        """Read and verify contiguous regions; return a buffer, and the offset of the first region in it."""
         begin, end = run[0].begin, run[-1].end
-        aligned = begin % 16  # a view needs its tensor where its dtype can be
+        aligned = begin % 16  # a view needs a tensor that is aligned for its dtype
         buffer = self._buffer(aligned + end - begin)
         data = memoryview(buffer)[aligned : aligned + end - begin]
         self._store.read(run[0].object, begin, data)
@@ -172,7 +172,7 @@ class StoredTensors:
     def _read_direct(self, rows: Iterable[_Direct]) -> None:
         for row, memory, into in rows:
             self._read_large(row, memory.__getitem__)
-            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the system writes
+            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the kernel writes
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:
@@ -196,7 +196,7 @@ class StoredTensors:
                 self._read_large(run[0], lambda part: buffer[: part.stop - part.start])
 
     def _read_large(self, row: IndexRow, where: Callable[[slice], memoryview]) -> None:
-        """Read a region to where the buffers of its pieces are, and digest each while it is in the cache."""
+        """Read a large region in pieces, each into the buffer `where(piece)`; digest each while it is in the cache."""
         digest = Digest()
         size_bytes = row.end - row.begin
         for begin in range(0, size_bytes, _PIECE_BYTES):
@@ -214,11 +214,11 @@ class StoredTensors:
 
 
 def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
-    """Order every tensor's regions."""
-    found: dict[str, list[IndexRow]] = {}
+    """Return every tensor's regions, in order."""
+    regions: dict[str, list[IndexRow]] = {}
     for row in sorted(rows, key=lambda row: (row.object, row.begin)):
-        found.setdefault(row.full_key, []).append(row)
-    return found
+        regions.setdefault(row.full_key, []).append(row)
+    return regions
 
 
 def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
@@ -226,7 +226,7 @@ def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
 
 
 def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Deal work out in jobs of some 16 MiB: for less, threads would wait for each other more than they work."""
+    """Split work into jobs of about 16 MiB; with smaller ones threads would mostly wait for each other."""
     job: list[_T] = []
     left = READ_BYTES
     for item in items:

@@ -1,4 +1,4 @@
-"""A lease for as long as it takes: its holder renews it, or a thread does while a reader reads."""
+"""Leases that last as long as their reader: the holder renews them, or a thread does."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckpt_tasks.reading.reading import Run
 
 __all__ = ["LEASE_S", "leased", "renewable", "renewed_lease"]
 
-LEASE_S = 3600.0  # for so long a checkpoint outstays the policy after its reader was killed
-_COPY_LEASE_S = 1800.0  # renewed at half of it; what a copy that was killed leaves holds a checkpoint for so long
+LEASE_S = 3600.0  # a killed reader keeps a checkpoint at most this long
+_COPY_LEASE_S = 1800.0  # renewed at half of it; a killed copy keeps a checkpoint at most this long
 
 _log = logging.getLogger("ckpt_tasks")
 
 
 @contextmanager
 def renewable(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float) -> Iterator[Callable[[], None]]:
-    """Lease a checkpoint while the block runs; gives what leases it anew, for who takes longer than `lease_s` seconds.
+    """Lease a checkpoint while the block runs; yield a function that renews the lease for `lease_s` more seconds.
 
-    Raises CheckpointNotFoundError if the checkpoint is pruned by now, and StoreError; so does what it gives.
+    Both raise CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
     """
     held = ExitStack()
 
@@ -46,8 +46,8 @@ def renewable(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float) -> 
 def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE_S) -> Iterator[None]:
     """Keep a checkpoint from being pruned while the block runs, however long.
 
-    The lease is renewed at half its time; where the store does not take that, it is asked again until the lease is
-    over. Raises CheckpointNotFoundError if the checkpoint is pruned by now, and StoreError.
+    A thread renews the lease at half its time, and retries until the lease is over if the store fails. Raises
+    CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
     """
     over = threading.Event()
 
@@ -58,7 +58,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 renew()
                 pause_s = lease_s / 2
             except CheckpointNotFoundError:
-                return  # too late: recording a result for it raises
+                return  # too late: recording a result will raise
             except (StoreError, CommitUncertainError) as error:
                 _log.warning("The lease of step %d could not be renewed yet: %s", checkpoint.step, error)
                 pause_s = lease_s / 16
@@ -75,10 +75,10 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
 
 @contextmanager
 def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned while the block runs, however long; gives what renews the lease when due.
+    """Keep a checkpoint from being pruned while the block runs; yield a function to call often: it renews when due.
 
-    A source that cannot be written is read without a lease, and `source.read_only` says so: what its owner prunes
-    meanwhile is an error of the read.
+    If the source cannot be written, it is read without a lease and `source.read_only` is set: a read then fails if the
+    owner prunes the checkpoint. Raises CheckpointNotFoundError if the checkpoint has been pruned.
     """
     with ExitStack() as held:
         again: Callable[[], None] = lambda: None  # noqa: E731

@@ -1,8 +1,7 @@
-"""Open a checkpoint: its manifest and index, verified, and what verifies the bytes that the index names.
+"""Open a checkpoint: read and verify its manifest and index; verify the bytes that the index names.
 
-Bytes are digested before they are parsed. What the state looked like is decoded group by group, for who restores it:
-names, dtypes, shapes and places are the index's. Nothing here needs torch: what looks at checkpoints without making
-tensors of them (the command line, `verify`) starts at once.
+Bytes are digested before they are parsed. The index has names, dtypes, shapes and places of all tensors. The tree of a
+group, which a restore needs, is decoded on demand. Nothing here needs torch, so that the command line starts at once.
 """
 
 from __future__ import annotations
@@ -52,18 +51,15 @@ class SavedGroup:
 
     @cached_property
     def tree(self) -> Any:
-        """The tree of the rank that opened it, decoded.
+        """The decoded tree for the rank that opened it.
 
-        Raises IntegrityError if it is none of its kind, or names what the index lacks.
+        Raises IntegrityError if the tree does not fit its kind, or names a tensor that the index lacks.
         """
         return self._decoded(self._encoded[self._rank if len(self._encoded) > 1 else 0])
 
     @property
     def trees(self) -> list[Any]:
-        """The trees of all ranks, decoded: one where they have the same, else one for each rank.
-
-        Raises IntegrityError if one is none of its kind, or names what the index lacks.
-        """
+        """The decoded trees: one if all ranks share it, else one for each rank. Raises as `tree` does."""
         return [self._decoded(encoded) for encoded in self._encoded]
 
     @property
@@ -95,7 +91,7 @@ class Opened:
     groups: Mapping[str, SavedGroup]
 
     def check_trees(self) -> None:
-        """Raise IntegrityError if the tree of a group is not what a save writes."""
+        """Decode the trees of all groups; raise IntegrityError if one is not what a save writes."""
         for group in self.groups.values():
             _ = group.trees
 
@@ -113,8 +109,7 @@ class Opened:
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError.
 
-    `rank` and `world_size` say who opens it: the random streams are those of this rank if as many ranks saved them, and
-    else rank 0's.
+    The groups that differ from rank to rank are those of `rank` if `world_size` ranks saved them, else those of rank 0.
     """
     with gc_paused():
         return _open(store, checkpoint, rank, world_size)
@@ -146,7 +141,7 @@ def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
 
 
 def check_header(store: ReadableStore, record: ObjectRecord) -> None:
-    """Check an object's size and the digest of its header."""
+    """Check an object's size and the digest of its header; raise IntegrityError if one is wrong."""
     size_bytes = store.size(record.name)
     if size_bytes != record.size_bytes:
         raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
@@ -164,7 +159,7 @@ def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
 
 @gc_paused()
 def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[list[IndexRow]]:
-    """Group regions that follow each other in one object into reads of at most `max_bytes`; a larger one is alone."""
+    """Group contiguous regions of an object into reads of at most `max_bytes`; a larger region is read alone."""
     runs: list[list[IndexRow]] = []
     for row in sorted(rows, key=lambda row: (row.object, row.begin, row.end)):
         run = runs[-1] if runs else None
@@ -177,11 +172,11 @@ def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[li
 
 
 def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
-    """Say which tensors of a run have changed bytes; `data` begins where the run does."""
+    """Return a text for each region of a read whose bytes have changed; `data` holds the read's bytes."""
     start = run[0].begin
     return [change(row) for row in run if digest_bytes(data[row.begin - start : row.end - start]) != row.digest]
 
 
 def change(row: IndexRow) -> str:
-    """Say that a region's bytes have changed."""
+    """Return the text that a region's bytes have changed."""
     return f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"

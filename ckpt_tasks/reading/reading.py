@@ -1,4 +1,4 @@
-"""A run directory as a reader sees it: what there is, restore of parts, leases, evaluations. It takes no ownership."""
+"""A run as a reader sees it, without ownership: its checkpoints, restore of parts, leases, pins, evaluations."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def run_of(config: CheckpointConfig) -> Run:
 
 
 class Run:
-    """One run, read-only but for leases, pins and evaluations; `run_key` is None if format.json is damaged.
+    """One run, read-only except for leases, pins and evaluations; `run_key` is None if format.json is damaged.
 
-    `read_only` is True once a lease was denied, and the run was read without one.
+    `read_only` is True once the store has refused a lease, and the run was read without one.
     """
 
     def __init__(self, history: History, run_key: str | None):
@@ -69,9 +69,9 @@ class Run:
         return lineage(self.head().state.live)
 
     def find(self, which: int | str, *, metric: str | None = None, mode: str | None = None) -> Checkpoint:
-        """Return a checkpoint: a step, "latest", or "best" by `metric` of saves and evaluations (else the run's own).
+        """Return the checkpoint of a step, "latest", or "best" by `metric` (default: the run's best_metric).
 
-        Raises CheckpointNotFoundError with what there is, and ConfigError for any other name.
+        Raises CheckpointNotFoundError, which lists the steps that exist, and ConfigError for any other name.
         """
         state = self.head().state
         newest_first = lineage(state.live)
@@ -80,9 +80,9 @@ class Run:
         if which == "best":
             return self._best(state, newest_first, metric, mode)
         if which == "latest" or (isinstance(which, int) and not isinstance(which, bool)) or str(which).isdecimal():
-            found = [c for c in newest_first if which != "latest" and c.step == int(which)]
-            if found:
-                return found[0]
+            matches = [c for c in newest_first if which != "latest" and c.step == int(which)]
+            if matches:
+                return matches[0]
             raise CheckpointNotFoundError(
                 "the run has no checkpoint" + (f" of step {which}" if which != "latest" else " yet"),
                 hint=f"It has steps {_steps(newest_first)}." if newest_first else None,
@@ -102,10 +102,10 @@ class Run:
         """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
 
         With `partial` only the groups that `state` names are restored, and no random stream. `only`, `missing` and
-        `leave` take a part, as there. Raises StateMismatchError, IntegrityError or StoreError; the state is untouched
-        then.
+        `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError or StoreError;
+        the state is untouched then.
         """
-        # Imported only here: reading a run without restoring from it does not wait for torch.
+        # Imported here, so that reading a run without restoring it need not import torch.
         from ckpt_tasks.reading.restore import restore_one
         from ckpt_tasks.state.selection import Selection
 
@@ -114,10 +114,10 @@ class Run:
 
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
-        """Keep a checkpoint from being pruned while the block runs, `expires_s` seconds at most.
+        """Keep a checkpoint from being pruned while the block runs, at most `expires_s` seconds.
 
-        A failure to write the lease's end is not raised: the lease expires by itself. A child that is forked within the
-        block does not end it.
+        If the end of the lease cannot be written, it expires by itself. A child that is forked in the block does not
+        end the lease. Raises CheckpointNotFoundError if the checkpoint has been pruned, ConfigError, and StoreError.
         """
         process = Process()
         if not 0 <= expires_s < _LONGEST_LEASE_S:
@@ -150,7 +150,7 @@ class Run:
             _log.warning("The lease of step %d stays until it expires: %s", step, error)
 
     def pin(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Keep a checkpoint whatever the policy says, also while another process trains the run.
+        """Keep a checkpoint, whatever the policy says; works while another process trains the run.
 
         Raises CheckpointNotFoundError if the run has pruned it, ConfigError for an empty reason.
         """
@@ -159,7 +159,7 @@ class Run:
         put_pin(self.history, checkpoint, reason)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
-        """Leave a checkpoint to the policy again. Raises CheckpointNotFoundError if the run has pruned it."""
+        """Remove a pin: the policy decides again. Raises CheckpointNotFoundError if the checkpoint has been pruned."""
         put_pin(self.history, checkpoint, None)
 
     def evaluations(self) -> list[Evaluation]:
@@ -167,7 +167,11 @@ class Run:
         return list(self.head().state.evaluations)
 
     def record_evaluation(self, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]) -> bool:
-        """Commit an evaluation beside its checkpoint; False if this suite has been recorded for it already."""
+        """Commit an evaluation of a checkpoint; return False if this suite has been recorded for it already.
+
+        Raises CheckpointNotFoundError if the run has pruned the checkpoint, ConfigError for a bad suite name,
+        StateError for a metric that is not a number, and StoreError.
+        """
         if not is_group(suite):
             raise ConfigError(
                 f"{suite!r:.80} is not a suite", hint="Use a letter, then letters, digits and underscores."
@@ -205,7 +209,7 @@ class Run:
         return True
 
     def curve(self) -> Curve:
-        """Read the metrics of every step, in the order of the commits that brought them; left lines are marked."""
+        """Read the metrics of every step, in the order of their commits; abandoned lines are marked."""
         from ckpt_tasks.ledger.goodput import follow
         from ckpt_tasks.ledger.steps import read_curve
         from ckpt_tasks.ledger.timeline import read_timeline
@@ -231,23 +235,23 @@ class Run:
         return next(c for c in newest_first if c.manifest_digest == ranked[0].manifest_digest)
 
     def notes(self) -> list[Mapping[str, Any]]:
-        """List the notes of the newest 64 ledger entries, newest first: failures, fall-backs and whatever was noted."""
+        """List the notes of the newest 64 ledger entries, newest first: failures, fall-backs and notes of your own."""
         head = self.head()
-        found: list[Mapping[str, Any]] = []
+        notes: list[Mapping[str, Any]] = []
         for n in range(head.next_n - 1, max(-1, head.next_n - 65), -1):
             try:
                 entry, _ = self.history.read_entry(n)
             except (StoreError, IntegrityError):
-                continue  # a damaged entry is `verify`'s to report
+                continue  # `ckpt verify` reports damaged entries
             if entry.event["kind"] == "note":
-                found.append({**entry.event, "at": entry.at, "n": n})
-        return found
+                notes.append({**entry.event, "at": entry.at, "n": n})
+        return notes
 
 
 def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner: Owner | None = None) -> None:
-    """Pin a checkpoint, or unpin it without a `reason`; as its `owner`, or as anybody.
+    """Pin a checkpoint; without a `reason`, unpin it. `owner` (None: any process) says who writes.
 
-    Raises CheckpointNotFoundError if it is pruned by now, and FencedError if the directory is not that owner's.
+    Raises CheckpointNotFoundError if it has been pruned, and FencedError if `owner` has lost the directory.
     """
 
     def change(state: State, n: int) -> State:
@@ -259,7 +263,7 @@ def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner:
 
 
 class _RecordedMeanwhileError(Exception):
-    """Another evaluator recorded the same suite between our look and our append."""
+    """Another evaluator recorded the same suite after our check and before our entry."""
 
 
 def _steps(checkpoints: list[Checkpoint], most: int = 12) -> str:

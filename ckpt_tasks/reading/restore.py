@@ -3,7 +3,7 @@
 Invariants
 
 1. Nothing in the target changes until everything that is needed has been read, verified and compared with it.
-2. A checkpoint that fails verification is passed over with its reason, and the next older one is tried; a mismatch
+2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried; a mismatch
    between checkpoint and target is raised: the caller must resolve it.
 3. Bytes are digested before they are parsed.
 """
@@ -48,7 +48,7 @@ class HostSnapshot(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What it is or would become."""
+        """The checkpoint that it is, or would become."""
 
     @property
     def store(self) -> ReadableStore:
@@ -56,10 +56,10 @@ class HostSnapshot(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Where it is, in words for the log."""
 
     def open(self) -> Opened:
-        """Read what it is made of, and check it."""
+        """Read and check its manifest and index."""
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of its `rows`."""
@@ -70,13 +70,13 @@ _Snapshot = TypeVar("_Snapshot", bound=HostSnapshot)
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did: the step, where from, how many tensors and bytes, and what it passed over and why.
+    """What a restore did: step, source, number of tensors and bytes, and what it skipped and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
-    `derived_streams`: another number of ranks saved it, so the random streams of every rank but 0 begin anew.
-    Of a loose restore: what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept its
-    value; groups, or keys where only a part of a group is meant. `replaced` names settings of new optimizers and
-    schedules (learning rates, lengths) that it brought back with other values than the program had made them with.
+    `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew.
+    A loose restore names what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept
+    its value: groups, or keys of a group that was taken in part. `replaced` names settings of new optimizers and
+    schedules (learning rates, lengths) that the program had set to other values than the checkpoint's.
     """
 
     step: int
@@ -94,9 +94,9 @@ class RestoreReport:
 
 
 def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpoint]) -> list[_Snapshot]:
-    """Return the snapshots of this host that are of some checkpoints."""
+    """Return the snapshots that belong to snapshot of these checkpoints."""
     digests = {checkpoint.manifest_digest for checkpoint in checkpoints}
-    return [one for one in in_memory if one.checkpoint.manifest_digest in digests]
+    return [snapshot for snapshot in in_memory if snapshot.checkpoint.manifest_digest in digests]
 
 
 def restore_newest(
@@ -116,10 +116,10 @@ def restore_newest(
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
-    the others each before storage. All `ranks` restore one checkpoint, or none; `topic` is what they agree under.
+    each other one before its copy in storage. All `ranks` restore the same checkpoint, or none; `topic` names their
+    agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
 
-    Returns the checkpoint, what was done, and the snapshot of this host that it came from.
-    A store that fails (StoreError) is not a damaged checkpoint: that is raised, for a retry to try the newest again.
+    A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
     """
     skipped: list[tuple[int, str]] = []
     for number, (checkpoint, cached) in enumerate(_sources(candidates, in_memory)):
@@ -191,11 +191,11 @@ def restore_one(
     snapshot: HostSnapshot | None = None,
     together: Together | None = None,
 ) -> RestoreReport:
-    """Restore one checkpoint into the target; `partial`: only the groups that the target names, and no random streams.
+    """Restore one checkpoint into `state`; with `partial` only the groups that it names, and no random streams.
 
-    `selection`: only that part. It comes from `snapshot`, if there is one. `together` are the ranks that restore it at
-    once. If another number of ranks saved it, the random streams of every rank but 0 are seeded from rank 0's and the
-    rank.
+    `selection` restores a part. The bytes come from `snapshot` if it is given. `together` are the ranks that restore at
+    once. If another number of ranks saved the checkpoint, each rank but 0 seeds its random streams from rank 0's and
+    its own number.
 
     Raises IntegrityError or StoreError if its bytes are not good, StateMismatchError if it does not fit, and
     RunMismatchError if it is not of the run `run_key`; the target is untouched then.
@@ -220,7 +220,7 @@ def restore_one(
         source = snapshot.tensors(store, wanted)
     else:
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
-    with _naming(checkpoint.step):  # an error of the user's load_state_dict
+    with _naming(checkpoint.step):  # for errors of the user's load_state_dict
         plan.apply(source, together)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
@@ -241,7 +241,7 @@ def restore_one(
 
 @contextmanager
 def _naming(step: int) -> Iterator[None]:
-    """Name the step in an error of the target."""
+    """Add the step to an error that the block raises."""
     try:
         yield
     except StateError as error:
@@ -250,12 +250,12 @@ def _naming(step: int) -> Iterator[None]:
 
 
 def _derive_streams(saved: Mapping[str, Any], rank: int) -> None:
-    """Seed every random stream from rank 0's, as they were saved, and the number of this rank."""
+    """Seed every random stream from rank 0's saved streams and this rank's number."""
     seed_streams(int(digest_hex(canonical_json(dict(saved)) + str(rank).encode())[:16], 16))
 
 
 def _check_header(store: ReadableStore, record: ObjectRecord, rows: Sequence[IndexRow]) -> None:
-    """Check an object's size and header; an error also names what is lost with it."""
+    """Check an object's size and header; the error also names the tensors that are lost."""
     try:
         check_header(store, record)
     except (IntegrityError, ObjectNotFoundError) as error:

@@ -1,13 +1,13 @@
-"""Who of a host's ranks reads what: every region that is wanted there once, by one of the ranks that want it.
+"""Divide reading among the ranks of a host: every wanted region is read once, by one rank that wants it.
 
-Every rank writes what it wants into a file in memory. The other ranks of its host read that, and so each of them knows
-who reads what. Regions that are read to be kept are read into such files, too.
+Every rank writes its list of regions into a file in memory. The other ranks of the host read that, so each of them
+computes the same division. With `kept` the regions themselves are read into such files, too.
 
 Invariants
 
-1. Every region that a rank wants is read by one rank of its host, which wants it as well.
-2. The files have no names: whichever process is killed, nothing stays behind.
-3. All ranks of a host share, or none does: where one cannot open the file of another, each reads for itself.
+1. Every region that a rank wants is read by exactly one rank of its host, which also wants it.
+2. The files have no names: a killed process leaves nothing behind.
+3. All ranks of a host share, or none does: if one cannot open the file of another, each reads for itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Spans = Mapping[str, npt.NDArray[np.int64]]  # object → where each of its regi
 
 
 class Readers(NamedTuple):
-    """Who reads the regions of an object, by their first byte, and how far behind its place there a byte is in memory.
+    """The reader of each region of an object, by first byte, and the distance from a byte's place there to memory.
 
     A rank is named by its place among the ranks of the host.
     """
@@ -47,18 +47,18 @@ class Readers(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank reads for its host, and the memory into which each rank of the host reads, if it is kept."""
+    """The regions that this rank reads for its host, and the memory of each rank of the host, if it is kept."""
 
     place: int
     readers: Mapping[str, Readers]
     memory: Sequence[memoryview]
 
     def mine(self, rows: Iterable[IndexRow]) -> list[IndexRow]:
-        """List the rows that this rank reads; there is nothing to read of an empty tensor."""
+        """List the rows that this rank reads; empty tensors need no read."""
         return [row for row in rows if row.begin < row.end and self._reader(row) == self.place]
 
     def at(self, row: IndexRow) -> tuple[memoryview, int]:
-        """Return the memory that holds a region, and where the first byte of the region is in it."""
+        """Return the memory that holds a region, and the offset of the region in it."""
         if row.begin == row.end:
             return memoryview(b""), 0
         return self.memory[self._reader(row)], self.readers[row.object].shift + row.begin
@@ -68,9 +68,9 @@ class Share(NamedTuple):
 
 
 def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
-    """Choose a reader for every region that a rank wants; say how many bytes of memory all of them would lie in.
+    """Choose a reader for every wanted region; also return how many bytes of memory all of them need.
 
-    Ranks that want the same regions take turns at every 16 MiB of an object, so what one reads lies together.
+    Ranks that want the same regions take turns every 16 MiB of an object, so that each reads long stretches.
     """
     found, size_bytes = {}, 0
     for number, name in enumerate(sorted({name for spans in wants for name in spans})):
@@ -89,9 +89,9 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
 
 def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
-    """Agree with the other ranks of this host who reads what; None if this rank reads for itself.
+    """Agree with the other ranks of this host who reads what; return None if this rank reads for itself.
 
-    `kept`: what is read is kept in memory that all of them see. All ranks must call it.
+    `kept`: the bytes stay in memory that all of them see. All ranks must call it.
     """
     if together.size == 1:
         return None
@@ -115,9 +115,9 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
 
 
 def host_name() -> str:
-    """Name what ranks need in common to open each other's files: a kernel, its numbers of processes, and the user.
+    """Name this kernel, its process namespace and the user: ranks with equal names can open each other's files.
 
-    "" where no file of another process can be opened.
+    Returns "" if no file of another process can be opened.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -127,7 +127,7 @@ def host_name() -> str:
 
 
 def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:
-    """Read what each rank of the host wants, and map the memory of all; None for a rank that is alone there."""
+    """Read the lists of all ranks of the host, and map their memory; return None for a rank that is alone there."""
     if len(words) == 1:
         return None
     wants = [_read(_opened(files, pid, number, os.O_RDONLY), token) for token, pid, number, _ in words]
@@ -138,7 +138,7 @@ def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: 
             fd = _opened(files, pid, number, os.O_RDWR)
             if n == place:
                 os.ftruncate(fd, size_bytes)
-            memory.append(map_memory(size_bytes, fd))  # none of its pages is there before it is read into
+            memory.append(map_memory(size_bytes, fd))  # takes no memory until it is read into
     return Share(place, readers, memory)
 
 
@@ -155,7 +155,7 @@ def _opened(files: ExitStack, pid: int, number: int, flags: int) -> int:
 
 
 def _written(token: str, rows: Iterable[IndexRow]) -> bytes:
-    """Write where the regions of some rows begin and end, by object."""
+    """Return the begin and end of each row's region, by object, as the bytes of a file."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for row in rows:
         if row.begin < row.end:
@@ -165,7 +165,7 @@ def _written(token: str, rows: Iterable[IndexRow]) -> bytes:
 
 
 def _read(fd: int, token: str) -> Spans:
-    """Read what `_written` writes; raise OSError if it is another process's file."""
+    """Read the bytes of `_written`; raise OSError if the file is another process's."""
     with open(fd, "rb", closefd=False) as file:
         head, _, data = file.read().partition(b"\n")
     if token.encode() not in head:

@@ -1,4 +1,4 @@
-"""The steps of a commit: what the ranks hand in → index and manifest → ledger entry.
+"""The steps of a commit: parts of the ranks → index and manifest → ledger entry.
 
 Invariants (MUST: breaking one loses data)
 
@@ -41,14 +41,14 @@ __all__ = [
 ]
 
 
-_AT_ONCE = 8  # requests to a store that is far away
+_AT_ONCE = 8  # parallel requests to a remote store
 
 
 @dataclass(frozen=True)
 class PreparedCheckpoint:
-    """A checkpoint before its ledger entry: the bytes of its index and its manifest, and what they say.
+    """A checkpoint before its ledger entry: its manifest, and the bytes of manifest and index.
 
-    `reuses` names the objects of older attempts that it is made of.
+    `reuses` names the objects of older attempts that are part of it.
     """
 
     saving: Saving
@@ -64,7 +64,7 @@ class PreparedCheckpoint:
 
     @property
     def reuses(self) -> tuple[str, ...]:
-        """The objects that other attempts wrote."""
+        """Names of the objects that other attempts wrote."""
         own = attempt_prefix(self.saving.attempt)
         return tuple(record.name for record in self.manifest.objects if not record.name.startswith(own))
 
@@ -92,7 +92,7 @@ class PreparedCheckpoint:
 
 @gc_paused()
 def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedCheckpoint:
-    """Make index and manifest of what the ranks hand in, and read them as a restore does; nothing is written.
+    """Make index and manifest from the parts of all ranks, and check them as a restore does; write nothing.
 
     Raises IntegrityError if a rank or a region is missing, UnsupportedStateError if one would be too large, and
     StateError if ranks have drifted apart.
@@ -102,14 +102,14 @@ def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedChe
     index_bytes = write_index(index)
     del index  # for 10⁶ regions it has 130 MiB
     prepared = _prepared(saving, index_bytes, objects, groups)
-    # Whatever a reader refuses is refused here, by the reader itself: holes and overlaps, and every bound.
+    # The reader itself checks it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
     open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
     return prepared
 
 
 @gc_paused()
 def prepare_part(saving: Saving, part: RankPart) -> PreparedCheckpoint:
-    """Make index and manifest of one rank's part alone, with its own trees: what it seals in its memory."""
+    """Make index and manifest of one rank's part alone, for the seal in its own memory."""
     return _prepared(saving, write_index(part.index), part.objects, saving.groups)
 
 
@@ -137,7 +137,10 @@ def _prepared(
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
-    """Write index and manifest, once every object has its size; everything but the ledger entry is durable then."""
+    """Check every object's size, then write index and manifest: now all but the ledger entry is durable.
+
+    Raises IntegrityError if an object has another size, and StoreError.
+    """
     manifest = prepared.manifest
     names = [record.name for record in manifest.objects]
     if store.near or len(names) < 2:
@@ -160,18 +163,17 @@ def commit(
     retirement: Retirement,
     observed: Mapping[str, object],
 ) -> Entry:
-    """Put the ledger entry: the one instant at which the checkpoint begins to exist, as the last of its live ones.
+    """Put the ledger entry: at this instant the checkpoint begins to exist, as the newest live one.
 
-    `cost_s` is how long training waited. `retirement` takes older checkpoints out. `observed` goes into the
-    entry's event, for people and for the cadence. Raises FencedError or StoreError, and then the newest checkpoint is
-    the old one; after CommitUncertainError it is unknown. Whatever it raises, the objects stay: the entry may
-    still arrive.
+    `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the
+    entry's event, for people and for the cadence. After FencedError or StoreError the newest checkpoint is still the
+    old one; after CommitUncertainError it is unknown. The objects stay in any case: the entry may still arrive.
     """
     manifest = prepared.manifest
     named = [record.name for record in (*manifest.objects, manifest.index)]
 
     def change(state: State, n: int) -> State:
-        # What was given up may have left `retired` by now: only a live checkpoint's object is known to stay.
+        # A retired object may be deleted, and forgotten, by now: only a live checkpoint's object is known to stay.
         gone = [*filter(state.has_retired, named), *(name for name in prepared.reuses if not state.keeps(name))]
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
@@ -185,14 +187,14 @@ def commit(
 
 
 def discard(store: Store, attempt: Attempt) -> None:
-    """Delete what an attempt wrote that failed before its commit; what cannot be deleted is swept by a later owner."""
+    """Delete the objects of an attempt that failed before its commit; a later owner sweeps what cannot be deleted."""
     with suppress(CkptError):
         for name in store.names(attempt_prefix(attempt)):
             store.delete(name)
 
 
 class _PreparedStore:
-    """The index and the manifest of a checkpoint that is not written yet, as a store of these two objects."""
+    """Index and manifest of a checkpoint that is not written yet, as a store of these two objects."""
 
     url = ""
     near = True
@@ -232,7 +234,10 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[Ob
 def _combine_groups(
     groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
 ) -> dict[str, Mapping[str, object]]:
-    """Return rank 0's groups, those of each rank with every rank's tree; the others must be the same on all ranks."""
+    """Return the groups of the checkpoint: random streams with every rank's tree, the others as rank 0 has them.
+
+    Raises StateError if the others differ between ranks.
+    """
     ordered = sorted(parts, key=lambda part: part.rank)
     first = ordered[0]
     for part in ordered:

@@ -1,6 +1,6 @@
 """The committer's half of a save, for one owner of the run: owner → checks → index and manifest → entry → prune.
 
-What it commits are RankParts; it sees no tensor. `commit.py` has the steps and their invariants.
+It commits RankParts and never sees a tensor. `commit.py` has the steps and their invariants.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Committer", "Follower", "Line"]
 
 @dataclass
 class Line:
-    """The checkpoints that this process continues; it outlives an ownership.
+    """The line of checkpoints that this process continues; it outlives an ownership.
 
-    `parent` is what the next checkpoint follows: restored from, or committed last. `known_n` is the newest ledger entry
-    known here to have committed a checkpoint. `unsure`: a save of many ranks failed here, and may have been committed
-    all the same, so that other ranks may have another parent.
+    `parent` is the checkpoint that the next one follows: restored from, or committed last. `known_n` is the newest
+    ledger entry that is known here to have committed a checkpoint. `unsure`: a save of many ranks failed here, but may
+    have been committed, so that other ranks may have another parent.
     """
 
     parent: Checkpoint | None = None
     last_commit: Checkpoint | None = None
     known_n: int = -1
     unsure: bool = False
-    stored: tuple[str, Stored] | None = None  # of which checkpoint, what; at least this rank's part
+    stored: tuple[str, Stored] | None = None  # (manifest digest, its objects): at least those of this rank
 
     @property
     def digest(self) -> str | None:
@@ -51,7 +51,7 @@ class Line:
         return self.parent.step if self.parent is not None else -1
 
     def stored_of(self, store: Store, base: Checkpoint | None) -> Stored | None:
-        """Return what a checkpoint is made of; None if there is none, or where it cannot be read."""
+        """Return a checkpoint's objects for reuse; None if there is no checkpoint or it cannot be read."""
         if base is None:
             return None
         if self.stored is None or self.stored[0] != base.manifest_digest:
@@ -63,7 +63,7 @@ class Line:
         return self.stored[1]
 
     def follow(self, parent: Checkpoint | None) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.parent, self.unsure = parent, False
 
     def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
@@ -75,9 +75,9 @@ class Line:
 
 
 class Follower:
-    """What a rank other than 0 knows of the owner: enough to name the objects that it writes.
+    """The committer as a rank other than 0 sees it: enough to name the objects that it writes.
 
-    `fenced` is set where a commit found that the directory is another's by now.
+    `fenced` is set once a commit finds that another process owns the directory.
     """
 
     def __init__(self, owner: Owner, run_key: str, line: Line, world_size: int = 1):
@@ -93,11 +93,11 @@ class Follower:
 
     @contextmanager
     def choosing_base(self) -> Iterator[Checkpoint | None]:
-        """Give the checkpoint whose objects a save may reuse; rank 0 sees that it is not retired meanwhile."""
+        """Yield the checkpoint whose objects a save may reuse; rank 0 prevents its retirement during the block."""
         yield None if self.line.unsure else self.line.parent
 
     def release(self) -> bool:
-        """Return False if the directory is another's already; rank 0 releases it."""
+        """Return False if another process owns the directory; rank 0 releases it."""
         return not self.fenced
 
     def new_saving(
@@ -126,12 +126,12 @@ class Follower:
         )
 
     def next_number(self) -> int:
-        """Count a save; all ranks count the same."""
+        """Return the number of the next save; all ranks count alike."""
         self._saves += 1
         return self._saves
 
     def topic(self, number: int) -> str:
-        """Name what the ranks agree on under the number of a save."""
+        """Return the name under which the ranks agree on a save."""
         return f"save/{self.owner.epoch}/{number}"
 
 
@@ -146,9 +146,9 @@ class Committer(Follower):
         self._pruner = pruner
 
     def check_line(self) -> None:
-        """Raise ConfigError if others have committed what this process does not know.
+        """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
 
-        It must not put a line of its own over theirs. Once is enough: a commit is the owner's alone.
+        It must not continue with a line of its own. One check per ownership is enough: only the owner commits.
         """
         state = self._history.head().state
         check_owner(state.owner, self.owner)
@@ -160,20 +160,20 @@ class Committer(Follower):
 
     @contextmanager
     def choosing_base(self) -> Iterator[Checkpoint | None]:
-        """Give the checkpoint whose objects a save may reuse; it is not retired before the block ends."""
+        """Yield the checkpoint whose objects a save may reuse; it is not retired before the block ends."""
         with self._pruner.retiring, super().choosing_base() as base:
             yield base
 
     def admit(self) -> tuple[Head, State]:
-        """Return the newest state, to write and commit upon; raise FencedError if the directory is another's."""
+        """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory."""
         head = self._history.head()
         state = head.state.sparing(head.spared_epochs)
         check_owner(state.owner, self.owner)
         return head, state
 
     def abandon(self, attempt: Attempt) -> None:
-        """Delete what a failed attempt wrote; raise FencedError if the directory is another's, which explains it."""
-        with suppress(StoreError):  # a new owner sweeps what it finds of ours
+        """Delete what a failed attempt wrote; raise FencedError if another process owns the directory: that is why."""
+        with suppress(StoreError):  # a later owner sweeps what is left
             check_owner(self._history.head().state.owner, self.owner)
         discard(self._history.store, attempt)
 
@@ -188,8 +188,8 @@ class Committer(Follower):
     ) -> tuple[Entry, tuple[StepMetrics, ...]]:
         """Put the ledger entry, which also retires what the policy no longer keeps, and continue from the checkpoint.
 
-        `admitted` is what `admit` returned, `stored` what this rank has of the checkpoint; `cost_s` and `observed` are
-        as of `commit.commit`. Returns the metrics of the steps that the checkpoint adds, too.
+        `admitted` is the result of `admit`, `stored` the checkpoint's objects that this rank knows; `cost_s` and
+        `observed` are those of `commit.commit`. Returns the entry, and the metrics of the steps that it adds.
         """
         head, state = admitted
         parent = self.line.digest
@@ -203,17 +203,17 @@ class Committer(Follower):
         return entry, steps
 
     def put_manifest(self, prepared: PreparedCheckpoint) -> None:
-        """Write index and manifest, once every object has its size."""
+        """Check every object's size, then write index and manifest."""
         write_index_and_manifest(self._history.store, prepared)
 
     def prune_behind(self, entry: Entry) -> None:
-        """Have what is left to prune after a commit done soon, behind training's back."""
+        """Prune the rest after a commit, soon and in the background."""
         self._pruner.follow(self.owner, entry.state)
 
     def release(self) -> bool:
-        """Release the run directory; False if it is another's already."""
+        """Release the run directory; return False if another process owns it."""
         deleted = self._pruner.deleted
-        with suppress(StoreError, CommitUncertainError):  # the next owner sees that this process is gone, or silent
+        with suppress(StoreError, CommitUncertainError):  # the next owner will find this process dead or silent
             try:
                 self._history.append({"kind": "release"}, lambda state, n: state.released(deleted), owner=self.owner)
             except FencedError:

@@ -1,4 +1,4 @@
-"""The end of the interpreter: what is on its way is committed before Python stops the threads that do it.
+"""The end of the interpreter: commit saves under way before Python stops the threads that do it.
 
 Python calls atexit functions in the reverse order of their registration, while daemon threads still run. `os._exit`,
 SIGKILL and a signal without a handler call none.
@@ -22,7 +22,7 @@ class Ending(Protocol):
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` at the interpreter's end, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: before this.
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at first use: let it come first.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)
         atexit.register(_end_all)
@@ -42,4 +42,4 @@ def _end_all() -> None:
 
 
 _endings: weakref.WeakSet[Ending] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_endings.clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=_endings.clear)  # a forked child has none of the threads

@@ -20,10 +20,10 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Plain functions that are called after an event. They must return at once; their exceptions are only logged.
+    """Functions that are called after an event. They must return at once; their exceptions are only logged.
 
-    `committed` gets every durable commit, `measured` before that the metrics of the steps that it adds; `failed` gets
-    step and error of a snapshot that will not be committed; `restored` gets the report of a restore.
+    `committed` gets the checkpoint of each durable commit, and `measured`, just before, the metrics of the steps that
+    it adds; `failed` gets step and error of a snapshot that will not be committed; `restored` the report of a restore.
     """
 
     committed: Callable[[Checkpoint], object] | None = None
@@ -33,14 +33,14 @@ class Listener:
 
 
 class Listeners:
-    """Call all listeners; log the first exception of each, and call it again the next time."""
+    """Call all listeners; log only the first exception of each, and go on calling it."""
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
 
     def add(self, listener: Listener) -> None:
-        """Call this listener as well from now on."""
+        """Add a listener."""
         self._all.append(listener)
 
     def committed(self, checkpoint: Checkpoint, after_s: float) -> None:
@@ -62,12 +62,12 @@ class Listeners:
         """Report a restore."""
         self._tell("restored", report)
 
-    def _tell(self, name: str, *what: Any) -> None:
+    def _tell(self, name: str, *arguments: Any) -> None:
         for listener in self._all:
             function = getattr(listener, name)
             try:
                 if function is not None:
-                    function(*what)
+                    function(*arguments)
             except Exception:  # noqa: BLE001 (logged: a listener must not stop a save)
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))

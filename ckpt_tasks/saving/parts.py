@@ -1,4 +1,4 @@
-"""What one rank hands in for a checkpoint: its images, digested, as index rows and objects.
+"""A rank's part of a checkpoint: index rows and objects, from its digested images.
 
 Nothing here knows a ledger. The committer's half is `commit.py`.
 """
@@ -35,22 +35,22 @@ __all__ = [
     "same_step",
 ]
 
-OF_RANK = ("rng", "generator")  # kinds of groups that each rank has of its own
+OF_RANK = ("rng", "generator")  # kinds of groups that differ from rank to rank
 _ALIGNMENT = 64  # of Arrow's columns
 _LENGTH = struct.Struct("<Q")
-_REUSED_BYTES = 1 << 20  # a smaller object costs less than to depend on an older checkpoint's
+_REUSED_BYTES = 1 << 20  # below this, writing an object costs less than depending on an older checkpoint
 
 
 class SupersededError(Exception):
-    """A newer snapshot took the place of one that waited; the pipeline catches this."""
+    """A newer snapshot has replaced this one; the pipeline catches it."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank hands in for one attempt: its part of the index, its objects, and its state without the tensors.
+    """A rank's part of one attempt: its index rows, its objects, and its state without the tensors.
 
-    `trees` are the groups that each rank has of its own (random streams and generators), and `digests` (hex) say what
-    the others are: they must be the same on all ranks.
+    `trees` are the groups that differ from rank to rank (random streams, generators); `digests` (hex) are those of all
+    other groups, which must be equal on all ranks.
     """
 
     rank: int
@@ -61,13 +61,13 @@ class RankPart:
     step: int = -1
 
     def with_groups(self, step: int, groups: Mapping[str, Mapping[str, object]]) -> RankPart:
-        """Return the part with the step, and what `encode_groups` made of this rank's groups."""
+        """Return the part with the step and this rank's groups, as `encode_groups` returned them."""
         trees = {name: group["tree"] for name, group in groups.items() if group["kind"] in OF_RANK}
         digests = {name: digest_hex(canonical_json(group)) for name, group in groups.items() if name not in trees}
         return replace(self, trees=trees, digests=digests, step=step)
 
     def to_bytes(self) -> bytes:
-        """Write the part for rank 0: the length of its JSON, the JSON, and the index, which is aligned."""
+        """Return the part as bytes for rank 0: length of the JSON, the JSON, and the index, aligned for Arrow."""
         body = {name: value for name, value in vars(self).items() if name != "index"}
         head = json.dumps(body, allow_nan=False).encode("ascii")
         head += b" " * (-(_LENGTH.size + len(head)) % _ALIGNMENT)
@@ -75,7 +75,7 @@ class RankPart:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPart:
-        """Read what a rank of this training wrote; the index is a view of the bytes."""
+        """Read a part from bytes; the index is a view of them. Raises IntegrityError for a bad index."""
         begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         body = json.loads(data[_LENGTH.size : begin])
         objects = tuple(ObjectRecord(*record) for record in body.pop("objects"))
@@ -85,7 +85,7 @@ class RankPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Everything about one save that is known before it: what is saved, as what, by whom."""
+    """What is known of a save before it begins: step, groups, metrics, attempt, owner."""
 
     attempt: Attempt
     run_key: str
@@ -95,39 +95,39 @@ class Saving:
     epochs: int | None = None
     interim: bool = False
     world_size: int = 1
-    number: int = 0  # of the saves of this owner
-    steps: tuple[StepMetrics, ...] = ()  # that were not known to be committed
+    number: int = 0  # counts the saves of this owner
+    steps: tuple[StepMetrics, ...] = ()  # whose metrics are not known to be committed
     environment: Mapping[str, str] = field(default_factory=dict)  # beside the versions
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The objects of a committed checkpoint by the last part of their names, to be reused where nothing has changed."""
+    """The objects of a committed checkpoint, by the last part of their names, for reuse if nothing has changed."""
 
     records: Mapping[str, ObjectRecord]
     index: Index
 
     @classmethod
     def of(cls, records: Iterable[ObjectRecord], index: Index) -> Stored:
-        """Sort the objects of a checkpoint, or of one rank's part of it, by their names."""
+        """Index the objects of a checkpoint, or of one rank's part of it, by name."""
         return cls({_last(record.name): record for record in records}, index)
 
 
 def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
-    """Name an owner's next try to save a step; every rank finds the same name.
+    """Name an owner's next attempt to save a step; every rank computes the same name.
 
-    The owner's id is a random nonce, so the name is unique for ever.
+    The owner's id is a random nonce, so no other attempt ever has this name.
     """
     return Attempt(step, owner.epoch, digest_hex(f"{owner.id}/{owner.epoch}/{number}".encode())[:16])
 
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
-    """Turn the captured groups into JSON; raises UnsupportedStateError by path, before anything is written."""
+    """Turn captured groups into JSON; raise UnsupportedStateError with the path of a value that cannot be stored."""
     return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
 
 
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
-    """Digest one image of a snapshot; raises SupersededError as soon as it is given up."""
+    """Digest one image of a snapshot; raise SupersededError as soon as `given_up()` is true."""
     name, header = attempt_prefix(attempt) + image.name, image.layout.header
     digests: list[bytes] = []
     for _, _, begin, end in image.layout.regions:
@@ -139,7 +139,7 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
 
 
 def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
-    """Return the parts of the ranks, in their order; raise StateError if they are of different steps."""
+    """Return the parts unchanged; raise StateError if they are of different steps."""
     for rank, part in enumerate(parts):
         if part.step != parts[0].step:
             raise StateError(
@@ -150,13 +150,13 @@ def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
 
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
-    """Make one rank's part of those of its images."""
+    """Join the parts of a rank's images into one."""
     index = Index.joined(part.index for part in parts)
     return RankPart(rank, index, tuple(record for part in parts for record in part.objects))
 
 
 def reuse(part: RankPart, stored: Stored | None) -> RankPart:
-    """Name the stored object instead of a new one that has the same header and the same regions and digests."""
+    """Return the part with the stored object in place of the new one, if header, regions and digests are equal."""
     (record,) = part.objects
     name = _last(record.name)
     old = stored.records.get(name) if stored else None

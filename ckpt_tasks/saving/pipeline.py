@@ -1,7 +1,7 @@
 """Snapshots on their way to storage: one is written, one waits, and the newest wins.
 
-Training fills a slot and goes on. One thread digests and seals the snapshot. Another thread writes and commits it, and
-then takes up the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
+Training fills a slot and continues. One thread digests and seals the snapshot. Another thread writes and commits it,
+then takes the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
 
 Invariants
 
@@ -32,9 +32,9 @@ from ckpt_tasks.storage.port import watching
 
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
-_LOOK_S = 1.0  # a waiting thread looks this often whether the store is stuck
-_FOR_RANKS = 2  # the flush itself gives up before, and says which rank it waited for
-_LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have landed
+_LOOK_S = 1.0  # a waiting thread checks this often whether the store is stuck
+_FOR_RANKS = 2  # times the timeout: the flush gives up earlier, and says which rank it waited for
+_LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have succeeded
 
 
 class Committed(NamedTuple):
@@ -157,7 +157,7 @@ class Pipeline:
 
     @property
     def idle(self) -> bool:
-        """Whether no snapshot is on its way."""
+        """Whether no snapshot is under way."""
         with self._changed:
             return self._flushing is None and self._waiting is None
 
@@ -168,7 +168,7 @@ class Pipeline:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
 
     def take_slot(self) -> str:
-        """Return the slot to fill next; wait if both slots hold snapshots and the waiting one must be kept."""
+        """Return the slot to fill next; if both hold snapshots and the waiting one must be kept, wait."""
         if self._last is not None:
             self._last.known.wait()  # until then the other slot holds the only complete snapshot
         with self._changed:
@@ -183,7 +183,7 @@ class Pipeline:
                 if self._tells_superseded:
                     self._replaced.append(waiting)
                 slot = waiting.slot
-            else:  # the flush thread is about to take up the waiting one; the newest sealed one stays
+            else:  # the flush thread is about to take the waiting one; the newest sealed one stays
                 slot = self.next_slot()
             before = self._in_slot.get(slot)
         if before is not None:
@@ -199,13 +199,13 @@ class Pipeline:
         return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
 
     def hold(self, slot: str | None) -> None:
-        """Fill the other slot first; no snapshot may be on its way."""
+        """Fill the other slot first, since this one holds the snapshot that was restored; none may be under way."""
         if self._last is not None:
             self._last.known.wait()
         self._held, self._last = slot, None
 
     def forget(self) -> None:
-        """Forget every snapshot; none may be on its way."""
+        """Forget every snapshot; none may be under way."""
         with self._changed:
             snapshots, self._in_slot = [*self._in_slot.values()], {}
             last, self._last = self._last, None
@@ -219,8 +219,8 @@ class Pipeline:
     def submit(self, snapshot: Snapshot) -> None:
         """Take over a full slot.
 
-        Raises the error that lost the run meanwhile, and RuntimeError if the process cannot start a thread; the slot
-        is the caller's then.
+        Raises the error by which the run was lost, or RuntimeError if the process cannot start a thread; the slot stays
+        the caller's then.
         """
         with self._changed:
             # The flush thread is about to take up the waiting snapshot.
@@ -244,13 +244,13 @@ class Pipeline:
         return None if other is None or isinstance(other.outcome, Committed) else other
 
     def wait(self) -> BaseException | None:
-        """Wait until no snapshot is on its way; return the failure as `take_failure` does, StoreError if stuck."""
+        """Wait until no snapshot is under way; return the failure as `take_failure` does, StoreError if stuck."""
         idle = self.wait_idle()
         failure = self.take_failure()
         return failure if failure is not None or idle else self._stuck_error()
 
     def wait_idle(self) -> bool:
-        """Wait until no snapshot is on its way; return False if the running flush is stuck."""
+        """Wait until no snapshot is under way; return False if the running flush is stuck."""
         with self._changed:
             while self._flushing or self._waiting:
                 if self.stuck:
@@ -328,7 +328,7 @@ class Pipeline:
             return Failed(error)
 
     def _keep(self, failure: BaseException) -> None:
-        """Keep the first failure, and any that is final; a final one also drops the waiting snapshot."""
+        """Remember the first failure, and any that is final; a final one also drops the waiting snapshot."""
         final = isinstance(failure, _LAST)
         if self._failure is None or final:
             self._failure = failure
@@ -342,12 +342,12 @@ class Pipeline:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def end(self) -> BaseException | None:
-        """Wait as wait() does, at the interpreter's end; daemon threads that still train may submit nothing more."""
+        """Wait as wait() does, at the interpreter's end; daemon threads that still train cannot submit any more."""
         with self._changed:
             self._ended = True
         failure = self.wait()
         if self._sealer is not None:
-            self._sealer.join(self._timeout_s)  # a thread inside torch aborts the interpreter's end
+            self._sealer.join(self._timeout_s)  # a thread inside torch would abort the interpreter
         return failure
 
     def _goes_on(self) -> bool:

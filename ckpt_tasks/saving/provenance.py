@@ -1,7 +1,7 @@
 """What made a checkpoint: code, command, versions and machine, as texts for people.
 
-They are collected once a process, behind training's back, and go into every manifest's `environment`. The command line
-is shown without what its names or its form give away as secret; the process's environment is never looked at.
+They are collected once per process, in the background, and go into every manifest's `environment`. Values of the
+command line that look secret, by name or by form, are left out. Environment variables are never read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PACKAGES = ("ckpt-tasks", "numpy", "prefect", "lightning", "transformers", "acc
 
 @cache
 def provenance() -> MappingProxyType[str, str]:
-    """Return what this process is, by name; what is not known is left out, but for the code, which is "unknown"."""
-    found = {
+    """Return the facts of this process by name; unknown ones are left out, except the code, which is "unknown"."""
+    facts = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
@@ -41,7 +41,7 @@ def provenance() -> MappingProxyType[str, str]:
         "code": code_of(_directory_of_program()),
         "command": command_of(sys.orig_argv, inline=sys.argv[:1] == ["-c"]),
     }
-    return MappingProxyType({name: text for name, text in found.items() if text})
+    return MappingProxyType({name: text for name, text in facts.items() if text})
 
 
 def command_of(arguments: Sequence[str], *, inline: bool = False) -> str:
@@ -55,7 +55,7 @@ def command_of(arguments: Sequence[str], *, inline: bool = False) -> str:
 
 
 def code_of(directory: str) -> str:
-    """Return the git commit that is checked out in a directory, and whether tracked files differ from it."""
+    """Return the checked-out git commit of a directory, and whether tracked files differ from it."""
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
     if not commit:
         return "unknown"
@@ -66,8 +66,8 @@ def code_of(directory: str) -> str:
 
 
 def _git(directory: str, *arguments: str) -> str | None:
-    """Return what git says; None if it is not there, does not answer in time, or knows no repository here."""
-    # No lock is taken, and no program runs that the repository's configuration names.
+    """Return git's output; None if git is missing, does not answer in time, or finds no repository."""
+    # Takes no lock, and runs no program that the repository's configuration names.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
         done = subprocess.run(
@@ -87,17 +87,17 @@ def _directory_of_program() -> str:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _accelerator() -> str:
-    """Return the devices that this process has begun to use; asking does not begin it."""
+    """Return the CUDA devices if this process uses them already; does not initialise CUDA."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
     return "none in use"

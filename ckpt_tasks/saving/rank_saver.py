@@ -34,7 +34,7 @@ _log = logging.getLogger("ckpt_tasks")
 class RankSaver:
     """Fill the slots of a process's memory with images of its state, digest them, and put them into the store.
 
-    The plan of the images, and the memory that they lie in, are kept while names, dtypes and shapes stay the same.
+    The plan and the memory of the images are kept while names, dtypes and shapes stay the same.
     """
 
     def __init__(self, cache: SnapshotCache, rank: int = 0, world_size: int = 1):
@@ -54,7 +54,7 @@ class RankSaver:
         return self._plan is not None
 
     def fits(self, captured: Captured) -> bool:
-        """Say whether the plan is for a state of this structure."""
+        """Say whether the plan fits a state of this structure."""
         return self._plan is not None and self._plan.fits(captured.tensors, captured.frozen, captured.places)
 
     def plan(self, captured: Captured) -> None:
@@ -75,10 +75,10 @@ class RankSaver:
             self._sets.clear()
 
     def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | None]:
-        """Copy a state, for which there is a plan, into the images of a slot.
+        """Copy a state into the images of a slot; the plan must fit it.
 
-        What is on the host is copied when this returns. A device copies what it holds before anything that training
-        queues from then on: wait for the DeviceCopy before the images are read. Raises StoreError if there is no
+        On return host tensors are copied. A device copies its tensors before any work that training queues later: wait
+        for the DeviceCopy before you read the images. Raises StoreError if there is no
         memory.
         """
         assert self._plan is not None
@@ -91,11 +91,11 @@ class RankSaver:
     # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
 
     def take_ahead(self, slot: str) -> None:
-        """Make the memory of a slot ready: memory that is touched for the first time costs several times a copy."""
+        """Prepare the memory of a slot: touching memory for the first time costs several times a copy."""
         lower_priority()
         images: tuple[Image, ...] = ()
-        with suppress(CkptError), self._taking:  # the snapshot that needs it will say what is wrong
-            if (plan := self._plan) is not None:  # it may have been forgotten, or another one be there by now
+        with suppress(CkptError), self._taking:  # the snapshot that needs it will raise
+            if (plan := self._plan) is not None:  # the plan may have been forgotten or replaced meanwhile
                 images = self._take(slot, plan).images
         for image in images:
             touch(image.buffer, lambda: self._plan is plan)
@@ -103,13 +103,13 @@ class RankSaver:
     def digest(
         self, attempt: Attempt, images: ImageSet, base: Stored | None, given_up: Callable[[], bool]
     ) -> Iterator[tuple[RankPart, RankPart]]:
-        """Digest image by image; give each one's part as written, and with what can be reused of `base`."""
+        """Digest image by image; yield each image's part twice: as written, and with objects of `base` reused."""
         for image in images.images:
             part = digest_image(attempt, image, given_up, self._rank)
             yield part, reuse(part, base)
 
     def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:
-        """Let the snapshot in a slot outlive the process; where that cannot be, log a warning."""
+        """Seal the snapshot in a slot, so that it outlives the process; log a warning if that fails."""
         files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
         files[STEPS_NAME] = steps_file(prepared.saving.steps)
         try:
@@ -118,9 +118,9 @@ class RankSaver:
             _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
 
     def copy(self, copies: LocalCopies, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
-        """Write a snapshot to the local directory; where that fails, log a warning."""
+        """Write a snapshot to the local directory; log a warning if that fails."""
         by_name = {image.name: image.bytes for image in images.images}
-        objects = {one.name: by_name[one.name.rpartition("/")[2]] for one in prepared.manifest.objects}
+        objects = {record.name: by_name[record.name.rpartition("/")[2]] for record in prepared.manifest.objects}
         index = prepared.manifest.index.name, prepared.index_bytes
         try:
             copies.write(objects, index, prepared.manifest_bytes, seal)
@@ -136,10 +136,10 @@ class RankSaver:
         digested: Iterable[tuple[RankPart, RankPart]],
         keeps: Callable[[str], bool],
     ) -> tuple[RankPart, bool]:
-        """Put every image as soon as it is digested, but for those whose reused object the run still `keeps`.
+        """Put every image as soon as it is digested, except one whose reused object the run still `keeps`.
 
-        Returns the rank's part, and whether it reuses all that was to be reused. The part is incomplete where
-        `digested` ends early.
+        Returns the rank's part, and whether every planned reuse was possible. The part is incomplete if `digested` ends
+        early.
         """
         parts, as_planned = [], True
         for image, (written, reused) in zip(images.images, digested, strict=False):
@@ -153,7 +153,7 @@ class RankSaver:
         return joined(parts, self._rank), as_planned
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
-        """Return a slot's images, made if need be; the caller holds `_taking`."""
+        """Return a slot's images, made on first use; the caller holds `_taking`."""
         images = self._sets.get(slot)
         if images is None:
             images = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))

@@ -35,7 +35,7 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
 
-_END_S = 5.0  # the prune behind the last commit, and threads inside torch or Arrow, have this long to stop
+_END_S = 5.0  # time to stop for the prune after the last commit, and for threads inside torch or Arrow
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -69,13 +69,13 @@ class Saver:
             self._seal, self._take_other, self._flush, config.flush_timeout_s, tells_superseded=ranks.size > 1
         )
         pruner.in_use = lambda: frozenset(s.base for s in self._pipeline.under_way if s.base is not None)
-        self._early = False  # the newest snapshot is of step 0: an optimizer makes its state in its first step
+        self._early = False  # the newest snapshot is of step 0: an optimizer will create its state in step 1
         self._warned_stuck = False
         self._turn = threading.Lock()
 
     @property
     def unprepared(self) -> bool:
-        """Whether to prepare memory for the next snapshot: before the first one, and after that of step 0."""
+        """Whether to prepare memory for the next snapshot: before the first one, and after the one of step 0."""
         return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
     def prepare(self, captured: Captured) -> None:
@@ -121,7 +121,7 @@ class Saver:
         try:
             self._pipeline.submit(snapshot)
         except BaseException:
-            if copy is not None:  # no thread waits for it, and the slot will be filled again
+            if copy is not None:  # no thread waits for the copy, and the slot will be filled again
                 copy.wait()
             raise
         self._warn_if_stuck(saving.attempt.step)
@@ -133,7 +133,7 @@ class Saver:
             raise failure
 
     def wait_idle(self) -> None:
-        """Wait until no snapshot is on its way or the store is stuck; keep the failure."""
+        """Wait until no snapshot is under way or the store is stuck; keep the failure."""
         self._pipeline.wait_idle()
 
     def take_failure(self) -> BaseException | None:
@@ -152,18 +152,18 @@ class Saver:
         self._pruner.unnoted.append(event)  # written to the history once the store takes a checkpoint again
 
     def restored(self, slot: str | None) -> None:
-        """Fill the slot that was restored from last."""
+        """Fill the slot that was restored from only after the other one."""
         self._pipeline.hold(slot)
 
     def forget_plan(self) -> None:
-        """Forget the plan and the images; the next snapshot makes them anew. No snapshot may be on its way."""
+        """Forget the plan and the images; the next snapshot makes them anew. No snapshot may be under way."""
         self._pipeline.forget()
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return the lock that a training thread and a closing thread take in turn; no lock at the interpreter's end.
+        """Return the lock that a training thread and a closing thread take in turn; at the interpreter's end, no lock.
 
-        There a daemon thread that trains is held inside its turn until the process is gone.
+        By then Python may have stopped a daemon thread that holds it.
         """
         return nullcontext() if self._pipeline.has_ended else self._turn
 
@@ -192,7 +192,7 @@ class Saver:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def refuse(self, committer: Committer | Follower, error: Exception, number: int) -> NoReturn:
-        """Raise in all ranks why this one cannot take the snapshot of a save."""
+        """Raise `error` in all ranks: this one cannot take the snapshot of a save."""
         self._ranks.agree(committer.topic(number), error, b"".join, self._config.flush_timeout_s)
         raise error
 
@@ -200,7 +200,7 @@ class Saver:
 
     def _plan(self, captured: Captured) -> None:
         if not self._rank.fits(captured):
-            self._pipeline.wait_idle()  # snapshots on their way still have the old structure
+            self._pipeline.wait_idle()  # snapshots under way still have the old structure
             self.forget_plan()
             self._rank.plan(captured)
 
@@ -224,7 +224,7 @@ class Saver:
         self._rank.seal(snapshot.slot, prepared, seal)
 
     def _seal_part(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        """Digest and seal what this rank has of a snapshot; no other rank is waited for."""
+        """Digest and seal this rank's part of a snapshot; does not wait for other ranks."""
         saving, parts = snapshot.saving, []
         for digested in self._rank.digest(saving.attempt, snapshot.images, None, lambda: snapshot.given_up):
             parts.append(digested[0])
@@ -240,7 +240,7 @@ class Saver:
         return isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
 
     def _take_other(self, snapshot: Snapshot) -> None:
-        # Only after a snapshot was sealed: until then the other slot may hold the last process's snapshot.
+        # Only after a seal: until then the other slot may hold the previous process's snapshot.
         if not snapshot.given_up and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
@@ -268,7 +268,7 @@ class Saver:
     def _commit_alone(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry]:
         committer, attempt = snapshot.committer, snapshot.saving.attempt
         assert isinstance(committer, Committer)
-        admitted = committer.admit()  # a fenced process writes nothing
+        admitted = committer.admit()  # a fenced process must not write
         _, state = admitted
         try:
             if (copies := self._cache.copies) is not None:
@@ -279,7 +279,7 @@ class Saver:
                 self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps
             )
             prepared = snapshot.wait_prepared()
-            if not as_planned:  # an object that was to be reused has been retired since
+            if not as_planned:  # an object that should be reused has been retired since
                 prepared = prepare_checkpoint(snapshot.saving, [part])
             committer.put_manifest(prepared)
         except CkptError:
@@ -325,7 +325,7 @@ class Saver:
             answer = self._ranks.agree(committer.topic(saving.number), word, decide, self._config.flush_timeout_s)
         except CkptError as error:
             if entries:
-                return entries[0].state.live[-1], entries[0]  # committed; not all ranks have heard of it
+                return entries[0].state.live[-1], entries[0]  # committed, though not all ranks know it
             committer.line.unsure = True
             committer.fenced = committer.fenced or isinstance(error, FencedError)
             if isinstance(committer, Committer) and not committing:
@@ -333,7 +333,7 @@ class Saver:
             raise
         if not answer or part is None:
             if isinstance(committer, Committer):
-                committer.abandon(saving.attempt)  # no rank is still writing: all have handed in a word
+                committer.abandon(saving.attempt)  # no rank is still writing: all have answered
             raise SupersededError
         checkpoint = read_checkpoint(json.loads(answer))
         if not entries:
@@ -341,9 +341,9 @@ class Saver:
         return checkpoint, entries[0] if entries else None
 
     def _written(self, snapshot: Snapshot, admitted: tuple[Head, State] | None) -> RankPart:
-        """Put this rank's objects, but for those that the last checkpoint has.
+        """Put this rank's objects, except those that the last checkpoint has.
 
-        That is the same one in all ranks: they agree on every commit before any of them takes up the next snapshot.
+        All ranks have the same last checkpoint: they agree on every commit before they start the next snapshot.
         """
         if snapshot.given_up:
             raise SupersededError  # its slot is being filled again

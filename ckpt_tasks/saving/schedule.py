@@ -1,4 +1,4 @@
-"""When to save: where training stands, how fast it steps, and what the policy or the cadence says of that."""
+"""When to save: the position of training, its speed, and what the policy or the cadence decides."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _STEPS = 20
 
 
 class Position:
-    """Follow one training by what its Checkpointer sees.
+    """The position of one training, as its Checkpointer sees it.
 
     `step` counts the steps completed, as restored or reported last; `saved_step` is the newest step that was restored
-    or snapshot; `last` is where the intervals between saves count from.
+    or of which a snapshot was taken; `last` is the point from which the intervals between saves count.
     """
 
     def __init__(self) -> None:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._since: SavePoint | None = None  # where the step under way began
+        self._since: SavePoint | None = None  # when the current step began
 
     @property
     def step_s(self) -> float | None:
@@ -41,15 +41,15 @@ class Position:
 
     @property
     def unsaved(self) -> str:
-        """The steps since the last save, as "11 to 13"; "" where there are none.
+        """The steps since the last save, as "11 to 13"; "" if there are none.
 
-        Nothing saves them at the end of a block: the state may have changed since step() saw it (an evaluation, a batch
-        that was fetched), so that only the program can say whether it still is that of the last step.
+        The end of a block does not save them: the state may have changed since step() (by an evaluation, or a fetched
+        batch), and only the program knows whether it still is that of the last step.
         """
         return f"{self.saved_step + 1} to {self.step}" if self.step > self.saved_step else ""
 
     def restored(self, step: int, epoch: int | None) -> None:
-        """Go on from a checkpoint, or from the beginning."""
+        """Continue from a checkpoint, or from the beginning."""
         self.step = self.saved_step = step
         self.last = point(step, epoch)
 
@@ -74,9 +74,9 @@ def point(step: int, epoch: int | None) -> SavePoint:
 
 
 class SaveSchedule:
-    """Say when a snapshot is due, by the policy or by the automatic cadence.
+    """Decide when a snapshot is due, by the policy or by the automatic cadence.
 
-    `cadence` is None until the first step is reported: a loop that reports none need not read the history.
+    `cadence` is None until the first step: a loop that never calls step() does not read the history.
     """
 
     def __init__(self, history: History, config: CheckpointConfig):
@@ -85,24 +85,24 @@ class SaveSchedule:
         self._config = config
 
     def steady(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due by steps or epochs, which is the same in every rank."""
+        """Say whether a snapshot is due at `now` by steps or epochs, alike in every rank; `last` is the last save."""
         return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due."""
+        """Say whether a snapshot is due at `now` by steps, epochs or time. `last` is the last save."""
         if self._config.automatic and self.cadence is None:
             self.cadence = LearningCadence(self._history)
         timely = self.cadence is not None and self.cadence.due(last, now)
         return timely or self._config.save_policy.due(last, now)
 
     def learn(self, entry: Entry) -> None:
-        """Take what a commit cost into account."""
+        """Learn from a commit what a save costs."""
         if self.cadence is not None:
             self.cadence.learn(entry)
 
 
 def check_step(step: SupportsIndex, position: int) -> int:
-    """Return a step as an int; raise StateError for what is not a step, or comes before the one reported last."""
+    """Return a step as an int; raise StateError if it is not a step, or comes before `position`."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
     except TypeError:
