@@ -63,19 +63,21 @@ def config(root: str, **options: Any) -> CheckpointConfig:
 
 
 def train(rank: int, size: int, kind: str, root: str, last: int | tuple[int, dict[str, Any]]) -> dict[str, Any]:
-    """Train from the newest checkpoint to the `last` step, perhaps with options of the configuration.
+    """Train from the newest checkpoint to the `last` step, perhaps with options of the Checkpointer.
 
     Return where it began, and digests of all that there is at the end.
 
     Where there is nothing to train it saves what it has restored.
     """
     steps, options = last if isinstance(last, tuple) else (last, {})
+    take_over = options.get("take_over", False)
+    configured = config(root, **{name: value for name, value in options.items() if name != "take_over"})
     model = build(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
     draws = []
-    with Checkpointer(config(root, **options)) as ckpt:
+    with Checkpointer(configured, take_over=take_over) as ckpt:
         start = ckpt.restore(state)
         if start == steps:
             ckpt.save(start, state)

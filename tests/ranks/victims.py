@@ -1,4 +1,4 @@
-"""A training whose ranks kill themselves at a named moment, and what it tells the test before."""
+"""Trainings whose ranks kill themselves at a named moment, drawn from a seed, and what they tell the test before."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.ranks.training import train
 from tests.support.gang import report
 
 PHASES = ("step", "snapshot", "put", "hand-over", "commit")
+ANY_MOMENT, TWO_GANGS = "any moment", "two gangs"
 STEPS = 8
 DEADLINE_S = 3.0
 _DURING_S = 0.002
@@ -33,24 +34,67 @@ class Death(NamedTuple):
 
     ranks: tuple[int, ...]
     phase: str
-    time: int
-    when: str  # before, during or after
-    waits: bool  # for every commit; else training goes on, and newer snapshots take the place of older ones
+    time: int = 0
+    when: str = ""  # before, during or after
 
 
-def choose(seed: int, size: int, phase: str) -> Death:
+class Life(NamedTuple):
+    """How a gang trains until it is killed, or ends.
+
+    `after_s`: at `ANY_MOMENT`, the test kills the ranks so long after the start.
+    """
+
+    death: Death
+    waits: bool = False  # for every commit; else training goes on, and newer snapshots take the place of older ones
+    pause_s: float = 0.0  # after every step
+    keeps: int | None = None  # how many checkpoints
+    takes_over: bool = False
+    after_s: float = 0.0
+
+
+class Plan(NamedTuple):
+    """What happens to a run: the lives of its gangs, at once if there are `TWO_GANGS`, else one after the other."""
+
+    seed: int
+    size: int
+    kind: str
+    phase: str
+    launcher: bool  # kills the others when one has died, as torchrun does; without one they must end by themselves
+    lives: tuple[Life, ...]
+
+
+def plan(seed: int) -> Plan:
+    """Draw a run: every phase with two ranks and with four in each 14 seeds, a second death in every fourth run."""
+    rng = random.Random(seed)
+    every = (*PHASES, ANY_MOMENT, TWO_GANGS)
+    phase, size = every[seed % len(every)], (2, 4)[seed // len(every) % 2]
+    kind = rng.choice(["fsdp", "ddp"] if size == 2 else ["2d", "hsdp", "fsdp"])
+    keeps = rng.choice([None, 2])
+    launcher = phase == ANY_MOMENT or rng.random() < 0.5  # before the group is there, nobody else ends the others
+    lives = [choose(rng, size, phase)]
+    if phase == TWO_GANGS:
+        lives = [life._replace(pause_s=0.2) for life in lives]
+        lives.append(choose(rng, size, rng.choice(PHASES))._replace(takes_over=True))
+    elif rng.random() < 0.25:
+        lives.append(choose(rng, size, rng.choice(PHASES)))
+    return Plan(seed, size, kind, phase, launcher, tuple(life._replace(keeps=keeps) for life in lives))
+
+
+def choose(rng: random.Random, size: int, phase: str) -> Life:
     """Draw one rank, some, or all; only rank 0 commits."""
-    rng = random.Random(f"{seed}/{size}/{phase}")
     ranks = set(rng.sample(range(size), rng.choice([1, 1, rng.randint(1, size), size])))
+    if phase == ANY_MOMENT:
+        return Life(Death((*sorted(ranks),), phase), waits=rng.random() < 0.5, pause_s=0.1, after_s=rng.uniform(0, 2))
+    phase = rng.choice(PHASES) if phase == TWO_GANGS else phase
     if phase == "commit" and 0 not in ranks:
         ranks = {0} | (ranks if len(ranks) > 1 else set())
     waits = rng.random() < 0.5
     times = STEPS - 1 if waits or phase in ("step", "snapshot") else 2
     when = rng.choice(["before", "during", "after"])
-    return Death((*sorted(ranks),), phase, rng.randint(1, 3 * times if phase == "put" else times), when, waits)
+    return Life(Death((*sorted(ranks),), phase, rng.randint(1, 3 * times if phase == "put" else times), when), waits)
 
 
-def train_and_die(rank: int, size: int, kind: str, root: str, death: Death) -> Any:
+def train_and_die(rank: int, size: int, kind: str, root: str, life: Life) -> Any:
     """Train; report every commit, and the moment of the death right before it."""
     telling = threading.Lock()
 
@@ -59,13 +103,15 @@ def train_and_die(rank: int, size: int, kind: str, root: str, death: Death) -> A
             report((what, value))
 
     _after(Committer, "commit", lambda _, committer: tell("commit", committer.line.last_commit.step))
-    if death.waits:
+    if life.waits:
         _after(Checkpointer, "step", lambda taken, ckpt: ckpt.wait())
-    if rank in death.ranks:
-        moment = _Moment(death, tell)
-        for owner, name, is_it in _CALLS[death.phase]:
+    _after(Checkpointer, "step", lambda taken, ckpt: time.sleep(life.pause_s))
+    if rank in life.death.ranks and life.death.phase != ANY_MOMENT:
+        moment = _Moment(life.death, tell)
+        for owner, name, is_it in _CALLS[life.death.phase]:
             moment.wrap(owner, name, is_it)
-    return train(rank, size, kind, root, (STEPS, {"step_interval": 1, "flush_timeout_s": DEADLINE_S}))
+    options = {"step_interval": 1, "flush_timeout_s": DEADLINE_S, "max_num_checkpoints": life.keeps}
+    return train(rank, size, kind, root, (STEPS, {**options, "take_over": life.takes_over}))
 
 
 def _after(owner: type, name: str, call: Callable[[Any, Any], None]) -> None:
