@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -195,44 +194,6 @@ def test_a_save_by_the_clock_falls_on_one_step(tmp_path: Path) -> None:
         os.kill(gang.pid(0), signal.SIGTERM)
         assert gang.end(60) == [-signal.SIGTERM] * 2
     assert len(steps_of(tmp_path)) > 1
-
-
-def killed(root: Path, seed: int, size: int) -> None:
-    """Kill one rank, or all, at a random moment of a training; what is there then is good."""
-    rng = random.Random(seed)
-    with Gang(size, train, "fsdp", str(root), (60, {"step_interval": 1})) as gang:
-        victims = rng.choice([[n] for n in range(size)] + [[*range(size)]])
-        time.sleep(rng.uniform(0.0, 1.2))
-        for victim in victims:
-            os.kill(gang.pid(victim), signal.SIGKILL)
-        time.sleep(0.05)  # a gang whose member died is killed by its launcher, as torchrun does
-    steps_of(root) if (root / "format.json").exists() else None
-
-
-def kills(tmp_path: Path, seeds: range, size: int) -> None:
-    whole = run(size, train, "fsdp", str(tmp_path / "whole"), (60, {"step_interval": 1}))
-    for seed in seeds:
-        root = tmp_path / f"{seed}"
-        killed(root, seed, size)
-        resumed = run(size, train, "fsdp", str(root), (60, {"step_interval": 1}))
-        assert [rank["digests"] for rank in resumed] == [rank["digests"] for rank in whole]
-        assert resumed[0]["start"] in range(61)
-        assert [rank["draws"] for rank in resumed] == [
-            rank["draws"][rank_["start"] :] for rank, rank_ in zip(whole, resumed, strict=True)
-        ]
-
-
-def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """P55: ranks killed at random moments lose nothing that was committed, and the end is the same."""
-    kills(tmp_path, range(3), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("share", range(4))
-def test_a_gang_killed_at_any_moment_goes_on_bit_for_bit(tmp_path: Path, size: int, share: int) -> None:
-    """P55: the same, 200 times."""
-    kills(tmp_path, range(100 + 25 * share, 125 + 25 * share), size)
 
 
 def keeps_saving(rank: int, size: int, root: str) -> str:
