@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Whol
     @cache
     def train_whole(kind: str, size: int) -> Whole:
         root = tmp_path_factory.mktemp(f"{kind}-{size}")
-        ranks = run(size, train_and_die, kind, str(root), Life(Death((), ANY_MOMENT), waits=True))
+        ranks = run(size, train_and_die, kind, str(root), Life(Death((), ANY_MOMENT), waits=True, deadline_s=60))
         return Whole(ranks, restored_steps(root))
 
     return train_whole

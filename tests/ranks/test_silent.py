@@ -20,7 +20,7 @@ from tests.support.gang import Gang, run
 
 # Replicas without a collective: a rank that stops holds the others in nothing but a save.
 KIND = "plain"
-LIFE = Life(Death((), ANY_MOMENT), waits=True, pause_s=0.1)
+LIFE = Life(Death((), ANY_MOMENT), waits=True, pause_s=0.1, deadline_s=3)
 _put = LocalStore.put
 
 
