@@ -48,8 +48,9 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         parameters = named_parameters(modules_of(state))
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
-            with preserved_rng() if may_draw(state[name]) else nullcontext():
-                found[name] = _capture_group(state[name], name, names, tensors)
+            by_torch = not may_draw(state[name])
+            with nullcontext() if by_torch else preserved_rng():
+                found[name] = _capture_group(state[name], name, names, tensors, by_torch=by_torch)
     groups = {name: found[name] for name in state}
     if rng:
         with tensors.of_rank():
@@ -68,10 +69,12 @@ def may_draw(value: Any) -> bool:
     return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
 
 
-def _capture_group(value: Any, name: str, names: Mapping[int, str], tensors: TensorSet) -> GroupState:
+def _capture_group(
+    value: Any, name: str, names: Mapping[int, str], tensors: TensorSet, *, by_torch: bool
+) -> GroupState:
     kind = kind_of(value)
     if kind == "module":
-        return GroupState(kind, capture_module(value, name, tensors))
+        return GroupState(kind, capture_module(value, name, tensors, is_plain=by_torch))
     if kind == "optimizer":
         return GroupState(kind, capture_optimizer(value, name, names, tensors))
     if kind == "generator":

@@ -82,13 +82,17 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
     return names
 
 
-def capture_module(module: nn.Module, group: str, tensors: TensorSet) -> dict[str, Any]:
-    """Turn a module's state into a tree: name → TensorRef, or what a get_extra_state returned."""
+def capture_module(module: nn.Module, group: str, tensors: TensorSet, *, is_plain: bool = False) -> dict[str, Any]:
+    """Turn a module's state into a tree: name → TensorRef, or what a get_extra_state returned.
+
+    `is_plain`: only torch's own code gives it, which may be asked for the live tensors: to detach a DTensor takes
+    longer than all else that is done with it here.
+    """
     return {
         name: tensors.add(value, f"{group}/{name}", exact=False)
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA)
         else pack(value, f"{group}/{name}", tensors)
-        for name, value in _named_state(module, group).items()
+        for name, value in _named_state(module, group, live=is_plain).items()
     }
 
 
@@ -199,8 +203,8 @@ def bare_name(name: str) -> str:
     return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
 
 
-def _named_state(module: nn.Module, group: str) -> dict[str, Any]:
-    state = unwrapped(module).state_dict()
+def _named_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
+    state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
     if not any("_orig_mod." in name for name in state):
         return dict(state)
     named = {bare_name(name): value for name, value in state.items()}

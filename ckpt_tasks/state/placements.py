@@ -24,7 +24,20 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.regions import Box
 
-__all__ = ["ALONE", "Place", "World", "is_sharded", "like", "local_of", "local_pairs", "place_of", "reshard", "share"]
+__all__ = [
+    "ALONE",
+    "Place",
+    "Share",
+    "Shares",
+    "World",
+    "is_sharded",
+    "like",
+    "local_of",
+    "local_pairs",
+    "place_of",
+    "reshard",
+    "share",
+]
 
 _CUT_BYTES = 1 << 18  # a replicated box below this is written by one rank, a larger one is cut
 
@@ -51,8 +64,50 @@ class Place(NamedTuple):
     replicas: int
 
 
+class Share(NamedTuple):
+    """What this rank writes of a tensor: of the whole one of `full_shape` the part at `offset`, None where it is whole.
+
+    `cut` is a range of what the rank holds: (axis, begin, extent); None where it writes all that it holds.
+    """
+
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    cut: tuple[int, int, int] | None
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this share of what the rank holds, in the same memory."""
+        if 0 in self.full_shape:  # a part of it may be smaller still
+            return local.new_empty(self.full_shape)
+        return local if self.cut is None else local.narrow(*self.cut)
+
+
+class Shares:
+    """What this rank of a world writes, tensor by tensor; found once for all that lie alike, as most of them do."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._found: dict[Any, tuple[Share | None, Place | None]] = {}
+
+    def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> Share | None:
+        """Return what this rank writes of a tensor, of which it holds `local`; None where it writes nothing of it.
+
+        Raises UnsupportedStateError with the key where it cannot be proved where that lies.
+        """
+        alike: Any = (tensor.shape, tensor.dtype)
+        if local is not tensor:
+            alike = (*alike, tensor.device_mesh, tensor.placements, local.shape)  # type: ignore[attr-defined]
+        found = self._found.get(alike)
+        if found is None:
+            found = self._found[alike] = _shared(place_of(tensor, key, self._world), tensor.dtype.itemsize)
+        one, dealt = found
+        return one if dealt is None or _is_dealt(key, dealt) else None
+
+
 def is_sharded(value: Any) -> bool:
     """Say whether a value is a DTensor; imports nothing."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return False  # nearly all of them: there may be 10⁵
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -69,24 +124,16 @@ def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[tor
     return [(local_of(tensor), key) for tensor, key in pairs]
 
 
-def place_of(tensor: torch.Tensor, key: str, world: World, known: dict[Any, Place] | None = None) -> Place:
+def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
     """Return where this rank's part of a tensor lies; a plain tensor is whole on every rank of the world.
 
-    `known` has the places found before, of one capture: most tensors have the mesh, placements and shape of another.
     Raises UnsupportedStateError with the key where that cannot be proved.
     """
     shape = tuple(tensor.shape)
     if not is_sharded(tensor) or 0 in shape:
         return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
     local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    alike = mesh, placements, shape, local
-    found = known.get(alike) if known is not None else None
-    if found is None:
-        found = _place_in(mesh, placements, shape, local, key)
-        if known is not None:
-            known[alike] = found
-    return found
+    return _place_in(tensor.device_mesh, tensor.placements, shape, local, key)  # type: ignore[attr-defined]
 
 
 def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], local: tuple[int, ...], key: str) -> Place:
@@ -106,27 +153,47 @@ def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], loca
     return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
 
 
-def share(place: Place, key: str, itemsize: int, turn: int = 0) -> Box | None:
+def share(place: Place, key: str, itemsize: int) -> Box | None:
     """Return the part of a box that this replica writes; None where it writes nothing of it.
 
     A large box is cut into as many parts as it has replicas; a small one is written by one of them, chosen by the key.
-    `turn` 1 gives the share of the next replica.
     """
-    if not place.replicas:
-        return None
+    box, dealt = _divided(place, itemsize)
+    return None if dealt and not _is_dealt(key, place) else box
+
+
+def _divided(place: Place, itemsize: int) -> tuple[Box | None, bool]:
+    """Return this replica's part of a box that is cut, or the whole box and that it is dealt to one of them."""
     offset, shape = place.box
-    replica, replicas = (place.replica + turn) % place.replicas, place.replicas
-    if 0 in shape and 0 not in place.full_shape:
-        return None  # an empty shard
-    axis = next((axis for axis, extent in enumerate(shape) if extent >= replicas), None)
+    replica, replicas = place.replica, place.replicas
+    if not replicas or (0 in shape and 0 not in place.full_shape):
+        return None, False  # outside of the mesh, or an empty shard
     if replicas == 1:
-        return place.box
+        return place.box, False
+    axis = next((axis for axis, extent in enumerate(shape) if extent >= replicas), None)
     if axis is None or math.prod(shape) * itemsize < _CUT_BYTES:
-        return place.box if zlib.crc32(key.encode()) % replicas == replica else None
+        return place.box, True
     begin, end = (shape[axis] * n // replicas for n in (replica, replica + 1))
-    return Box(
-        (*offset[:axis], offset[axis] + begin, *offset[axis + 1 :]), (*shape[:axis], end - begin, *shape[axis + 1 :])
-    )
+    at, extent = [*offset], [*shape]
+    at[axis], extent[axis] = offset[axis] + begin, end - begin
+    return Box(tuple(at), tuple(extent)), False
+
+
+def _is_dealt(key: str, place: Place) -> bool:
+    return zlib.crc32(key.encode()) % place.replicas == place.replica
+
+
+def _shared(place: Place, itemsize: int) -> tuple[Share | None, Place | None]:
+    """Return what this rank writes of a tensor at a place; also the place, where the key decides whether it does."""
+    box, dealt = _divided(place, itemsize)
+    if box is None:
+        return None, None
+    held, cut = place.box, None
+    for axis, extent in enumerate(box.shape):
+        if extent != held.shape[axis]:
+            cut = axis, box.offset[axis] - held.offset[axis], extent
+    offset = box.offset if box.shape != place.full_shape else None
+    return Share(place.full_shape, offset, cut), place if dealt else None
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

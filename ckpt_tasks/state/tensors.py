@@ -21,7 +21,7 @@ from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef, new_ref
 from ckpt_tasks.state.memcpy import copy_tensors
-from ckpt_tasks.state.placements import ALONE, Place, World, is_sharded, local_of, place_of, share
+from ckpt_tasks.state.placements import ALONE, Shares, World, local_of
 
 __all__ = [
     "DTYPES",
@@ -67,7 +67,8 @@ class TensorSet:
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
         self._of_rank = False
-        self._found: dict[Any, Place] = {}
+        self._alone = world is not None and world.size == 1
+        self._shares = Shares(world) if world is not None else None
 
     @contextmanager
     def of_rank(self) -> Iterator[None]:
@@ -89,50 +90,41 @@ class TensorSet:
             group, _, rest = key.partition("/")
             key = f"{group}/{self.world.rank:05d}/{rest}"
         refuse(tensor, key, exact=exact)
-        if is_sharded(tensor):
-            return self._add_sharded(tensor, key)
+        local = local_of(tensor)
+        if local is not tensor:
+            return new_ref((self._first(tensor, local, key, _identity(tensor, local)), False, None, False))
         flag = tensor.requires_grad
         if flag:
             tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
-        known = identity(tensor)
-        first = self._known.get(known) if known is not None else None
-        if first is None:
-            first = self._take(tensor, key)
-            if known is not None:
-                self._known[known] = first
+        known = _identity(tensor, tensor)
+        first = self._first(tensor, tensor, key, known)
+        flag = flag and exact
         if not (array or flag) and (known is None or known[3] is None):
             return new_ref((first, False, None, False))
-        return TensorRef(first, array=array, stride=strides(tensor), requires_grad=exact and flag)
+        return TensorRef(first, array=array, stride=strides(tensor), requires_grad=flag)
 
-    def _add_sharded(self, tensor: torch.Tensor, key: str) -> TensorRef:
-        known = identity(tensor)
-        first = self._known.get(known) if known is not None else None
+    def _first(self, tensor: torch.Tensor, local: torch.Tensor, key: str, known: tuple[Any, ...] | None) -> str:
+        """Return the first key of this memory; take the tensor in where that is this one."""
+        if known is None:
+            return self._take(tensor, local, key)
+        first = self._known.get(known)
         if first is None:
-            first = self._take(tensor, key)
-            if known is not None:
-                self._known[known] = first
-        return new_ref((first, False, None, False))
+            first = self._known[known] = self._take(tensor, local, key)
+        return first
 
-    def _take(self, tensor: torch.Tensor, key: str) -> str:
+    def _take(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> str:
         first = key if key not in self._keys and not key.endswith(_RESERVED) else self._free_key(key)
         self._keys.add(first)
-        if self.world is None or ((self.world.size == 1 or self._of_rank) and not is_sharded(tensor)):
+        if self._shares is None or ((self._alone or self._of_rank) and local is tensor):
             self.tensors[first] = tensor
             return first
-        place = place_of(tensor, first, self.world, self._found)
-        box = share(place, first, tensor.dtype.itemsize)
-        if box is not None:
-            part = local_of(tensor).detach()
-            if 0 in place.full_shape:  # a part of it may be smaller still
-                part = part.new_empty(place.full_shape)
-            for axis, (begin, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
-                if extent != part.shape[axis]:
-                    part = part.narrow(axis, begin - place.box.offset[axis], extent)
-            self.tensors[first] = part
-            if box.shape != place.full_shape:
-                self.places[first] = (place.full_shape, box.offset)
+        share = self._shares.of(tensor, local, first)
+        if share is not None:
+            self.tensors[first] = share.of(local.detach() if local.requires_grad else local)
+            if share.offset is not None:
+                self.places[first] = share.full_shape, share.offset
         return first
 
     def _free_key(self, key: str) -> str:
@@ -144,10 +136,10 @@ class TensorSet:
 
 def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
     """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
+    local = local_of(tensor)
+    if local is not tensor:
+        tensor, exact = local, False
     kind = type(tensor)
-    if is_sharded(tensor):
-        tensor = local_of(tensor)
-        kind, exact = type(tensor), False
     if (
         (kind is torch.Tensor or kind is torch.nn.Parameter)
         and tensor.dtype in DTYPES
@@ -191,7 +183,10 @@ def _holds_its_data(kind: type) -> bool:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Say which memory a tensor shows and how; None where it has no memory."""
-    local = local_of(tensor)
+    return _identity(tensor, local_of(tensor))
+
+
+def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | None:
     pointer = local.data_ptr()  # 0 where there are no elements
     if not pointer:
         if local is tensor:

@@ -12,12 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ckpt_tasks.format.regions import Box
-from ckpt_tasks.state.placements import World, local_of, place_of, share
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.placements import Shares, World, is_sharded, local_of, place_of, share
 from tests.support.gang import run
 
-SHAPES = [(7,), (13, 5), (3, 4), (1, 9), (8, 8), (2, 3, 5)]
+SHAPES = [(7,), (13, 5), (3, 4), (1, 9), (8, 8), (2, 3, 5), (5, 8000)]  # the last one is cut
 
 
 def values(whole: torch.Tensor, box: Box) -> torch.Tensor:
@@ -25,8 +28,9 @@ def values(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def wrong_parts(rank: int, size: int, meshes: list[tuple[int, ...]]) -> list[str]:
-    """Distribute tensors in every way; return those whose part is not what its place says."""
+    """Distribute tensors in every way; return those whose part is not what its place says, or its share another one."""
     wrong = []
+    found = Shares(World(rank, size))
     for dims in meshes:
         mesh = init_device_mesh("cpu", dims, mesh_dim_names=tuple("abc"[: len(dims)]))
         for shape in SHAPES:
@@ -38,6 +42,11 @@ def wrong_parts(rank: int, size: int, meshes: list[tuple[int, ...]]) -> list[str
                 part = local_of(tensor)
                 if part.numel() and not torch.equal(values(whole, place.box), part):
                     wrong.append(f"{dims} {shape} {placements}: {place}")
+                for key in ("key", "another"):
+                    box, one = share(place, key, 8), found.of(tensor, part, key)
+                    same = one is None if box is None else one and torch.equal(values(whole, box), one.of(part))
+                    if not same or (one and one.offset not in (None, box and box.offset)):
+                        wrong.append(f"{dims} {shape} {placements}, {key}: {one} is not {box}")
     return wrong
 
 
@@ -45,7 +54,7 @@ def wrong_parts(rank: int, size: int, meshes: list[tuple[int, ...]]) -> list[str
     ("size", "meshes"), [(4, [(4,), (2, 2)]), pytest.param(6, [(6,), (2, 3), (3, 2)], marks=pytest.mark.slow)]
 )
 def test_every_part_lies_where_its_place_says(size: int, meshes: list[tuple[int, ...]]) -> None:
-    """P7: of any shape, even or not, under any placements, the box has the values of the part."""
+    """P7: of any shape, even or not, under any placements, the box has the values of the part; so has its share."""
     assert run(size, wrong_parts, meshes) == [[]] * size
 
 
@@ -90,4 +99,37 @@ def test_replicas_divide_large_boxes_and_deal_small_ones() -> None:
         boxes = [part for part in found if part is not None]
         assert len(boxes) == many
         assert sum(part.size for part in boxes) == box.size
-        assert share(Place(box.shape, box, 0, 3), "key", 4, turn=1) == found[1]
+
+
+class Operators(TorchDispatchMode):
+    """List the operators that are called on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(is_sharded, tree_leaves((arguments, options)))):
+            self.called.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+def walked(rank: int, size: int) -> tuple[int, list[str]]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    for layer in (*model, model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    with Operators() as operators:
+        captured = capture({"model": model, "optimizer": optimizer}, world=World(rank, size))
+    return len(captured.tensors), operators.called
+
+
+def test_a_walk_calls_no_operator_of_a_dtensor() -> None:
+    """Training waits for the walk through a sharded state, and one operator of a DTensor takes longer than all else."""
+    for count, called in run(2, walked):
+        assert count > 12  # shards of four parameters and their moments
+        assert called == []
