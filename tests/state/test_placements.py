@@ -101,11 +101,11 @@ def test_replicas_divide_large_boxes_and_deal_small_ones() -> None:
         assert sum(part.size for part in boxes) == box.size
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """List the operators that are called on DTensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.called: list[str] = []
 
     def __torch_dispatch__(
