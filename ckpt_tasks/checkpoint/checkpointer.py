@@ -321,7 +321,7 @@ class Checkpointer(HeldRun):
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[CachedSnapshot | RankSnapshot]:
         """Return snapshots that all ranks have in memory: of the candidates; with `newest` also uncommitted ones."""
-        in_memory = self._ranks.in_all(partial(self._cache.found, known))
+        in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and self._finite.failed_step is None else of_checkpoints(in_memory, candidates)
 
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:

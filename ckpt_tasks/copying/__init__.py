@@ -1,1 +1,1 @@
-"""Runs to other places: sync, fork, export, and comparisons; and files of others to import."""
+"""Copy runs to other places (sync, fork, export), import files of other tools, and compare checkpoints."""

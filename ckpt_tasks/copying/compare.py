@@ -1,8 +1,8 @@
 """Compare two checkpoints bit for bit: the trees of their groups, and the tensors that the trees name.
 
-What counts: every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape,
-memory layout, requires_grad, and which places share one tensor. What does not: the order of the keys of a plain dict,
-and what is not state: the step, metrics, and how tensors are cut into files.
+Compared are: every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape,
+memory layout, requires_grad, and which places share one tensor. Not compared are: the order of the keys of a plain
+dict, the step, metrics, and how tensors are cut into files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SEQUENCES = (list, tuple, deque)
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing in which two states differ.
+    """One difference between two states.
 
-    `place` is the path in the state; `what` says in what: "values" of a tensor, its "dtype", "shape", "layout",
-    "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a container, a
-    group's "kind", or "only in A", "only in B". `a` and `b` say what there is, in short. For values `elements` were
-    compared, `differing` of them differ, by `max_abs` at most (None if that cannot be said), `unmeasured` of them
+    `place` is the path in the state; `what` is the kind of difference: "values" of a tensor, its "dtype", "shape",
+    "layout", "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a
+    container, a group's "kind", or "only in A", "only in B". `a` and `b` are both sides in short. For values `elements`
+    were compared, `differing` of them differ, by `max_abs` at most (None if that cannot be said), `unmeasured` of them
     because they are not numbers.
     """
 
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tensors and plain values one group has in either state."""
+    """How many tensors and plain values of one group were compared."""
 
     tensors: int = 0
     values: int = 0
@@ -60,7 +60,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, by group, and every difference in the order of the state."""
+    """The counts of compared values, by group, and all differences in the order of the state."""
 
     groups: Mapping[str, Compared]
     differences: tuple[Difference, ...]
@@ -102,7 +102,7 @@ def compare_checkpoints(
 
 
 class _Walk:
-    """Go through two trees at once: what differs, and pairs of tensors, in the order of the state."""
+    """Walk two trees at once; collect differences, and pairs of tensors to compare, in the order of the state."""
 
     def __init__(self, a: Opened, b: Opened):
         self.found: list[Difference | _Pair] = []
@@ -122,7 +122,7 @@ class _Walk:
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
 
     def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-        """Compare what each rank has of its own, rank by rank, or what all have."""
+        """Compare trees rank by rank, or the one tree that all ranks share."""
         for rank in range(max(len(a), len(b))):
             place = f"{name}/{rank:05d}" if len(a) > 1 or len(b) > 1 else name
             if rank >= len(a):
@@ -226,7 +226,7 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
 
 
 def _exact(value: Any) -> str:
-    # As it is written: 1, 1.0 and True differ there, and so do 0.0 and -0.0, while NaN is NaN.
+    # As text: 1, 1.0 and True differ, and so do 0.0 and -0.0, while NaN equals NaN.
     return json.dumps(encode(value))
 
 

@@ -1,7 +1,7 @@
-"""Read two checkpoints region by region and say how far apart their tensors are.
+"""Read two checkpoints region by region and measure how far apart their tensors are.
 
-The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so that
-two regions of one digest are equal; tensors are made, and torch is imported, only for those that differ.
+The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so two
+regions with the same digest are equal; torch is imported, and tensors are made, only for regions that differ.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Regions", "distances"]
 
-_READS_KEPT = 4  # where the two sides cut a tensor differently, a region meets several of the other side
+_READS_KEPT = 4  # if the sides cut a tensor differently, a region overlaps several of the other side
 
 
 class Regions:
-    """One checkpoint's regions: read in runs, verified, and the last few runs kept."""
+    """One checkpoint's regions, read in runs and verified; the last few runs are kept."""
 
     def __init__(self, store: Store, opened: Opened):
         self.opened = opened
@@ -46,12 +46,12 @@ class Regions:
             check_header(store, record)
 
     def place(self, pair_key: str) -> tuple[str, int]:
-        """Say where a tensor begins, so that tensors are read in the order of the files."""
+        """Return the sort key of a tensor: its object and offset, so that files are read in order."""
         first = min(self.rows[pair_key], key=lambda row: (row.object, row.begin))
         return first.object, first.begin
 
     def region(self, row: IndexRow) -> tuple[mmap.mmap, int]:
-        """Return a buffer that holds the region's verified bytes, and where in it they begin."""
+        """Return a buffer that holds the region's verified bytes, and their offset in it."""
         run = self._runs[row.object, row.begin]
         first = run[0]
         start, known = first.begin % ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads
@@ -76,16 +76,16 @@ class Regions:
 
 
 def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:
-    """Return how far apart pairs of tensors are, by their full keys; those that are equal are left out.
+    """Return the distance of each pair of tensors (full keys); equal pairs are left out.
 
-    The two of a pair have one dtype and shape. Raises IntegrityError or StoreError if bytes are not good.
+    The tensors of a pair must have the same dtype and shape. Raises IntegrityError or StoreError if bytes are not good.
     """
-    found = {}
+    apart = {}
     for key_a, key_b in sorted(set(pairs), key=lambda both: a.place(both[0])):
         far = _distance(a, a.rows[key_a], b, b.rows[key_b])
         if far is not None:
-            found[key_a, key_b] = far
-    return found
+            apart[key_a, key_b] = far
+    return apart
 
 
 def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[IndexRow]) -> Distance | None:
@@ -110,7 +110,7 @@ def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[Index
 
 
 def _common(a: Box, b: Box) -> Box | None:
-    """Return the box in which two boxes of one tensor overlap."""
+    """Return the overlap of two boxes of one tensor."""
     offset = tuple(map(max, a.offset, b.offset))
     ends = [min(o + n, p + m) for o, n, p, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
     shape = tuple(end - begin for begin, end in zip(offset, ends, strict=True))

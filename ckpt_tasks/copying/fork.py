@@ -1,15 +1,15 @@
-"""Fork: a run of its own that begins with a checkpoint of another one, and with changed parameters.
+"""Fork: a new run that begins with a checkpoint of another run, and with changed parameters.
 
 Invariants
 
-1. The first ledger entry of a fork, put if absent, holds the checkpoint, where it came from and the parameters: a fork
-   exists as a whole or not at all. Before it, no process trains there: objects without a ledger are refused.
-2. Everything that the entry names is there before it is put, and durable; of two forks to one place one wins.
-3. The two runs share no name, and neither needs the other one: while bytes are on their way the checkpoint is leased at
-   the source, and afterwards nothing is done to one that the other would see.
-4. The first owner of a fork is later than the owner epochs in all names that came, so that they are swept once retired.
-5. A fork deletes nothing, also when it fails: the same fork by another process may be about to commit these objects.
-   The same call finds them and goes on; in a run that another fork made they are orphans, which its owners sweep.
+1. The first ledger entry of a fork, put if absent, holds the checkpoint, its origin and the parameters: a fork exists
+   whole or not at all. Before it, no process can train there: objects without a ledger are refused.
+2. Everything that the entry names is durable before the entry is put; of two forks to one place one wins.
+3. The two runs share no name, and neither needs the other: during the copy the checkpoint is leased at the source, and
+   afterwards no change of one run is visible in the other.
+4. The first owner of a fork has a higher epoch than all copied names, so that they are swept once retired.
+5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. The same call finds
+   the objects and continues; in a run that another fork made they are orphans, which its owners sweep.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _HOLDER = "ckpt fork"
 
 @dataclass(frozen=True, kw_only=True)
 class ForkPlan:
-    """What a fork is to be: the checkpoint there, where it comes from, and the parameters of the new run.
+    """A planned fork: its checkpoint, its origin, and the parameters of the new run.
 
-    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: the same fork is there already.
+    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: the same fork exists already.
     """
 
     run_key: str
@@ -64,12 +64,12 @@ class ForkPlan:
 
     @property
     def records(self) -> tuple[ObjectRecord, ...]:
-        """Every object that comes over as it is; the manifest, which names the run, does not."""
+        """The objects that are copied unchanged: all but the manifest, which names the run."""
         return (self.opened.manifest.index, *self.opened.manifest.objects)
 
 
 class Moved(NamedTuple):
-    """How the bytes came: in files that both runs have, copied by the store, sent over; or they lay there already."""
+    """How many bytes were linked, copied by the store, sent by this process, or found at the target already."""
 
     linked_bytes: int = 0
     copied_bytes: int = 0
@@ -80,23 +80,24 @@ class Moved(NamedTuple):
 def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
     """Find the checkpoint to fork: the step `which`, or "latest" (also None) or "best".
 
-    Where a fork to `target` was begun and killed it is the one of that time: the source may have committed since then.
+    If a fork to `target` was begun and killed, returns the checkpoint of that fork, even if the source has newer ones.
+    Raises what `Run.find` raises.
     """
     if not isinstance(which, int):
         there = set(target.names(""))
-        for one in source.checkpoints():
-            if f"{one.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # it came before all else
-                return one
+        for checkpoint in source.checkpoints():
+            if f"{checkpoint.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # the index is copied first
+                return checkpoint
     return source.find("latest" if which is None else which)
 
 
 def plan_fork(
     source: Run, checkpoint: Checkpoint, target: Store, changed: Mapping[str, Any], run_key: str | None = None
 ) -> ForkPlan:
-    """Look whether a checkpoint can become a run at `target`, with these parameters changed; nothing is written.
+    """Plan a fork of a checkpoint to `target` with changed parameters; write nothing.
 
-    Raises ConfigError for names and parameters that cannot be, StateError if the target is a run already or holds
-    something else, and IntegrityError if manifest or index of the checkpoint is damaged.
+    Raises ConfigError for an invalid run key or parameter, StateError if the target is another run or holds other
+    objects, and IntegrityError if manifest or index of the checkpoint is damaged.
     """
     url = source.history.store.url
     check_apart(url, target.url)
@@ -148,11 +149,10 @@ def run_fork(
     single_writer: bool = False,
     on_progress: OnProgress = lambda size_bytes: None,
 ) -> Moved:
-    """Do what a plan says and return how the bytes came; the same call again goes on where one was killed.
+    """Execute a plan; after a kill, the same call continues.
 
-    `on_progress` gets the size in bytes of every read, where bytes have to be sent. Raises IntegrityError if the
-    source is damaged (the target is no run then) and StateError if another fork was faster. What was copied by then
-    stays there.
+    `on_progress` gets the size in bytes of every read, if bytes are sent. Raises IntegrityError if the source is
+    damaged (the target is not a run then) and StateError if another fork was faster. Copied objects stay at the target.
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
@@ -160,7 +160,7 @@ def run_fork(
     with renewed_lease(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, on_progress) as bringing:
         for record in plan.opened.manifest.objects:  # before anything is written
             check_header(source.history.store, record)
-        for record in plan.records:  # the index first: from then on no process can begin a run here
+        for record in plan.records:  # the index first: from now on no process can begin a run here
             renew()
             bringing.bring(record)
         history.create(plan.run_key, single_writer=single_writer)
@@ -172,17 +172,17 @@ def run_fork(
 
 
 def checked_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as JSON has them; raise ConfigError for names and values that cannot be written so."""
+    """Return parameters as JSON data; raise ConfigError for a name or value that JSON cannot hold."""
     wrong = [name for name in params if not (isinstance(name, str) and name.isidentifier())]
     if wrong:
         raise ConfigError(
             f"{wrong[0]!r:.80} is not a parameter's name", hint="A program's parameters have plain names."
         )
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(params), allow_nan=False))
+        parsed: dict[str, Any] = json.loads(json.dumps(dict(params), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the parameters cannot be written as JSON: {error}") from error
-    return found
+    return parsed
 
 
 def without_user(url: str) -> str:
@@ -194,7 +194,7 @@ def without_user(url: str) -> str:
 
 
 class _Bringing:
-    """Objects on their way to a fork, by the cheapest way that there is: a second name, the store's own copy, bytes."""
+    """Copy objects to a fork in the cheapest way possible: a hard link, the store's own copy, or sent bytes."""
 
     def __init__(self, source: Run, target: Store, plan: ForkPlan, on_progress: OnProgress):
         self.moved = Moved()
@@ -210,7 +210,7 @@ class _Bringing:
         self._stack.close()
 
     def bring(self, record: ObjectRecord) -> None:
-        """See to it that the target has an object."""
+        """Bring an object to the target."""
         if self._target.adopt(self._source, record.name, record.size_bytes):
             if record.name in self._rows and not self._target.near:
                 check_header(self._target, record)
@@ -228,7 +228,7 @@ class _Bringing:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Say whether this very fork is there, and nothing has been added to it; raise StateError for anything else."""
+    """Say whether the same fork exists, with nothing added to it; raise StateError if anything else is there."""
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)
     head, url = history.head(), history.store.url
@@ -239,23 +239,23 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
             hint = "Give another directory, or remove this one: it may be a run whose ledger is lost."
             raise StateError(f"{url} holds other checkpoints' objects", key=strange[0], hint=hint)
         return False
-    found = head.state.origin
-    if head.next_n == 1 and found is not None and replace(found, url=plan.origin.url) == plan.origin:
+    origin = head.state.origin
+    if head.next_n == 1 and origin is not None and replace(origin, url=plan.origin.url) == plan.origin:
         return True
-    begun = f", forked from {found.url} at step {found.step}" if found else ""
+    begun = f", forked from {origin.url} at step {origin.step}" if origin else ""
     raise StateError(f"{url} is a run already{begun}", hint="Give the fork a directory of its own.")
 
 
 def _put_manifest(target: Store, plan: ForkPlan) -> None:
     name = plan.checkpoint.manifest
-    with suppress(ObjectExistsError):  # an earlier try's, or another's: the same bytes, as the run has this key
+    with suppress(ObjectExistsError):  # of an earlier try or of another process: the bytes are the same
         target.put_if_absent(name, plan.manifest)
     if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
         raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")
 
 
 def _commit(history: History, plan: ForkPlan, parent: State) -> None:
-    """Put the entry with which the run begins to exist."""
+    """Put the ledger entry with which the run begins to exist."""
     owner = _first_owner(plan.records)
 
     def change(state: State, n: int) -> State:
@@ -276,7 +276,7 @@ def _commit(history: History, plan: ForkPlan, parent: State) -> None:
 
 
 def _first_owner(records: Sequence[ObjectRecord]) -> Owner:
-    """Describe this process as an owner that has let the run go, later than all who wrote the objects."""
+    """Describe this process as an owner that has released the run, with an epoch above those of all objects."""
     attempts = [parse_attempt(record.name) for record in records]
     epoch = 1 + max(attempt.epoch for attempt in attempts if attempt)
     if epoch >= MAX_EPOCH:

@@ -1,4 +1,4 @@
-"""Put the regions of a tensor where they belong in the whole: read, verify, place."""
+"""Assemble a tensor from its regions: read, verify, place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["bytes_before", "gather", "verified_runs"]
 
 
 def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
-    """Read regions, as many at once as lie together, and yield them with their bytes, valid until the next ones.
+    """Read regions, contiguous ones together; yield each run with its bytes, which are valid until the next run.
 
     Raises IntegrityError for bytes that have changed.
     """
@@ -34,7 +34,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
 
 
 def bytes_before(row: IndexRow) -> int | None:
-    """Return how many bytes of its tensor, in C order, come before a region; None if it is not one range of them."""
+    """Return the region's byte offset in its tensor in C order; None if the region is not contiguous there."""
     extents = row.box.shape
     first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
     if extents[first + 1 :] != row.tensor_shape[first + 1 :]:
@@ -46,7 +46,7 @@ def bytes_before(row: IndexRow) -> int | None:
 
 
 def gather(store: Store, rows: Sequence[IndexRow]) -> memoryview:
-    """Put a tensor together in memory from all of its regions; return its bytes in C order."""
+    """Assemble a tensor in memory from all of its regions; return its bytes in C order."""
     tensor = np.empty((*rows[0].tensor_shape, STORED_DTYPES[rows[0].dtype].nbytes), np.uint8)
     for run, data in verified_runs(store, rows):
         for row in run:

@@ -1,8 +1,8 @@
-"""What a run at another store lacks of this one, and in which order it is to be committed there. Nothing is written.
+"""What a copy of a run lacks, and in which order that must be committed there. Nothing is written.
 
-A checkpoint has one identity everywhere, but every ledger has its own numbers. The order of commits says which one is
-the newest, so it must be the source's at the target too; a checkpoint that was copied alone may have to be committed
-again after older ones have come.
+A checkpoint has the same identity everywhere, but every ledger has its own numbers. The order of commits says which
+checkpoint is the newest, so the target must have the source's order; a checkpoint that was copied alone may have to be
+committed again after older ones have arrived.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["SyncDiff", "find_sync_diff", "in_order", "rank"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncDiff:
-    """What a target lacks of what was asked for.
+    """What a target lacks of the requested checkpoints.
 
-    `ranked` are those in `missing`, with the source's entry numbers, and those that the target has, with its own, in
-    the order of the source's commits. `pruned` are identities that the source has and the target has given up.
-    `given_up` are names of objects that a process which lost the target may still delete.
+    `ranked` are the checkpoints in `missing` (with the source's entry numbers) and those of the target (with its own),
+    in the order of the source's commits. `pruned` are identities that the source has and the target has removed.
+    `given_up` are names of objects that a process which has lost the target may still delete.
     """
 
     missing: frozenset[str]
@@ -41,17 +41,17 @@ class SyncDiff:
 
     @property
     def nothing(self) -> bool:
-        """Whether the target has everything, in its order."""
+        """Whether the target has everything, in order."""
         return not (self.missing or self.evaluations or self.pins) and in_order(self.ranked)
 
 
 class _Mark(NamedTuple):
     """Where the last copy from this source ended.
 
-    `entry` was the source's newest entry then, and `live` what the target had, all of it from the source; `pruned` is
-    what the target had at some time and has no more. `given_up` are objects that more than one owner of the target was
-    to delete: each but the last may have stalled, and delete them late. An owner that was alone with it and said that
-    they are gone does not.
+    `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source;
+    `pruned` are those that the target once had and no longer has. `given_up` are objects that more than one owner of
+    the target was going to delete: each but the last may have stalled and delete them late. An object that a single
+    owner recorded as deleted is not among them.
     """
 
     entry: int
@@ -88,25 +88,28 @@ def find_sync_diff(
 def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mapping[str, int]) -> tuple[Checkpoint, ...]:
     """Sort what the target has and what it lacks by the source's `order` (identity → entry).
 
-    What the order does not know is left out: it is older than all that comes, and stays where it is.
+    A checkpoint that is not in `order` is left out: it is older than all that will be copied, and stays where it is.
     """
     known = [c for c in have if c.manifest_digest in order]
     return tuple(sorted([*known, *missing], key=lambda c: order[c.manifest_digest]))
 
 
 def in_order(have: Sequence[Checkpoint]) -> bool:
-    """Say whether these were committed one after the other."""
+    """Say whether these checkpoints were committed in this order."""
     return all(before.n < after.n for before, after in pairwise(have))
 
 
 def _order(
     source: History, head: Head, have: Mapping[str, Checkpoint], missing: Sequence[Checkpoint], mark: _Mark
 ) -> dict[str, int]:
-    """Return by which entry the source committed what has to be ordered; identity → entry."""
+    """Return the source's ledger entry of each checkpoint that has to be ordered: identity → entry.
+
+    Raises RunMismatchError if the target has a checkpoint that the source never had.
+    """
     order = {c.manifest_digest: c.n for c in head.state.live}
     unknown = have.keys() - order.keys()
     strangers = unknown - mark.live
-    # Whatever the source committed since the last copy comes after everything that is there.
+    # What the source has committed since the last copy comes after everything that the target has.
     late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
     if strangers or (late and unknown):
         order |= _numbers(source, unknown if late else strangers)
@@ -121,7 +124,7 @@ def _order(
 
 
 def _last_copy(source: History, target: History, there: Head) -> _Mark:
-    """Look for the note of the last finished copy from this source, and see what the target gave up since then."""
+    """Find the note of the last finished copy from this source, and what the target has given up since."""
     have = _by_identity(there.state).keys()
     had: set[str] = set()
     deleters: dict[str, set[int]] = {}
@@ -142,12 +145,12 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
 
 
 def _texts(value: Any) -> set[str]:
-    """Return what a list in an event names; what else may stand there names nothing."""
+    """Return the strings of a list in an event; anything else counts as an empty list."""
     return {str(item) for item in value} if isinstance(value, list) else set()
 
 
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:
-    """Say whether an event is the note of a copy from a ledger that this source still has."""
+    """Say whether an event is the note of a copy from this source's ledger, at an entry that it still has."""
     n = event.get("entry")
     if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False
@@ -158,15 +161,15 @@ def _is_past(source: History, event: Mapping[str, Any]) -> bool:
 
 
 def _numbers(history: History, wanted: Collection[str]) -> dict[str, int]:
-    """Search a ledger, newest entry first, for when these were committed."""
-    found: dict[str, int] = {}
+    """Search a ledger, newest entry first, for the entries that committed these checkpoints."""
+    numbers: dict[str, int] = {}
     for entry, _ in newest_first(history):
         for checkpoint in entry.state.live:
             if checkpoint.manifest_digest in wanted:
-                found.setdefault(checkpoint.manifest_digest, checkpoint.n)
-        if len(found) == len(wanted):
+                numbers.setdefault(checkpoint.manifest_digest, checkpoint.n)
+        if len(numbers) == len(wanted):
             break
-    return found
+    return numbers
 
 
 def _evaluations(state: State, there: State, wanted: Collection[str]) -> tuple[Evaluation, ...]:

@@ -1,15 +1,15 @@
-"""Copy checkpoints of a run to another store: verified on the way, resumable, and a run of its own there.
+"""Copy checkpoints of a run to another store, verified and resumable; the copy is a run in its own right.
 
 Invariants
 
-1. A checkpoint is committed at the target when all that it names is there, and every byte has been compared with its
-   digest: on the way, or where it lies.
-2. Names and bytes stay the same. The target's own ledger commits in the source's order, so the newest is the newest.
-3. While it is copied a checkpoint is leased at the source; the target is owned by this process.
-4. What the target has retired is not committed there again, nor is an object that it has given up, whose deletion may
-   still be under way. Nothing is deleted there.
-5. What a copy that was killed leaves is orphaned (the owner epoch at the target is above that of every name that is
-   copied), until the same copy is made again and finds it.
+1. A checkpoint is committed at the target only when all of its objects are there, and every byte has been compared with
+   its digest: on the way, or at the target.
+2. Names and bytes stay the same. The target's own ledger commits in the source's order, so both have the same newest.
+3. During its copy a checkpoint is leased at the source; this process owns the target.
+4. A checkpoint that the target has retired is not committed there again, nor an object that it has given up, whose
+   deletion may still be under way. Nothing is deleted at the target.
+5. Objects that a killed copy leaves are orphans (the owner epoch at the target is above that of every copied name)
+   until the same copy is repeated and finds them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ __all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_syn
 _IN_FLIGHT = 8
 _OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
-_MAX_EPOCH = MAX_EPOCH // 10  # of names that are copied: the target must not run out of numbers for its owners
+_MAX_EPOCH = MAX_EPOCH // 10  # in copied names: the target must not run out of epochs for its owners
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """What is to be copied: of all live checkpoints, or of `only`.
+    """What to copy: of all live checkpoints, or of `only`.
 
-    `head` is the source's; `size_bytes` are to be read, at the source or where an earlier try left them.
+    `head` is the source's; `size_bytes` must be read, at the source or, left by an earlier try, at the target.
     """
 
     run_key: str
@@ -68,15 +68,15 @@ class SyncPlan:
 
     @property
     def chosen(self) -> list[Checkpoint]:
-        """The checkpoints that were asked for, in the source's order."""
+        """The requested checkpoints, in the source's order."""
         return sorted(self.head.state.live, key=lambda c: c.n) if self.only is None else [self.only]
 
 
 class Row(NamedTuple):
-    """What became of one checkpoint: `copied_bytes` went over, `found_bytes` were there from an earlier try.
+    """The outcome of one checkpoint: `copied_bytes` were sent, `found_bytes` were there from an earlier try.
 
-    `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": it names an
-    object that the target has given up, or has with other bytes.
+    `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": the target has
+    given up one of its objects, or has it with other bytes.
     """
 
     checkpoint: Checkpoint
@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What a copy did; `faults` say what could not be copied, and why."""
+    """The outcome of a copy; `faults` say what could not be copied, and why."""
 
     rows: tuple[Row, ...]
     evaluations: int = 0
@@ -97,7 +97,7 @@ class SyncReport:
 
 
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
-    """Look what the target lacks of the run, or of `only`; nothing is written.
+    """Find what the target lacks of the run, or of `only`; write nothing.
 
     Raises RunMismatchError if the target has another run, or checkpoints that the source never had.
     """
@@ -125,11 +125,11 @@ def run_sync(
     single_writer: bool = False,
     on_progress: OnProgress = lambda size_bytes: None,
 ) -> SyncReport:
-    """Do what a plan says, after a second look as the target's owner; where it lacks nothing, nothing is written.
+    """Execute a plan, checked again as the target's owner; write nothing if the target lacks nothing.
 
-    `on_progress` gets the size in bytes of every read. What is damaged at the source, or pruned there meanwhile, is
-    left out and reported; any other failure is raised, and the same call goes on from there. Raises OwnedError if a
-    process that may be alive holds the target.
+    `on_progress` gets the size in bytes of every read. A checkpoint that is damaged at the source, or pruned there
+    meanwhile, is left out and reported; any other failure is raised, and the same call continues the copy. Raises
+    OwnedError if a process that may be alive holds the target.
     """
     if plan.diff.nothing:
         return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
@@ -159,7 +159,7 @@ class _Copy:
         self._objects.__exit__(*error)
 
     def run(self) -> SyncReport:
-        """Copy and commit in order; then evaluations, pins, and the note that says how far this has come."""
+        """Copy and commit in order; then record evaluations, pins, and the note of how far this copy has come."""
         diff = self._plan.diff
         rows: dict[str, Row] = {}
         last_n = -1
@@ -173,7 +173,7 @@ class _Copy:
             else:
                 last_n = self._commit(self._target, checkpoint)
         there = {c.manifest_digest for c in self._target.head().state.live}
-        recorded = [self._record(one) for one in diff.evaluations if one.manifest_digest in there]
+        recorded = [self._record(evaluation) for evaluation in diff.evaluations if evaluation.manifest_digest in there]
         pins = {digest: why for digest, why in diff.pins.items() if digest in there}
         for digest, why in pins.items():
             self._pin(digest, why)
@@ -187,29 +187,29 @@ class _Copy:
 
     def _copy(self, checkpoint: Checkpoint) -> tuple[Row, int | None]:
         store = self._source.history.store
-        copied = found = 0
+        copied = reused = 0
         try:
             with renewed_lease(self._source, checkpoint, _HOLDER) as renew:
                 records = []
                 for record, rows in _contents(store, checkpoint, self._plan.run_key):
                     renew()
                     over, there = self._objects.bring(record, rows)
-                    copied, found = copied + over, found + there
+                    copied, reused = copied + over, reused + there
                     records.append(record)
         except CheckpointNotFoundError:
             return Row(checkpoint, "pruned meanwhile"), None
         except StateError as error:
-            return Row(checkpoint, "refused", copied, found, f"step {checkpoint.step}: {error}"), None
+            return Row(checkpoint, "refused", copied, reused, f"step {checkpoint.step}: {error}"), None
         except (IntegrityError, ObjectNotFoundError) as error:
             if all(c.manifest_digest != checkpoint.manifest_digest for c in self._source.checkpoints()):
-                return Row(checkpoint, "pruned meanwhile", copied, found), None
-            return Row(checkpoint, "damaged", copied, found, f"step {checkpoint.step}: {error}"), None
+                return Row(checkpoint, "pruned meanwhile", copied, reused), None
+            return Row(checkpoint, "damaged", copied, reused, f"step {checkpoint.step}: {error}"), None
         self._objects.check(records)
         n = self._commit(self._source.history, checkpoint)
-        return Row(checkpoint, "copied", copied, found), n
+        return Row(checkpoint, "copied", copied, reused), n
 
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
-        """Put the ledger entry and return its number; `history` has an older one, and what that says of the save."""
+        """Put the ledger entry and return its number; what the entry in `history` says of the save is copied."""
         digest = checkpoint.manifest_digest
         source_state = self._plan.head.state
         marks = {c.manifest_digest: c.abandoned for c in source_state.live}
@@ -217,9 +217,9 @@ class _Copy:
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
-            # Which lines were left is what the source says: its pruned checkpoints, which tell, never come here.
+            # The source says which lines are abandoned: the target never has the pruned checkpoints that would tell.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
-            # What the source was forked from, and what its program is built with, is as true of its copy.
+            # Origin and program parameters of the source hold for its copy as well.
             return replace(
                 after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program
             )
@@ -230,12 +230,12 @@ class _Copy:
         event = {**said, "kind": "commit", "step": checkpoint.step}
         return self._target.append(event, change, owner=self._owner).n
 
-    def _with_steps(self, said: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Bring the table of steps that an event names; return the event, without a table that cannot be brought."""
-        table = steps_of(said, checkpoint.step)
-        others = {name: value for name, value in said.items() if name != "steps"}
+    def _with_steps(self, event: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Copy the table of steps that an event names; return the event, without the table if it cannot be copied."""
+        table = steps_of(event, checkpoint.step)
+        others = {name: value for name, value in event.items() if name != "steps"}
         good = table is not None and self._bring_table(*table, f"metrics of the steps up to {checkpoint.step}")
-        return said if good else others
+        return event if good else others
 
     def _bring_table(self, name: str, digest: str, what: str) -> bool:
         try:
@@ -247,8 +247,8 @@ class _Copy:
         return True
 
     def _record(self, evaluation: Evaluation) -> bool:
-        what = f"evaluation {evaluation.suite} of step {evaluation.step}"
-        if not self._bring_table(evaluation.table, evaluation.table_digest, what):
+        subject = f"evaluation {evaluation.suite} of step {evaluation.step}"
+        if not self._bring_table(evaluation.table, evaluation.table_digest, subject):
             return False
         event = {"kind": "evaluation", "suite": evaluation.suite, "step": evaluation.step}
         self._target.append(event, lambda state, n: state.with_evaluation(evaluation), owner=self._owner)
@@ -260,7 +260,7 @@ class _Copy:
         self._target.append(event, lambda state, n: state.with_pin(digest, why), owner=self._owner)
 
     def _note(self) -> None:
-        """Say how far this copy has come: what `diff` looks for, to spare the next one all older entries."""
+        """Record how far this copy has come, so that the next one need not read older entries."""
         head = self._plan.head
         assert head.entry is not None  # it has a checkpoint
         pruned, given_up = sorted(self._plan.diff.pruned), sorted(self._plan.diff.given_up)
@@ -279,7 +279,7 @@ class _Copy:
 def _contents(
     store: ReadableStore, checkpoint: Checkpoint, run_key: str
 ) -> Iterator[tuple[ObjectRecord, Sequence[IndexRow]]]:
-    """Yield every object that a checkpoint is made of, with its regions: index and manifest at the end."""
+    """Yield every object of a checkpoint with its regions; index and manifest come last."""
     opened = open_checkpoint(store, checkpoint)
     opened.check_trees()
     manifest = opened.manifest
@@ -294,7 +294,7 @@ def _contents(
 
 @contextmanager
 def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owner, SyncPlan]]:
-    """Own the target while the block runs, above the epochs of all names that come; gives the plan as it is by then."""
+    """Own the target while the block runs, with an epoch above those of all copied names; yield owner and new plan."""
     history.check(plan.run_key)
     damage(history)
     state = plan.head.state
@@ -309,13 +309,13 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
     finally:
         if heartbeat is not None:
             heartbeat.stop()
-        # Where it cannot be said, the next owner sees that this process is gone, or that its heartbeat grows old.
+        # If that fails, the next owner sees that this process is dead or its heartbeat old.
         with suppress(FencedError, StoreError, CommitUncertainError):
             history.append({"kind": "release"}, lambda state, n: state.released(), owner=owner)
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
-    """Let the owner's epoch be above those of the attempts that come, so that what is left of them is orphaned."""
+    """Raise the owner's epoch above those of the copied attempts, so that leftovers of them are orphans."""
     attempts = [parse_attempt(c.manifest) for c in plan.diff.ranked]
     epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
     if owner.epoch > epoch:
@@ -330,7 +330,7 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
 
 
 def _look(history: History, run_key: str) -> Head:
-    """Read the target's newest entry; a target that is not a run yet has none."""
+    """Read the target's head; it is empty if the target is not a run yet."""
     try:
         history.check(run_key)
     except CheckpointNotFoundError:
@@ -339,7 +339,7 @@ def _look(history: History, run_key: str) -> Head:
 
 
 def _run_key(store: ReadableStore, head: Head) -> str:
-    """Return the run's key where format.json is damaged: every manifest has it as well."""
+    """Return the run's key from a manifest, for a run whose format.json is damaged."""
     if not head.state.live:
         raise IntegrityError(f"the run of {store.url} is unknown: format.json is damaged")
     return open_checkpoint(store, head.state.live[-1]).manifest.run_key
@@ -350,7 +350,7 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
     sizes: dict[str, int] = {}
 
     def look(checkpoint: Checkpoint) -> None:
-        with suppress(IntegrityError, ObjectNotFoundError):  # met again, and reported, when it is copied
+        with suppress(IntegrityError, ObjectNotFoundError):  # the copy will meet and report it
             data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
             manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
             for record in (*manifest.objects, manifest.index):
@@ -363,12 +363,12 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
 
 
 def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:
-    """Say what became of a checkpoint that was not copied."""
+    """Return the outcome of a checkpoint that was not copied."""
     return Row(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.diff.pruned else "there already")
 
 
 def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return what the entry that committed a checkpoint says of its save; nothing where it cannot be read."""
+    """Return the event of the entry that committed a checkpoint; {} if it cannot be read."""
     try:
         event = history.read_entry(checkpoint.n)[0].event
     except (IntegrityError, ObjectNotFoundError):
@@ -377,7 +377,7 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Raise ConfigError if one place is the other one or lies in it."""
+    """Raise ConfigError if one place is the other one or is inside it."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

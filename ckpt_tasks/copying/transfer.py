@@ -1,10 +1,10 @@
-"""Objects on their way from one store to another.
+"""Copy objects from one store to another.
 
 Invariants
 
-1. Nothing is put that was not compared with its digests.
-2. Nothing at the target is replaced or deleted. An object that is there already must have the same bytes, and is put as
-   a whole or not at all: a copy that is killed leaves no half of one.
+1. Every object is compared with its digests before it is put.
+2. Nothing at the target is replaced or deleted. An object that is there already must have the same bytes. An object is
+   put whole or not at all, even if the copy is killed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["OnProgress", "Transfer", "by_object", "changes"]
 
-OnProgress = Callable[[int], None]  # it gets the size in bytes of every read
+OnProgress = Callable[[int], None]  # gets the size in bytes of every read
 
 _IN_FLIGHT = 8
 
 
 class Transfer:
-    """Objects on their way from one store to the other, one at a time, each in memory as a whole before it is put.
+    """Copy objects from one store to another, one at a time; each is wholly in memory before it is put.
 
-    The memory is a file without a name in TMPDIR: of an object of 2 GiB the kernel can write to disk and take back what
-    it needs elsewhere, which it cannot of anonymous memory; and a copy that is killed leaves nothing of it.
+    The memory is a file without a name in TMPDIR: the kernel can write its pages to disk if memory is short, and a
+    killed copy leaves nothing.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Transfer:
         self._file.close()
 
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
-        """See to it that the target has an object, verified; return how many bytes were copied, and found there.
+        """Bring an object to the target, verified; return (bytes copied, bytes found there).
 
-        Raises IntegrityError or ObjectNotFoundError for what the source has, and StateError if the target has other
-        bytes under this name, or has given the name up: its deletion may still be under way.
+        Raises IntegrityError or ObjectNotFoundError if the source's object is damaged or missing, and StateError if the
+        target has other bytes under this name, or has given the name up: its deletion may still be under way.
         """
         if record.name in self._good:
             return 0, 0
@@ -88,7 +88,7 @@ class Transfer:
         return (0, record.size_bytes) if found else (record.size_bytes, 0)
 
     def check(self, records: Iterable[ObjectRecord]) -> None:
-        """Raise StoreError unless the target has every object in its size."""
+        """Raise StoreError if an object is missing at the target, or has another size."""
         for record in records:
             if self._size(record.name) != record.size_bytes:
                 raise StoreError(
@@ -98,14 +98,14 @@ class Transfer:
                 )
 
     def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
-        """Say whether a live checkpoint of the target names this object, with these very digests."""
+        """Say whether a live checkpoint of the target names this object, with the same digests."""
         checkpoint = self._names.get(record.name) or self._names.get(record.name.rpartition("/")[0])
         if checkpoint is None:
             return False
         return self._committed_by(checkpoint).get(record.name) == _digests(record, rows)
 
     def _committed_by(self, checkpoint: Checkpoint) -> Mapping[str, object]:
-        """Return the digests of every object of a live checkpoint of the target; none where they cannot be read."""
+        """Return the digests of a live checkpoint's objects at the target; {} if they cannot be read."""
         if checkpoint.manifest_digest not in self._committed:
             known: dict[str, object] = {}
             with suppress(IntegrityError, ObjectNotFoundError):
@@ -143,16 +143,16 @@ class Transfer:
         except ObjectNotFoundError:
             return None
         except IntegrityError:
-            return -1  # no object, whatever it is
+            return -1  # something that is not an object
 
     def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
         size_bytes = store.size(record.name)
-        if size_bytes != record.size_bytes:  # before there is room for as many bytes as somebody says
+        if size_bytes != record.size_bytes:  # before memory is reserved for a size that somebody claims
             raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
         data = self._room(size_bytes)
         self._read(store, record.name, data)
         faults = changes(record, rows, data)
-        if faults:  # what came may have been changed on the way
+        if faults:  # the bytes may have changed on the way
             self._read(store, record.name, data)
             faults = changes(record, rows, data)
         if faults:
@@ -171,13 +171,15 @@ class Transfer:
         finally:
             for one in reads:
                 one.cancel()
-            wait(reads)  # a read that goes on would write into the next object
+            wait(reads)  # a read still running would write into the next object
 
     def _room(self, size_bytes: int) -> memoryview:
         if self._memory.nbytes < size_bytes:
             self._memory = memoryview(b"")
             try:
-                os.posix_fallocate(self._file.fileno(), 0, size_bytes)  # a map has no other way to say that it is full
+                os.posix_fallocate(
+                    self._file.fileno(), 0, size_bytes
+                )  # a mapped file cannot report a full disk otherwise
             except OSError as error:
                 raise StoreError(
                     f"no room for an object of {size_bytes} bytes in {tempfile.gettempdir()} ({error.strerror})",
@@ -189,10 +191,10 @@ class Transfer:
 
 def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
     """Return the rows of every object, by its name."""
-    found: dict[str, list[IndexRow]] = {}
+    rows_of: dict[str, list[IndexRow]] = {}
     for row in rows:
-        found.setdefault(row.object, []).append(row)
-    return found
+        rows_of.setdefault(row.object, []).append(row)
+    return rows_of
 
 
 def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:
@@ -200,7 +202,7 @@ def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:
 
 
 def changes(record: ObjectRecord, rows: Iterable[IndexRow], data: memoryview) -> list[str]:
-    """List what is not as it was written; bytes that no digest covers count as changed."""
+    """List the parts of an object that have changed; bytes that no digest covers count as changed."""
     faults = []
     if digest_hex(data[: record.digested_bytes]) != record.digest:
         faults.append(f"bytes 0–{record.digested_bytes} of {record.name} have changed")

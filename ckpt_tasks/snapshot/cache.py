@@ -1,8 +1,9 @@
-"""Snapshots that outlive their process: where they lie, which of them may be used, and how they are read.
+"""Snapshots that outlive their process: their place, which of them may be restored, and how they are read.
 
 A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
-digest. It may be restored while it is committed, or while nothing has been committed since it was taken but itself and
-what was on its way then. Of many ranks each has memory of its own, which holds its part; `rank_snapshot` reads them.
+digest. It may be restored if it is committed, or if nothing has been committed since it was taken except itself and the
+save that was under way then. With many ranks each has its own memory, which holds its part; `rank_snapshot` reads the
+parts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _log = logging.getLogger("ckpt_tasks")
 class CachedSnapshot:
     """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
 
-    `slot` is where it lies in the memory directory, None for a copy in the local directory.
+    `slot` is its slot in the memory directory, None for a copy in the local directory.
     """
 
     seal: Seal
@@ -67,7 +68,7 @@ class CachedSnapshot:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Where it is, in words for the log."""
         return "in memory" if self.slot else "in the local directory"
 
     def open(self) -> Opened:
@@ -80,9 +81,9 @@ class CachedSnapshot:
 
 
 class SnapshotCache:
-    """The memory of one run's snapshots, in this process and from the one before it on this host.
+    """The snapshots of one run in this host's memory: those of this process, and those that the previous one left.
 
-    In a `world` of many ranks it is this rank's; it reads what the ranks beside it have sealed.
+    In a `world` of many ranks the memory is this rank's own; it also reads what other ranks of the host have sealed.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class SnapshotCache:
         self._root = Path()
         self._run = ""
         self._run_key = ""
-        self._said = False  # that snapshots end with this process; to those who save, and once
+        self._said = False  # the warning that snapshots end with this process has been logged
 
     def check(self) -> None:
         """Raise ConfigError if the memory directory that was asked for is not this user's alone."""
@@ -109,7 +110,7 @@ class SnapshotCache:
             private_root(Path(self._memory_dir))
 
     def open(self, run_key: str) -> None:
-        """Look for the run's memory directory, and take it; what cannot be had is said, and private memory used."""
+        """Take the run's memory directory; if there is none to be had, use private memory and log a warning."""
         self._run_key = run_key
         if self.copies is not None:
             self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
@@ -126,17 +127,17 @@ class SnapshotCache:
                 raise
             self._do_without(str(error))
 
-    def found(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
+    def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
-        Those in memory come first, and of each kind the newest.
+        Those in memory come first, then local copies; of each kind the newest first.
         """
         live = tuple(live)
-        found: list[CachedSnapshot | RankSnapshot] = self._in_memory(live)
+        snapshots: list[CachedSnapshot | RankSnapshot] = self._in_memory(live)
         if self.copies is not None:
             for part in (Part(seal, self.copies.store) for seal in self.copies.seals() if self._belongs(seal, live)):
-                found += [self._snapshot(None, part, self._copied, live)]
-        return found
+                snapshots += [self._snapshot(None, part, self._copied, live)]
+        return snapshots
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
         committed = self._world.size > 1 and any(one.manifest == seal.checkpoint.manifest for one in live)
@@ -146,7 +147,7 @@ class SnapshotCache:
         if not isinstance(self.memory, MemoryDirectory):
             return []
         sealed = [(slot, part) for slot, part in _sealed(self.memory) if self._belongs(part.seal, live)]
-        # Of two that storage lacks, one lay there when the other one was taken.
+        # If storage lacks both, the older one was there when the newer one was taken.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
         return [self._snapshot(slot, part, self._remembered, live) for slot, part in sealed]
@@ -154,7 +155,7 @@ class SnapshotCache:
     def _snapshot(
         self, slot: str | None, own: Part, of_rank: Callable[[int], Iterable[Part]], live: tuple[Checkpoint, ...]
     ) -> CachedSnapshot | RankSnapshot:
-        """Return the snapshot that a part is, or belongs to; `of_rank` lists what another rank of this host has."""
+        """Return the snapshot of this rank's part; `of_rank` lists the parts that another rank of this host has."""
         if self._world.size == 1:
             return CachedSnapshot(own.seal, own.store, slot)
         attempt = own.seal.checkpoint.manifest
@@ -178,7 +179,7 @@ class SnapshotCache:
             yield from (Part(seal, copies.store) for seal in copies.seals())
 
     def clean(self, live: Iterable[Checkpoint]) -> int:
-        """Empty the slots and return the bytes freed; 0 if one holds a snapshot to restore that storage lacks."""
+        """Empty the slots and return the bytes freed; keep them (0) if one holds a snapshot that storage lacks."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
         lacking = any(one.checkpoint.manifest_digest not in known for one in self._in_memory(tuple(live)))
@@ -190,16 +191,16 @@ class SnapshotCache:
         return before_bytes - self.memory.held_bytes()
 
     def make_room(self, size_bytes: int) -> None:
-        """See whether two snapshots of this size have room; without it, what lies in the slots goes.
+        """Check that two snapshots of this size have room in shared memory; if not, use private memory.
 
-        What another number of ranks left is of no use any more, and goes too.
+        Removes snapshots that another number of ranks left: they are of no more use.
         """
         if isinstance(self.memory, MemoryDirectory):
             sweep(self._root, self._is_of_others, left_s=0)
         if self._memory_dir != "auto":
             return
         if isinstance(self.memory, MemoryDirectory):
-            # The ranks beside this one want as much, and hold some of it already.
+            # The other ranks of this host need as much, and hold some of it already.
             memories = [SlotFiles(path) for path in map(self._root.joinpath, map(self._name, range(self._world.size)))]
             here = [memory for memory in memories if memory.path.is_dir()]
             held_bytes = sum(memory.held_bytes() for memory in here)
@@ -209,7 +210,7 @@ class SnapshotCache:
             self._do_without("there is no shared memory, or it has no room")
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Return a slot's memory as SnapshotMemory.take() does; where the memory directory has no room, private one."""
+        """Return a slot's memory as SnapshotMemory.take() does; private memory if the memory directory has no room."""
         try:
             return self.memory.take(slot, sizes, fill)
         except StoreError as error:
@@ -219,7 +220,7 @@ class SnapshotCache:
         return self.take(slot, sizes, fill)
 
     def close(self, *, keep: bool) -> None:
-        """Let the memory go; `keep` what is sealed for the next process."""
+        """Release the memory; `keep` sealed snapshots for the next process."""
         memory, self.memory = self.memory, PrivateMemory()
         memory.close(keep=keep)
 
@@ -246,12 +247,12 @@ class SnapshotCache:
 
 
 def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path:
-    """Return where a rank has its copies."""
+    """Return the directory of a rank's local copies."""
     return Path(local_dir) if world.size == 1 else Path(local_dir, f"rank-{rank:05d}-of-{world.size:05d}")
 
 
 def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
-    """Say whether a snapshot belongs to the run as it is: committed, or the next one after what is."""
+    """Say whether a snapshot may be restored: it is committed, or follows the newest committed checkpoint."""
     if any(checkpoint.manifest_digest == seal.checkpoint.manifest_digest for checkpoint in live):
         return True
     newest = lineage(live)[0] if live else None
@@ -261,12 +262,12 @@ def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
 
 
 def _identities(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return what names a checkpoint: its identity, and its manifest's name, which many ranks know earlier."""
+    """Return a checkpoint's manifest digest and its manifest's name, which many ranks know earlier."""
     return frozenset((checkpoint.manifest_digest, checkpoint.manifest))
 
 
 def _sealed(memory: SlotFiles) -> Iterator[tuple[str, Part]]:
-    """List the slots that are complete, with what is in them."""
+    """Yield the complete slots, with their parts."""
     for slot in SLOTS:
         data = memory.sealed(slot)
         if data is None:
@@ -274,11 +275,11 @@ def _sealed(memory: SlotFiles) -> Iterator[tuple[str, Part]]:
         try:
             yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot))
         except CkptError as error:
-            _log.warning("A snapshot in memory is left alone: %s", error)
+            _log.warning("A snapshot in memory is not used: %s", error)
 
 
 class SlotStore:
-    """The reading half of a store over one slot: its files under the names that they have on storage, or would have."""
+    """A slot as a readable store: its files under the names that they have, or would have, on storage."""
 
     near = True
     gap_bytes = 0
@@ -308,7 +309,7 @@ class SlotStore:
 
     def map(self, name: str) -> memoryview:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
-        try:  # of whichever attempt the object is: a slot holds all of a snapshot, also what storage has from before
+        try:  # whichever attempt wrote it: a slot holds a whole snapshot, reused objects included
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
@@ -317,7 +318,7 @@ class SlotStore:
 
 
 class MappedTensors:
-    """The tensors of `rows` in a slot: verified where they lie, and copied from there; a TensorSource."""
+    """The tensors of `rows` in a slot, verified and copied in place; a TensorSource."""
 
     def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
         self._rows = list(rows)
@@ -362,12 +363,12 @@ def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
 
 
 def _name_of(url: str, format_json: bytes) -> str:
-    """Return the name of a run's memory; the same path can have another run by now, and format.json says which."""
+    """Return the name of a run's memory: a hash of its URL and its format.json, since a path may get another run."""
     return digest_hex(url.encode() + b"\0" + format_json)
 
 
 def _is_gone(name: str, url: str) -> bool:
-    """Say whether a run on a local disk was removed, or has made room for another one."""
+    """Say whether a run on a local disk was removed or replaced by another one."""
     try:
         return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,20 +1,19 @@
-"""Copy tensors from CUDA devices to their places in an image, while the device goes on and no host waits.
+"""Copy tensors from CUDA devices to their places in an image while devices and host continue.
 
-Each device copies on a stream of its own. What comes first between two streams is said by an event: one stream
-records it, the other one waits for it, and the host that says so goes on at once.
+Each device copies on its own stream. Events order two streams: one stream records the event, the other waits for it,
+and the host continues at once.
 
 Invariants
 
-1. A copy has what was queued before start(), in the streams that are current then, and nothing of what is queued in
-   them after it. A stream of the user's that writes what is saved must wait for the current one, as for the forward.
-2. No thread reads a place before wait(). It is the only call that blocks the host, and only for these copies.
-3. The memory of the tensors is held until wait() has returned, and that of a place for as long as anything is under
-   way: it is unpinned first and unmapped then.
+1. A copy has the effect of all work queued before start() in the streams that are current then, and of none queued
+   after it. A user's own stream that writes saved tensors must synchronise with the current one, as for the forward.
+2. No thread reads an image before wait(). That is the only call that blocks the host, and only for these copies.
+3. The tensors' memory is held until wait() has returned, and the image's memory while a copy is under way: it is first
+   unpinned, then unmapped.
 
-A device writes by itself to pages that are pinned (cudaHostRegister: also to those of shared memory, as the
-StateDictStager of torch.distributed.checkpoint does it). To others it writes through the driver: as right, but slower,
-and start() may stand still for it (CUDA Runtime API, "API synchronization behavior"). So nothing here asks which
-pages are which.
+A device writes directly to pinned pages (cudaHostRegister, also of shared memory, as the StateDictStager of
+torch.distributed.checkpoint does). To other pages it writes through the driver: correct, but slower, and start() may
+block (CUDA Runtime API, "API synchronization behavior"). So nothing here needs to know which pages are pinned.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ class DeviceCopy:
     def __init__(self, cuda: Any, held: Sequence[Any]):
         self._cuda = cuda
         self._held = held
-        self._ends: list[tuple[torch.device, Any]] = []  # of each device, and the event that says it
+        self._ends: list[tuple[torch.device, Any]] = []  # each device, and the event that ends its copies
 
     def add(self, device: torch.device, event: Any) -> None:
-        """Say that a device has copied everything when an event has come."""
+        """Add the event after which a device has copied everything."""
         self._ends.append((device, event))
 
     def wait(self) -> None:
-        """Return when everything is in its place; raises StateError if a device failed, and then nothing is."""
+        """Wait until everything is copied; raise StateError if a device failed: then the image must not be used."""
         with _told():
             for device, event in self._ends:
-                with self._cuda.device(device):  # a new thread stands on the first one, which others may be using
+                with self._cuda.device(device):  # a new thread would use device 0
                     event.synchronize()
         self._held = ()
 
@@ -61,7 +60,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Devices:
-    """The CUDA devices of this process, as far as copying needs them; `cuda` is torch.cuda."""
+    """Copy from the CUDA devices of this process; `cuda` is torch.cuda."""
 
     def __init__(self, cuda: Any = torch.cuda):
         self._cuda = cuda
@@ -70,7 +69,7 @@ class Devices:
 
     @torch.no_grad()
     def start(self, pairs: Sequence[_Pair]) -> DeviceCopy:
-        """Queue copies of the second of every pair into the first.
+        """Queue a copy from the second tensor of every pair into the first.
 
         Work that this thread queues later, in the current stream of each device, runs after them. Raises StateError
         if a device cannot take them.
@@ -82,7 +81,7 @@ class Devices:
                 current = self._cuda.current_stream(device)
                 stream.wait_stream(current)
                 with self._cuda.stream(stream):
-                    # One by one, in C++. What is not in C order is first made so on the device, in memory of its own.
+                    # One by one, in C++. A tensor that is not in C order is first made contiguous on the device.
                     torch._foreach_copy_(into, out_of, non_blocking=True)
                     event = self._cuda.Event(blocking=True)  # a waiting thread sleeps and leaves the core to training
                     event.record(stream)
@@ -91,14 +90,14 @@ class Devices:
         return copy
 
     def pin(self, memory: memoryview, owner: object, device: torch.device) -> None:
-        """Pin memory for copies from devices until `owner`, which keeps it mapped, is no more.
+        """Pin memory for copies from devices until `owner`, which keeps it mapped, is gone.
 
-        Where it cannot be pinned, that is said once and nothing else changes. It takes as long as touching every page.
+        If it cannot be pinned, one warning is logged and nothing else changes. Takes as long as touching every page.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         failures: list[str] = []
-        # In a thread of its own: CUDA keeps a failure as the last error of the thread that met it, and torch would
-        # raise it from the next kernel that this thread launches, which may be training's.
+        # In its own thread: CUDA keeps a failure as the last error of the thread, and torch would raise it at the next
+        # kernel that this thread launches, which may be training's.
         thread = threading.Thread(target=self._register, args=(address, len(memory), device, failures), name="ckpt-pin")
         thread.start()
         thread.join()
@@ -111,7 +110,7 @@ class Devices:
                 failures[0],
                 device,
             )
-        # It comes before the memory is unmapped: what finalize calls, it calls while `owner` still holds what it holds.
+        # Runs before the memory is unmapped: finalize calls it while `owner` still holds the mapping.
         finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +131,7 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        with suppress(RuntimeError):  # a failed device writes no more, and its wait() has raised
+        with suppress(RuntimeError):  # a failed device writes no more, and wait() has raised
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:

@@ -1,13 +1,13 @@
-"""A local directory beside a store that is far away: checkpoints land there first, and are read from there if they can.
+"""A local directory beside a remote store: checkpoints are written there first, and read from there if possible.
 
-The directory holds copies under the names that the objects have in the store, and a seal for every checkpoint that is
-whole. It has no ledger: what is committed, and what follows what, the store's ledger alone says, as for snapshots in
-memory (`cache`). Unlike those, copies survive the host.
+The directory holds copies under the objects' names in the store, and a seal for every complete checkpoint. It has no
+ledger: only the store's ledger says what is committed and in which order, as for snapshots in memory (`cache`). Unlike
+those, copies survive a reboot of the host.
 
 Invariants
 
-1. A seal is written when every object that it stands for is durable; a copy without one is never read.
-2. A copy goes when its checkpoint is neither live nor the newest here.
+1. A seal is written after every object of its checkpoint is durable; a copy without a seal is never read.
+2. A copy is deleted when its checkpoint is neither live nor the newest here.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class LocalCopies:
                 ) from None
 
     def write(self, objects: Mapping[str, memoryview], index: tuple[str, bytes], manifest: bytes, seal: Seal) -> None:
-        """Make a snapshot durable here, shards and index by name; raise StoreError if the disk refuses."""
+        """Write a snapshot durably: objects by name, (name, bytes) of the index, manifest, seal; raise StoreError."""
         prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
         for name, body in objects.items():
-            with suppress(ObjectExistsError):  # reused: an older checkpoint's copy has it
+            with suppress(ObjectExistsError):  # reused: an older copy has this object
                 self.store.put(name, [body])
         name, data = index
         self.store.put(name, [data])
@@ -60,26 +60,26 @@ class LocalCopies:
         self._newest = prefix
 
     def seals(self) -> list[Seal]:
-        """List the checkpoints that are whole here, the newest first."""
-        found = []
+        """List the seals of complete checkpoints, newest first."""
+        seals = []
         for name in self.store.names(""):
             attempt = parse_attempt(name)
             if attempt is not None and name == attempt_prefix(attempt) + SEAL_NAME:
                 try:
-                    found.append(Seal.from_bytes(self.store.get(name, MAX_SEAL_BYTES)))
+                    seals.append(Seal.from_bytes(self.store.get(name, MAX_SEAL_BYTES)))
                 except (IntegrityError, StoreError) as error:
-                    _log.warning("A local copy is left alone: %s", error)
-        return sorted(found, key=lambda seal: (seal.checkpoint.step, seal.checkpoint.saved_at), reverse=True)
+                    _log.warning("A local copy is not used: %s", error)
+        return sorted(seals, key=lambda seal: (seal.checkpoint.step, seal.checkpoint.saved_at), reverse=True)
 
     def retain(self, live: Iterable[Checkpoint]) -> None:
-        """Delete what belongs to no live checkpoint and not to the newest copy."""
+        """Delete copies that belong neither to a live checkpoint nor to the newest copy."""
         kept: set[str | None] = {self._newest}
         reused: list[str] = []
         for checkpoint in live:
             kept.add(checkpoint.manifest.removesuffix(MANIFEST_NAME))
             reused += checkpoint.reuses
         objects = Names(reused)
-        with suppress(CkptError):  # what stays is looked at after the next save
+        with suppress(CkptError):  # the next save tries again
             doomed = [name for name in self.store.names("") if self._belongs_to_none(name, kept, objects)]
             for name in sorted(doomed, key=lambda name: not name.endswith(SEAL_NAME)):
                 self.store.delete(name)
@@ -92,6 +92,6 @@ class LocalCopies:
 def _identity(format_bytes: bytes) -> tuple[object, object] | None:
     try:
         body = json.loads(format_bytes)
-        return body["run_key"], body["created_at"]  # what else is in it may change with the endpoint
+        return body["run_key"], body["created_at"]  # the rest may change with the endpoint
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

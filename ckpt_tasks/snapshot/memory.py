@@ -1,20 +1,20 @@
 """Memory for snapshots: private to the process, or files in a memory directory, which outlive it.
 
-A memory directory (`/dev/shm` where it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
-what describes them. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
+A memory directory (`/dev/shm` if it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
+its index, manifest and seal. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
 
     lock                           held by the one process that uses the slots; its text is the run directory
     a/model-00000-of-00001-0.safetensors …   the images
     a/index.arrow, a/manifest.json           as on storage
-    a/seal.json                    put last and taken away first: a slot with a seal is complete
+    a/seal.json                    written last and removed first: a slot with a seal is complete
     b/…
 
 Invariants
 
-1. A slot's seal is gone before the first byte of its images changes, and comes back when all of them are known.
-2. Only the process that holds the lock writes, and only it reads what others left.
-3. Everything is the user's own: directories that are another user's, or open to others, are refused.
-4. A child that is forked has no image and holds no slot: see processes.py.
+1. A slot's seal is removed before the first byte of its images changes, and written after all of them are digested.
+2. Only the process that holds the lock writes, and only it reads what earlier processes left.
+3. Everything belongs to this user: a directory of another user, or open to others, is refused.
+4. A forked child has no image and holds no slot: see state/processes.py.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ __all__ = [
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
-_ROOM = 1.05  # of what the images need must be free
-_LEFT_S = 86_400.0  # a disk may be mounted late: for so long the memory of a run that seems to be gone stays
+_ROOM = 1.05  # times the size of the images must be free
+_LEFT_S = 86_400.0  # the memory of a run that seems gone stays this long: its disk may be mounted late
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
 _TOUCHED_BYTES = 16 << 20  # at once
-_HELD: set[Path] = set()  # by this process: a lock of lockf is not an obstacle within it
+_HELD: set[Path] = set()  # by this process: lockf does not exclude within a process
 
 
 Fill = Callable[[Mapping[str, int]], bool]
 
 
 class SnapshotMemory(Protocol):
-    """Where the images of the two slots lie."""
+    """The memory of the two slots' images."""
 
     url: str
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Return memory for the images of a slot, by name; what the slot held is lost.
+        """Return memory for the images of a slot, by name; the slot's old contents are lost.
 
-        Where it is made of files, `fill` may write these, given by descriptor, and says whether it did.
+        If the memory is files, `fill` gets name → descriptor, may write them, and returns whether it did.
         """
 
     def unseal(self, slot: str) -> None:
-        """Say that a slot's images are about to change."""
+        """Mark a slot as incomplete: its images are about to change."""
 
     def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
-        """Say that a slot's images are complete: keep what describes them, and the seal last."""
+        """Mark a slot as complete: write its index and manifest, then the seal."""
 
     def close(self, *, keep: bool) -> None:
-        """Let the memory go; `keep` what is sealed for the next process of this host, where that is possible."""
+        """Release the memory; `keep` sealed snapshots for the next process of this host, if the memory can."""
 
 
 class PrivateMemory:
@@ -99,7 +99,7 @@ class PrivateMemory:
                 hint="Two snapshots are kept beside the state: give the process (its container, `ulimit -v`) as much.",
             ) from error
         for memory in taken.values():
-            # Advice: a kernel without huge pages refuses it, and ordinary pages do as well.
+            # Only advice: a kernel without huge pages refuses it, and ordinary pages will do.
             _madvise(_address(memory), len(memory), _HUGEPAGE)
         return taken
 
@@ -114,7 +114,7 @@ class PrivateMemory:
 
 
 class SlotFiles:
-    """The slots in a directory, to read: those of another rank of this host, say, which holds them itself."""
+    """The slots in a directory, for reading: for example those of another rank, which holds their lock."""
 
     _is_ours = False
 
@@ -139,13 +139,13 @@ class SlotFiles:
         """Return the bytes that the slots take."""
         held_bytes = 0
         for file in self.path.rglob("*"):
-            with suppress(FileNotFoundError):  # another process' may go meanwhile
+            with suppress(FileNotFoundError):  # another process may delete its file meanwhile
                 status = file.lstat()
                 held_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
         return held_bytes
 
     def _slot(self, slot: str) -> Path:
-        """Return a slot's directory, made if need be; raise StoreError if something else stands in its place."""
+        """Return a slot's directory, made on first use; raise StoreError if something else has its name."""
         directory = self.path / slot
         try:
             if self._is_ours:
@@ -159,7 +159,7 @@ class SlotFiles:
 class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
-    `about` is written into the lock file, for people: whose slots these are.
+    `about` is written into the lock file: it says whose slots these are.
     """
 
     _is_ours = True
@@ -175,27 +175,27 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
         try:
-            # Not flock, which a forked DataLoader worker would go on holding after this process has been killed.
+            # Not flock: a forked DataLoader worker would still hold it after this process has been killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
-        os.pwrite(lock, about.encode(), 0)  # for people: the directory's own name says nothing
+        os.pwrite(lock, about.encode(), 0)  # the directory's name is only a hash
         _HELD.add(self.path)
         self._unlock = finalize_here(self, _unlock, self.path, lock)
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Map files of their own, all of them allocated: raises StoreError if there is no room."""
+        """Map new files with all pages allocated; raise StoreError if there is no room."""
         self.unseal(slot)
         directory = self._slot(slot)
         files: dict[str, int] = {}
         try:
             for name in sizes:
-                (directory / name).unlink(missing_ok=True)  # what others may have mapped is never changed in size
+                (directory / name).unlink(missing_ok=True)  # never resize a file that others may have mapped
                 files[name] = open_descriptor(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
             if fill is None or not fill(files):
                 for name, size_bytes in sizes.items():
-                    # Not ftruncate: writing to a page that cannot be had is SIGBUS, this is ENOSPC.
+                    # Not ftruncate: a full disk would be SIGBUS at the first write; here it is ENOSPC.
                     os.posix_fallocate(files[name], 0, max(size_bytes, 1))
             taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
         except OSError as error:
@@ -218,7 +218,7 @@ class MemoryDirectory(SlotFiles):
         try:
             for name, data in files.items():
                 _write_new(directory / name, data)
-            # A rename: the seal is there as a whole or not at all. Nothing is fsynced: it need not outlive the host.
+            # A rename: the seal appears whole or not at all. No fsync: it need not survive the host.
             temporary = directory / f".{SEAL_NAME}"
             _write_new(temporary, seal)
             temporary.rename(directory / SEAL_NAME)
@@ -227,9 +227,7 @@ class MemoryDirectory(SlotFiles):
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        with suppress(
-            StoreError
-        ):  # what is not a seal goes with the slot, and a link that stands there is not followed
+        with suppress(StoreError):  # whatever has the seal's name goes with the slot, and a link is not followed
             self.unseal(slot)
         shutil.rmtree(self.path / slot, ignore_errors=True)
 
@@ -240,7 +238,7 @@ class MemoryDirectory(SlotFiles):
 
 
 def private_root(directory: Path) -> Path:
-    """Return this user's own directory in a memory directory; raise ConfigError if it is not his alone."""
+    """Return this user's own directory in a memory directory; raise ConfigError if others can use it."""
     root = directory / f"ckpt-tasks-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)
@@ -251,16 +249,16 @@ def private_root(directory: Path) -> Path:
 
 
 def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT_S) -> None:
-    """Remove what runs left that are no more; `is_gone` takes the name of a directory and what its lock says.
+    """Remove the memory of runs that are gone: `is_gone(directory name, text of its lock)` says which.
 
-    What a process holds stays, and what one has taken within the last `left_s`.
+    Memory that a process holds stays, and memory that was taken within the last `left_s` seconds.
     """
 
     def is_doomed(path: Path, lock: int) -> bool:
         is_old = time.time() - os.fstat(lock).st_mtime > left_s
         return is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace"))
 
-    for path in set(root.iterdir()) - _HELD:  # to look at a lock of one's own would be to lose it
+    for path in set(root.iterdir()) - _HELD:  # opening and closing our own lock file would release the lock
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
@@ -273,7 +271,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
 
 
 def default_directory(size_bytes: int) -> Path | None:
-    """Return /dev/shm where it, the machine and the container have room for two snapshots of this size, else None."""
+    """Return /dev/shm if it, the machine and the container have room for two snapshots of this size, else None."""
     if not _SHARED_MEMORY.is_dir():
         return None
     status = os.statvfs(_SHARED_MEMORY)
@@ -282,15 +280,15 @@ def default_directory(size_bytes: int) -> Path | None:
 
 
 def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
-    """Have the kernel find all pages of a mapping now, while they are `wanted`; what they hold stays.
+    """Have the kernel allocate all pages of a mapping now, as long as `wanted()`; their contents stay.
 
-    That takes several times a copy. Others may fill it meanwhile. A kernel before Linux 5.14 finds them when they are
-    filled.
+    It takes several times as long as a copy; other threads may fill the memory meanwhile. Linux before 5.14 cannot do
+    it, and allocates pages when they are filled.
     """
     for begin in range(0, len(memory), _TOUCHED_BYTES):
         if not wanted():
             return
-        # Not MAP_POPULATE: that would take all of it at once.
+        # Not MAP_POPULATE, which would allocate all of it in one call.
         _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
@@ -304,7 +302,7 @@ def _unlock(path: Path, lock: int) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock to write; raises OSError if it is not a file of this user alone (it could be a link)."""
+    """Open the lock for writing; raise OSError if it is a link, or others can use it."""
     lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(lock)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
@@ -315,7 +313,7 @@ def _open_lock(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file to read; raises OSError for what is none, and waits for nothing."""
+    """Open a regular file for reading; raise OSError for anything else, without waiting for a pipe."""
     fd = open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -326,7 +324,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)  # whatever it is: it is not written through
+    path.unlink(missing_ok=True)  # whatever has the name: never write through a link
     fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         write_at(fd, data, 0)

@@ -1,9 +1,8 @@
-"""A snapshot that many ranks took together, as far as this host has it: this rank's part, and those beside it.
+"""A snapshot of many ranks, as far as this host has it: the parts of its ranks.
 
-Each rank seals its part by itself: its images, an index and a manifest of them alone, and its own trees. The parts of
-one attempt belong together by the attempt's name. A rank restores from its own trees and whatever regions this host
-has; where they do not cover what the rank holds (replicas that ranks elsewhere have written), the snapshot is no good
-here.
+Each rank seals its part by itself: its images, an index and a manifest of them alone, and its own trees. The attempt's
+name says which parts belong together. A rank restores from its own trees and from all regions on this host. If they do
+not cover what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["Part", "RankSnapshot"]
 
 
 class Part(NamedTuple):
-    """What one rank sealed, and where its objects lie."""
+    """One rank's seal, and the store with its objects."""
 
     seal: Seal
     store: ReadableStore
@@ -41,10 +40,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankSnapshot:
-    """One attempt's parts on this host, by rank; this rank's is among them.
+    """The parts of one attempt on this host, by rank; this rank's is among them.
 
-    `slot` is where this rank's lies in the memory directory, None for a copy in the local directory. `checkpoint` is
-    what the ledger says of the attempt, or what it would become (`n` is -1).
+    `slot` is this rank's slot in the memory directory, None for a copy in the local directory. `checkpoint` is the
+    attempt's checkpoint in the ledger, or the one that it would become (`n` is -1).
     """
 
     rank: int
@@ -59,7 +58,7 @@ class RankSnapshot:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Where it is, in words for the log."""
         return "in memory" if self.slot else "in the local directory"
 
     @property
@@ -85,7 +84,7 @@ class RankSnapshot:
             return Opened(opened, index, {name: SavedGroup(name, opened, index) for name in own.groups})
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of `rows`, as far as they are here."""
+        """Return the tensors of `rows`, as far as this host has them."""
         return _CoveredTensors(store, rows)
 
 
@@ -114,11 +113,11 @@ class _PartsStore:
         if not self._of:
             for part in self._parts.values():
                 self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
-        return self._of.get(name, self._own)  # which says that it is not there, or has what is no object
+        return self._of.get(name, self._own)  # own: raises that there is no such object
 
 
 class _CoveredTensors(DownloadedTensors):
-    """The tensors of `rows`, which need not be all of a checkpoint: what is asked for must be covered by them."""
+    """The tensors of `rows`, which may be a part of a checkpoint; they must cover every tensor that is read."""
 
     def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
         super().__init__(store, rows)

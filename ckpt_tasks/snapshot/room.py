@@ -1,7 +1,7 @@
-"""How much memory this process may still take: what the machine has, and what its container is allowed.
+"""How much memory this process may still take: limited by the machine and by its container.
 
-Shared memory counts towards a container like any other: a process that fills /dev/shm above the limit is killed,
-however large /dev/shm says that it is.
+Shared memory counts towards a container's limit: a process that fills /dev/shm beyond it is killed, however large
+/dev/shm claims to be.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 __all__ = ["available_bytes"]
 
 _ROOT = Path("/")
-_V1_NO_LIMIT_BYTES = 1 << 62  # version 1 has no word for it: the largest number of whole pages
+_V1_NO_LIMIT_BYTES = 1 << 62  # version 1 writes "no limit" as the largest number of whole pages
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that the machine has available, or what a control group above this process leaves of them."""
+    """Return the bytes that the machine has available, or less if a control group of this process allows less."""
     with open(root / "proc/meminfo", encoding="ascii") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     return max(0, min([machine, *_left_by_groups(root)]))
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yield, for every control group with a limit, what it has left; files that it could drop count as left."""
+    """Yield the bytes left in every control group with a limit; page cache that it can drop counts as left."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -33,7 +33,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
             droppable = "total_inactive_file"
         else:
             continue
-        # In a container the mount may be the group itself, whatever path the host gives it.
+        # In a container the mount may be the group itself, whatever its path on the host.
         group = mount / path.lstrip("/")
         for directory in [group, *group.parents]:
             if directory.is_relative_to(mount):

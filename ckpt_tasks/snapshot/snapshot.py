@@ -1,8 +1,8 @@
-"""A snapshot: a copy of the state in host memory that already is the bytes of its files.
+"""A snapshot: a copy of the state in host memory, in the very bytes of its files.
 
 The plan (which tensor at which offset of which file) depends only on names, dtypes, shapes and devices, and is kept
-while these stay the same. Images are filled by plain copies; nothing is serialised a second time. Where their memory
-comes from, and whether it outlives the process, is memory.py's.
+while these stay the same. Images are filled by plain copies; nothing is serialised again. memory.py provides their
+memory and decides whether it outlives the process.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The files of one state structure: (group, name, layout) each; `signature` says which structure.
+    """The files of one state structure: (group, name, layout) each; `signature` identifies the structure.
 
-    `devices` names the files whose tensors come from CUDA devices, and one such device for each. `places` has the whole
-    tensor's shape and the offset of every tensor that is a part of one.
+    `devices` maps files whose tensors come from CUDA devices to one such device. `places` has, for each tensor that is
+    a part of a sharded one, the shape of the whole and the offset in it.
     """
 
     signature: tuple[_Described, ...]
@@ -55,7 +55,7 @@ class SnapshotPlan:
     places: Places = field(default_factory=dict)
 
     def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str], places: Places) -> bool:
-        """Say whether this is the plan for these tensors."""
+        """Say whether the plan fits these tensors."""
         same = map(eq, self.signature, _described(tensors, frozen))
         return len(self.signature) == len(tensors) and self.places == places and all(same)
 
@@ -81,7 +81,7 @@ class Image:
     @cached_property
     @gc_paused()
     def regions(self) -> Index:
-        """The rows of the index for what is digested on its own, without the name of the object and the digests."""
+        """The index rows of this file's regions; object names and digests are still empty."""
         regions = self.layout.regions
         placed = [self._placed(spec, box) for spec, box, _, _ in regions]
         return Index.of_columns(
@@ -98,7 +98,7 @@ class Image:
         )
 
     def _placed(self, spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], Box]:
-        """Return the shape of the whole tensor, and the box of it that a region is."""
+        """Return the shape of the whole tensor, and the region's box in it."""
         place = self._places.get(f"{self.group}/{spec.name}")
         if place is None:
             return spec.shape, box
@@ -107,7 +107,7 @@ class Image:
 
 
 class ImageSet:
-    """The images of one snapshot. Two sets take turns: one is written to storage while the other one is filled."""
+    """The images of one snapshot. Two sets alternate: one is written to storage while the other is filled."""
 
     @gc_paused()
     def __init__(self, plan: SnapshotPlan, memory: Mapping[str, memoryview]):
@@ -118,9 +118,9 @@ class ImageSet:
 
     @gc_paused()
     def fill(self, tensors: Mapping[str, torch.Tensor], devices: Devices) -> DeviceCopy | None:
-        """Copy captured tensors to their places: those of the host now, those of devices in the order of their streams.
+        """Copy captured tensors into the images: host tensors at once, device tensors on the devices' streams.
 
-        Wait for what this returns before you read the images.
+        Wait for the returned DeviceCopy before you read the images.
         """
         moves: list[Move] = []
         into, out_of = [], []
@@ -129,7 +129,7 @@ class ImageSet:
             live = tensors[key]
             large = self._large.get(key)
             if self._devices and live.is_cuda:
-                # An alias of our own: assigning to the live tensor's `.data` must not free what the device reads.
+                # Our own alias: an assignment to the live tensor's `.data` must not free memory that the device reads.
                 on_devices.append((view, storable(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
                 moves.append((large[0], live.data_ptr(), large[1]))
@@ -145,7 +145,7 @@ _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
 
 
 def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
-    """Describe, tensor by tensor, the structure that a plan depends on."""
+    """Yield the properties of each tensor on which a plan depends."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
     return (
         (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None) for key, t in tensors.items()
@@ -162,7 +162,7 @@ def plan_snapshot(
     places: Places | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SnapshotPlan:
-    """Lay out one file per group: several where a group is large, and others for what is frozen."""
+    """Lay out the files: one per group, several if it is large, and separate ones for frozen tensors."""
     signature = tuple(_described(tensors, frozen))
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
@@ -187,14 +187,14 @@ def plan_snapshot(
 
 
 def _region_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
-    """Return how large a region is at most, so that all ranks together have fewer than half of MAX_REGIONS."""
+    """Return the region size with which all ranks together have fewer than half of MAX_REGIONS."""
     total_bytes, region_bytes = world_size * sum(t.nbytes for t in tensors.values()), MIN_REGION_BYTES
     while region_bytes < REGION_BYTES and total_bytes // region_bytes + world_size * len(tensors) > MAX_REGIONS // 2:
         region_bytes *= 2
     return region_bytes
 
 
-# Dtypes that few kernels know: their bits are copied as what they are. This torch may not have all of them.
+# Dtypes that few kernels support: they are copied as bytes. This torch may not have all of them.
 _AS_BYTES = frozenset(
     name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
 )
@@ -217,6 +217,6 @@ def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as what its place in the image is: bytes for rare dtypes, pairs for unaligned complex ones."""
+    """View a tensor as the dtype of its place in the image: bytes for rare dtypes, pairs for unaligned complex."""
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)
