@@ -32,6 +32,19 @@ ENV = {
 JOB = JobFacts(name="train/lm", command="prefect flow-run execute", env=ENV, tags=("ckpt-tasks",))
 POOL = PoolFacts(name="p", type="process", online=1, jobs=(JOB,))
 GIB = 1 << 30
+SEEN = {
+    "server": "http://h/api, version 3.8.8; this client has 3.8.8",
+    "fastapi": "0.150.0 is installed here",
+    "lease storage": "filesystem",
+    "zombies": "'ckpt-tasks: zombie flow runs are crashed', after 90 s",
+    "resuming": "'ckpt-tasks: crashed flow runs are resumed', after 20 s",
+    "heartbeat": "every 30 s",
+    "work pool": "p, process, workers online: 1, deployments: 1",
+    "preemption": "SIGTERM schedules a flow run again: train/lm",
+    "threads": "OMP_WAIT_POLICY is set: train/lm",
+    "clock": "agrees with the server to within 1 s",
+    "tags": "the automations hold for train/lm",
+}
 
 
 def verdict(check: Check | None) -> str:
@@ -42,14 +55,15 @@ def verdict(check: Check | None) -> str:
 
 
 def test_where_all_is_well_nothing_is_said_to_be_done() -> None:
-    """Every check of a server, a pool and a host as docs/OPERATING.md wants them is ok."""
+    """Every check of a server, a pool and a host as docs/OPERATING.md wants them is ok, and says what was seen."""
     checks = [health.judge_server(GOOD), health.judge_fastapi(GOOD), health.judge_leases(GOOD, (JOB,))]
     checks += [*health.judge_automations(GOOD), health.judge_heartbeat(GOOD, (JOB,), 180)]
     checks += [health.judge_pool(POOL, asked=True), health.judge_stopping(POOL, (JOB,)), health.judge_threads((JOB,))]
-    checks += [health.judge_clock("clock", 0.2, 0.5, "the server")]
+    checks += [health.judge_clock("clock", 0.2, 1.0, "the server")]
     tags = health.judge_tags(GOOD, (JOB,))
     assert tags is not None
     assert {(check.verdict, check.do) for check in [*checks, tags]} == {("ok", "")}
+    assert {check.name: check.seen for check in [*checks, tags]} == SEEN
 
 
 @pytest.mark.parametrize(
@@ -141,7 +155,10 @@ def test_heartbeat(beat: str | None, within_s: float | None, tagged: bool, expec
     """Three heartbeats must fit into the time after which a silent run is taken for dead, or healthy ones end."""
     facts = replace(GOOD, automations=() if within_s is None else (replace(ZOMBIES, within_s=within_s), RESUMES))
     job = replace(JOB, env={"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": beat}, tags=("ckpt-tasks",) if tagged else ())
-    assert verdict(health.judge_heartbeat(facts, (job,), 30)) == expected
+    check = health.judge_heartbeat(facts, (job,), 30)
+    assert verdict(check) == expected
+    assert ("every " in check.seen) == (beat in ("30", "60", "90", "180"))
+    assert f"every {beat} s" in check.seen or "every " not in check.seen
 
 
 @pytest.mark.parametrize(
