@@ -5,13 +5,10 @@ from __future__ import annotations
 import resource
 import secrets
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -28,12 +25,12 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
-from tests.support.calls import FailingCalls, Mode
+from tests.support.calls import Mode
 from tests.support.cli_runs import flip, only
+from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
 from tests.support.syncs import Full, check, copy, opened, outcomes, state_of, train
 
 FEWEST_CALLS = 60  # a sweep that ends before has not swept a whole copy
-ROOT = Path(__file__).resolve().parents[2]
 
 # It has one thread and no torch: a fork of it is a process like any other, and starts at once.
 VICTIM = """
@@ -290,13 +287,13 @@ def place_of(base: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mode", ["refused", pytest.param("landed", marks=pytest.mark.slow)])
-def test_whatever_call_fails_the_same_copy_completes(base: Path, mode: Mode) -> None:
+@strides(5)
+@pytest.mark.parametrize("mode", ["refused", LANDED])
+def test_whatever_call_fails_the_same_copy_completes(base: Path, mode: Mode, stride: int) -> None:
     """P28, P67: at every failed call at the target what is committed there is good, and the next copy completes it."""
-    for n in count(1):
+    for calls in failing_calls(mode, stride, FEWEST_CALLS):
         root = place_of(base)
         run = open_run(str(root / "run"))
-        calls = FailingCalls(n, mode)
         try:
             copy(run, LocalStore(root / "b", calls=calls))
         except CkptError:
@@ -311,30 +308,21 @@ def test_whatever_call_fails_the_same_copy_completes(base: Path, mode: Mode) -> 
         check(root / "b", run)
         assert orphans(there.history.store, there.head().state) == []
         shutil.rmtree(root)
-        if not calls.reached:
-            break
-    assert n > FEWEST_CALLS
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", VICTIM]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def victim() -> Iterator[Victim]:
+    with victim_of("-c", VICTIM) as victim:
+        yield victim
 
 
-@pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
-def test_killed_at_any_call_only_orphans_are_left(base: Path, victim: subprocess.Popen[str], mode: Mode) -> None:
+@strides(5)
+@pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
+def test_killed_at_any_call_only_orphans_are_left(base: Path, victim: Victim, mode: Mode, stride: int) -> None:
     """P30, P67: after SIGKILL at any call what is committed is good, the rest is orphaned, and a copy completes it."""
-    assert victim.stdin is not None
-    assert victim.stdout is not None
-    for n in count(1):
+    for n in victim.deaths(stride, FEWEST_CALLS):
         root = place_of(base)
-        victim.stdin.write(f"{root}\t{n}\t{mode}\n")
-        victim.stdin.flush()
-        ended = victim.stdout.readline().strip()
+        ended = victim.strike(root, n, mode)
         run, there = open_run(str(root / "run")), open_run(str(root / "b"))
         state, store = there.head().state, there.history.store
         assert verify_run_directory(there.history).good
@@ -344,9 +332,6 @@ def test_killed_at_any_call_only_orphans_are_left(base: Path, victim: subprocess
         check(root / "b", run, leased=ended == "killed")
         assert orphans(store, there.head().state) == []
         shutil.rmtree(root)
-        if ended == "done":
-            break
-    assert n > FEWEST_CALLS
 
 
 def test_no_room_for_an_object_is_said(run_dir: Path, tmp_path: Path) -> None:

@@ -1,23 +1,20 @@
 """Fail the n-th call that changes the disk, for n = 1, 2, 3 … until a save ends without reaching n.
 
-The form is SQLite's I/O-error loop. What is swept is a whole life of a process: take the directory, restore, save,
-commit, retire and delete the oldest checkpoint, let the directory go.
+What is swept is a whole life of a process: take the directory, restore, save, commit, retire and delete the oldest
+checkpoint, let the directory go.
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, CommitUncertainError
-from tests.support.calls import FailingCalls, Mode
+from tests.support.calls import Mode
 from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
@@ -29,10 +26,8 @@ from tests.support.runs import (
     state_of,
     train,
 )
+from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
 
-# The quick form fails every fifth call, the long one each.
-EVERY = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = 70  # a sweep that ends before has not swept a whole save
 
 
@@ -57,7 +52,7 @@ def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
     return committed, None
 
 
-@EVERY
+@strides(5)
 @pytest.mark.parametrize("kept", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["refused", "landed"])
 def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
@@ -67,10 +62,8 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
 
     Where two are kept, the commit retires; where one is kept, an entry of its own does, as the new one is read back.
     """
-    for n in count(1, stride):
-        root = fast_dir / f"{mode}-{kept}-{n}"
-        shutil.copytree(base, root)
-        calls = FailingCalls(n, mode)
+    for calls in failing_calls(mode, stride, FEWEST_CALLS):
+        root = shutil.copytree(base, fast_dir / f"{mode}-{kept}")
         ckpt = opened(root, calls=calls, max_num_checkpoints=kept)
         reported, error = live_through(ckpt)
         died(ckpt)
@@ -86,21 +79,16 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
         assert error is None or ckpt.last_commit is None, (calls.where, error)
         check_run(root, newest)
         shutil.rmtree(root)
-        if not calls.reached:
-            break
-    assert n > FEWEST_CALLS
 
 
-@EVERY
-@pytest.mark.parametrize("mode", ["refused", pytest.param("landed", marks=pytest.mark.slow)])
+@strides(5)
+@pytest.mark.parametrize("mode", ["refused", LANDED])
 def test_the_same_process_can_try_again_after_any_failed_call(
     base: Path, fast_dir: Path, mode: Mode, stride: int
 ) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
-    for n in count(1, stride):
-        root = fast_dir / f"again-{mode}-{n}"
-        shutil.copytree(base, root)
-        calls = FailingCalls(n, mode)
+    for calls in failing_calls(mode, stride, FEWEST_CALLS):
+        root = shutil.copytree(base, fast_dir / f"again-{mode}")
         ckpt = opened(root, calls=calls)
         reported, error = live_through(ckpt)
         if error is not None:
@@ -112,41 +100,25 @@ def test_the_same_process_can_try_again_after_any_failed_call(
             assert reported == 4
         check_run(root, 4)
         shutil.rmtree(root)
-        if not calls.reached:
-            break
-    assert n > FEWEST_CALLS
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.victim"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def victim() -> Iterator[Victim]:
+    with victim_of("-m", "tests.crash.victim") as victim:
+        yield victim
 
 
-@EVERY
-@pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
+@strides(5)
+@pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
 def test_killed_at_any_call_the_run_goes_on(
-    base: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, stride: int
+    base: Path, fast_dir: Path, victim: Victim, mode: Mode, stride: int
 ) -> None:
     """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly, sweeps the rest."""
-    assert victim.stdin is not None
-    assert victim.stdout is not None
-    for n in count(1, stride):
-        root = fast_dir / f"{mode.replace(' ', '-')}-{n}"
-        shutil.copytree(base, root)
-        victim.stdin.write(f"{root}\t{n}\t{mode}\n")
-        victim.stdin.flush()
-        ended = victim.stdout.readline().strip()
-        assert ended in ("killed", "lived", "done")
+    for n in victim.deaths(stride, FEWEST_CALLS):
+        root = shutil.copytree(base, fast_dir / f"{mode.replace(' ', '-')}-{n}")
+        ended = victim.strike(root, n, mode)
         newest = max(head_of(root).live, key=lambda c: c.n).step
         assert newest in (3, 4)
         assert newest == 4 or ended == "killed"
         check_run(root, newest)
         shutil.rmtree(root)
-        if ended == "done":
-            break
-    assert n > FEWEST_CALLS

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,8 @@ from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
 from tests.crash.fork_victim import CHANGED, make_fork
 from tests.support.calls import FailingCalls, Mode, WatchedCalls
 from tests.support.runs import UNTOUCHED, check_run, head_of, opened, state_of, train
+from tests.support.sweeps import KILLED_AFTER, Victim, failing_calls, strides, victim_of
 
-# The quick form fails every third call, the long one each.
-EVERY = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
-ROOT = Path(__file__).resolve().parents[2]
 FEWEST_CALLS = {"linked": 45, "sent": 45}  # a sweep that ends before has not swept a whole fork
 
 
@@ -29,17 +24,9 @@ def source(fast_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.fork_victim"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def victim() -> Iterator[Victim]:
+    with victim_of("-m", "tests.crash.fork_victim") as victim:
+        yield victim
 
 
 def half_is_none(target: Path) -> None:
@@ -64,37 +51,28 @@ def finished(source: Path, target: Path) -> None:
     check_run(target, 3)
 
 
-@EVERY
+@strides(7)
 @pytest.mark.parametrize("way", ["linked", pytest.param("sent", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["killed before", pytest.param("killed after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
 def test_killed_at_any_call_the_same_fork_finishes(  # noqa: PLR0917 (fixtures and parameters)
-    source: Path, fast_dir: Path, victim: subprocess.Popen[str], mode: Mode, way: str, stride: int
+    source: Path, fast_dir: Path, victim: Victim, mode: Mode, way: str, stride: int
 ) -> None:
     """P30: SIGKILL at every call: what is there is no run or the whole fork, and the same command finishes it."""
-    assert victim.stdin is not None
-    assert victim.stdout is not None
-    for n in count(1, stride):
+    for n in victim.deaths(stride, FEWEST_CALLS[way]):
         target = fast_dir / f"{mode.replace(' ', '-')}-{way}-{n}"
-        victim.stdin.write(f"{source}\t{target}\t{n}\t{mode}\t{way}\n")
-        victim.stdin.flush()
-        ended = victim.stdout.readline().strip()
-        assert ended in ("killed", "lived", "done")
+        ended = victim.strike(source, target, n, mode, way)
         assert head_of(target).live or ended == "killed"
         half_is_none(target)
         finished(source, target)
         shutil.rmtree(target)
-        if ended == "done":
-            break
-    assert n > FEWEST_CALLS[way]
 
 
-@EVERY
+@strides(7)
 @pytest.mark.parametrize("mode", ["refused", "landed"])
 def test_whatever_call_fails_the_same_fork_finishes(source: Path, fast_dir: Path, mode: Mode, stride: int) -> None:
     """P28, P30: a call that fails, or whose answer is lost, leaves no run or the whole fork; again, it finishes."""
-    for n in count(1, stride):
-        target = fast_dir / f"{mode}-{n}"
-        calls = FailingCalls(n, mode)
+    for calls in failing_calls(mode, stride, FEWEST_CALLS["linked"]):
+        target = fast_dir / mode
         try:
             make_fork(source, target, calls)
         except CkptError:
@@ -103,9 +81,6 @@ def test_whatever_call_fails_the_same_fork_finishes(source: Path, fast_dir: Path
             assert head_of(target).live, calls.where
         finished(source, target)
         shutil.rmtree(target)
-        if not calls.reached:
-            break
-    assert n > FEWEST_CALLS["linked"]
 
 
 def test_names_are_durable_before_the_entry(source: Path, fast_dir: Path) -> None:
