@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Any, Any, list[tuple[str, str]]]] = {
     "length and value": ({"n": [1, 2]}, {"n": [3]}, [("x/n/0", "value"), ("x/n", "length")]),
     "maxlen": ({"n": deque([1], 2)}, {"n": deque([1], 3)}, [("x/n", "value")]),
     "order": ({"n": OrderedDict(a=1, b=2)}, {"n": OrderedDict(b=2, a=1)}, [("x/n", "order")]),
+    "order and a key": ({"n": OrderedDict(a=1, b=2, c=3)}, {"n": OrderedDict(c=3, a=1)}, [("x/n/b", "only in A")]),
     "order of a dict": ({"n": {"a": 1, "b": 2}}, {"n": {"b": 2, "a": 1}}, []),
     "NumPy scalar": ({"n": np.float32(1)}, {"n": np.float64(1)}, [("x/n", "value")]),
     "time zone": ({"n": datetime(2026, 1, 1)}, {"n": datetime(2026, 1, 1, tzinfo=UTC)}, [("x/n", "value")]),  # noqa: DTZ001
