@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from ckpt_tasks import CheckpointConfig, Checkpointer
-
-KILLED = """
-import os, sys
 import torch
-from ckpt_tasks import CheckpointConfig, Checkpointer
-ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=sys.argv[2]))
-ckpt.save(1, {"weights": torch.zeros(1000)})
-os._exit(9)
-"""
 
-HOLDING = KILLED.replace("os._exit(9)", 'print("saved", flush=True)\nsys.stdin.read()')
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from tests.support.children import Child
+
+
+def holds(arguments: Sequence[str]) -> None:
+    run_dir, memory = arguments
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=run_dir, memory_dir=memory))
+    ckpt.save(1, {"weights": torch.zeros(1000)})
+    print("saved", flush=True)  # noqa: T201 (the test waits for it)
+    signal.pause()
 
 
 def left(memory: Path) -> set[str]:
@@ -33,7 +32,10 @@ def left(memory: Path) -> set[str]:
 def killed(run_dir: Path, memory: Path, *, age_s: float) -> str:
     """Kill a run; return the name of what it left in memory, so many seconds ago."""
     before = left(memory)
-    subprocess.run([sys.executable, "-c", KILLED, str(run_dir), str(memory)], check=False)
+    with Child(holds, [str(run_dir), str(memory)], run_dir.with_suffix(".said")) as child:
+        child.until(lambda: child.said() == "saved\n")
+        child.send(signal.SIGKILL)
+        child.wait()
     (name,) = left(memory) - before
     aged(memory, name, age_s)
     return name
@@ -71,10 +73,8 @@ def test_the_memory_of_a_process_that_lives_stays(tmp_path: Path) -> None:
     """P67: whoever holds it may commit it yet, this process or another, though the run directory is gone."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    command = [sys.executable, "-c", HOLDING, str(tmp_path / "other"), str(memory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "saved\n"
+    with Child(holds, [str(tmp_path / "other"), str(memory)], tmp_path / "said") as other:
+        assert other.until(lambda: other.said() == "saved\n")
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "own"), memory_dir=str(memory))) as own:
             own.save(1, {"value": 1})
             held = left(memory)
@@ -86,6 +86,4 @@ def test_the_memory_of_a_process_that_lives_stays(tmp_path: Path) -> None:
                 ckpt.save(1, {"value": 1})
                 assert held < left(memory)
             (tmp_path / "away").rename(tmp_path / "own")
-        (tmp_path / "elsewhere").rename(tmp_path / "other")
-        other.communicate("")
     assert len(held) == 2
