@@ -130,6 +130,17 @@ def test_a_directory_of_another_run(run_dir: Path) -> None:
     assert sorted(path.name for path in run_dir.rglob("*")) == before
 
 
+def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) -> None:
+    """P49, P52: where format.json cannot say whose run it is, each manifest does, before the state is touched."""
+    with _open(run_dir, run_key="one") as ckpt:
+        ckpt.save(1, _state(1.0))
+    (run_dir / "format.json").write_bytes(b"torn")
+    state = _state()
+    with _open(run_dir, run_key="two") as ckpt, pytest.raises(RunMismatchError, match="'one'"):
+        ckpt.restore(state)
+    assert state["seen"] == [0.0]
+
+
 def test_a_run_copied_elsewhere(run_dir: Path, tmp_path: Path) -> None:
     """P52: a copy of the directory under another name, without times, is the same run."""
     with _open(run_dir, run_key="one", max_num_checkpoints=None) as ckpt:

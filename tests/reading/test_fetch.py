@@ -69,12 +69,14 @@ def test_tensors_of_every_size_come_back(run_dir: Path, size_bytes: int, fresh: 
 
 
 def test_targets_in_any_form_are_filled(run_dir: Path) -> None:
-    """P5: a live tensor keeps its memory and its strides, whether it is transposed, a slice, or channels-last."""
+    """P5: a live tensor keeps its memory and its strides: transposed, a slice, channels-last, negated, conjugated."""
     source = nn.Module()
     for name, value in {
         "a": torch.randn(600, 700),
         "b": torch.randn(2, 8, 200, 100),
         "c": torch.randn(300, 400),
+        "d": torch.randn(300, 400),
+        "e": torch.randn(200, 200, dtype=torch.complex64),
     }.items():
         source.register_buffer(name, value)
     _saved(run_dir, {"model": source})
@@ -83,10 +85,13 @@ def test_targets_in_any_form_are_filled(run_dir: Path) -> None:
     target.register_buffer("a", backing.T[:, ::2])
     target.register_buffer("b", torch.zeros(2, 8, 200, 100).to(memory_format=torch.channels_last))
     target.register_buffer("c", torch.zeros(500, 400)[100:400])
+    target.register_buffer("d", torch._neg_view(torch.zeros(300, 400)))
+    target.register_buffer("e", torch.zeros(200, 200, dtype=torch.complex64).conj())
     pointers = {name: (value.data_ptr(), value.stride()) for name, value in target.named_buffers()}
     _restored(run_dir, {"model": target})
     assert {name: (value.data_ptr(), value.stride()) for name, value in target.named_buffers()} == pointers
-    assert all(same_bits(value, getattr(source, name)) for name, value in target.named_buffers())
+    values = {name: value.resolve_neg().resolve_conj() for name, value in target.named_buffers()}
+    assert all(same_bits(value, getattr(source, name)) for name, value in values.items())
     assert not backing[1::2].any()
 
 

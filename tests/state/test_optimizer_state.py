@@ -163,6 +163,16 @@ def test_an_option_that_the_checkpoint_lacks_has_its_default() -> None:
     stepped(fresh)
 
 
+def test_an_option_that_only_the_checkpoint_has_is_no_other_kind_of_optimizer() -> None:
+    """P58, P59: a checkpoint of a torch whose optimizer had one option more is restored."""
+    saved = save(stepped(three()))
+    groups = saved.groups
+    groups["optimizer"].tree["param_groups"][0]["options"]["newer"] = False
+    fresh = three()
+    plan_restore(fresh, groups, saved.stored).apply(HeldTensors(saved.tensors))
+    stepped(fresh)
+
+
 def test_moments_that_are_there_are_copied_into() -> None:
     """P17: a captured graph holds the addresses of the state: equal shapes and dtypes keep their memory."""
     saved, state = save(stepped(three())), stepped(stepped(three()))
