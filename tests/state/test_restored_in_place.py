@@ -151,6 +151,15 @@ def test_memory_shared_between_groups_is_shared_again() -> None:
     assert (array == 7).all()
 
 
+def test_tensors_without_elements_share_nothing() -> None:
+    """P4, P6: two empty tensors of one shape have one address, and come back as two that grow each by itself."""
+    state: dict[str, Any] = {"shown": []}
+    restore(save({"shown": [torch.empty(0, 3), torch.empty(0, 3)]}), state)
+    one, other = state["shown"]
+    one.resize_(1, 3)
+    assert other.shape == (0, 3)
+
+
 def test_memory_shared_here_alone_gets_each_its_own() -> None:
     """P4: a fresh program's "best" is the model itself; the checkpoint's is not, and both come back as they were."""
     model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
