@@ -14,11 +14,12 @@ from ckpt_tasks.reading import opening
 
 @pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_INDEX_BYTES"])
 def test_a_checkpoint_that_could_not_be_read_is_not_committed(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """P42: a manifest or index over the reader's limit fails the save, and nothing of it is left behind."""
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir)))
+    """P42, P44: a manifest or index over the limit fails the save: nothing of it is left, nor written over for it."""
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(tmp_path)))
     ckpt.save(1, {"x": "small"})
+    (sealed,) = tmp_path.rglob("seal.json")
     monkeypatch.setattr(opening, limit, 5000)
     names = {f"tensor{n}": float(n) for n in range(2000)}
     state = {"x": names} if limit == "MAX_MANIFEST_BYTES" else tensors(200)
@@ -26,6 +27,7 @@ def test_a_checkpoint_that_could_not_be_read_is_not_committed(
     with pytest.raises(UnsupportedStateError, match="more than the 5000"):
         ckpt.save(2, state)
     assert sorted(run_dir.rglob("*")) == before
+    assert ckpt._saver._pipeline.next_slot() != sealed.parent.name  # the only complete snapshot stays
     ckpt.close()
     assert [c.step for c in ckpt.checkpoints()] == [1]
 

@@ -145,6 +145,7 @@ def test_memory_shared_between_groups_is_shared_again() -> None:
     restore(saved, state)
     weight, bias, array = state["shown"]
     assert bias is fresh.bias
+    assert not weight.requires_grad
     with torch.no_grad():
         fresh.weight.fill_(7.0)
     assert weight.eq(7).all()
