@@ -181,7 +181,7 @@ WRONG = {
     "a buffer too many": (batch(2, NODES, pairs((0, 0), (0, 16), (0, 16)), BODY), "more columns"),
     "a batch of another length": (batch(3, NODES, BUFFERS, BODY), "different lengths"),
     "an old beginning": (batch(2, NODES, BUFFERS, BODY)[4:], "does not begin as one"),
-    "a message of negative size": (struct.pack("<Ii", 0xFFFFFFFF, -64) + batch(2, NODES, BUFFERS, BODY), "begin as one"),
+    "a message of negative size": (struct.pack("<Ii", 0xFFFFFFFF, -64) + BODY, "does not begin as one"),
     "a message too many": (batch(2, NODES, BUFFERS, BODY) * 64, "more than 64"),
 }
 
