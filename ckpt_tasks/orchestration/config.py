@@ -1,4 +1,4 @@
-"""What a flow's parameters mean: the run's directory, its position, and where the next batch ends."""
+"""From a flow's parameters: the run's directory, its position, and the end of the next batch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ __all__ = [
     "recorded_evaluation",
 ]
 
-# Called with the numbers of evaluations that are done and known; the caller that runs the flow in this thread sets it.
+# Called with the numbers of finished and known evaluations; whoever runs the flow in this thread sets it.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None
 )
@@ -52,7 +52,7 @@ _ROUND = 16  # checkpoints per round; each round begins with a look at new commi
 _LOOK_S = 0.5
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
-# The random streams belong to the process: of several threads only one evaluation computes at a time.
+# The random streams belong to the process, so only one thread evaluates at a time.
 _COMPUTE_LOCK = threading.Lock()
 
 
@@ -173,7 +173,7 @@ def evaluate_checkpoint(
 
     The program is built with `params` and, for parameters not in them, with those that the run records
     (`effective_params`). Only its modules are restored (its whole state if it has none). Raises ProgramError,
-    CheckpointNotFoundError if the checkpoint is pruned by now, and what the restore raises.
+    CheckpointNotFoundError if the checkpoint has been pruned, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:

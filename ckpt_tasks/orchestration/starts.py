@@ -78,7 +78,7 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 def name_declined_starts(name: str) -> int:
     """Rename the flow runs of this deployment that were cancelled because this one was at work; return how many.
 
-    They never began, so they have random names from Prefect, and keep them if Prefect's API does not answer.
+    They never began, so they have random names from Prefect; they keep these if Prefect's API does not answer.
     """
     try:
         if deployment.id is None:  # reading this may call the API

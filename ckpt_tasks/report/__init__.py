@@ -1,1 +1,1 @@
-"""A run shown to people."""
+"""Show a run to people: words, SVG, and the report as markdown and HTML."""

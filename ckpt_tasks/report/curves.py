@@ -1,4 +1,4 @@
-"""The metrics of every step, each in a small picture against the step, as one SVG; left lines are pale."""
+"""The metrics of every step as one SVG: one small picture per metric; abandoned lines are pale."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class _Span(NamedTuple):
     high: float
 
     def part(self, value: float) -> float:
-        """Return where a value lies between the two ends, from 0 to 1."""
+        """Return the position of a value between the two ends, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
 def draw_curves(curve: Curve, *, heading: str) -> str:
-    """Draw a run's metrics and return the SVG document; "" where no step has any."""
-    names = sort_metrics({name for one in curve.steps for name in one.metrics})
+    """Draw a run's metrics and return the SVG document; "" if no step has metrics."""
+    names = sort_metrics({name for point in curve.steps for name in point.metrics})
     shown = names[:_MOST]
     if not shown:
         return ""
@@ -50,7 +50,7 @@ def draw_curves(curve: Curve, *, heading: str) -> str:
         f"<title>{escape(printable(heading)[:80])}</title><style>{_STYLE}</style>",
         f'<rect class="ckc-back" width="{width}" height="{height}" fill="#ffffff"/>',
     ]
-    steps = [one.step for one in curve.steps]
+    steps = [point.step for point in curve.steps]
     along = _Span(min(steps), max(*steps, min(steps) + 1))
     for n, name in enumerate(shown):
         parts.append(f'<g transform="translate({n % _COLUMNS * _WIDTH} {n // _COLUMNS * _HEIGHT})">')
@@ -65,12 +65,12 @@ def draw_curves(curve: Curve, *, heading: str) -> str:
 def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     lines: dict[tuple[bool, int], list[tuple[int, float]]] = {}
     run = 0
-    for before, one in zip((None, *curve.steps), curve.steps, strict=False):
-        # A line ends where training went back, and where it was left.
-        run += before is not None and (one.step <= before.step or one.abandoned != before.abandoned)
-        value = one.metrics.get(name)
+    for before, point in zip((None, *curve.steps), curve.steps, strict=False):
+        # A line ends where training went back, or was abandoned.
+        run += before is not None and (point.step <= before.step or point.abandoned != before.abandoned)
+        value = point.metrics.get(name)
         if value is not None and abs(value) <= _MOST_VALUE:  # NaN is not
-            lines.setdefault((one.abandoned, run), []).append((one.step, value))
+            lines.setdefault((point.abandoned, run), []).append((point.step, value))
     values = [value for line in lines.values() for _, value in line]
     up = _room(values)
     for value in round_ticks(*up):

@@ -1,6 +1,6 @@
-"""A run on one time line, as an SVG: loss and evaluations above, commits, failures and resumes, and where time went.
+"""A run on one time line, as an SVG: loss and evaluations, commits, failures and resumes, and where the time went.
 
-It is light or dark as the page is that shows it, and holds nothing from elsewhere.
+It follows the light or dark mode of the page that shows it, and loads nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["draw_run", "main_metric", "sort_metrics"]
 _WIDTH, _HEIGHT = 900, 372
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # the axes
 _LEGEND = 22
-_STRIP, _THICK = 260, 10  # where the time went, as it went
-_SUMS = 328  # and summed up
+_STRIP, _THICK = 260, 10  # the strip: where the time went, in order
+_SUMS = 328  # and the same, summed up
 _MOST_VALUE = 1e300  # beyond it differences would be infinite
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
@@ -55,7 +55,7 @@ Scale = Callable[[float], float]
 
 
 class _Point(NamedTuple):
-    """A value at a time, and what it says when pointed at."""
+    """A value at a time, with the text of its tooltip."""
 
     elapsed_s: float
     value: float
@@ -64,7 +64,7 @@ class _Point(NamedTuple):
 
 def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str:
     """Draw a run's course, with every step of its curve, and return the SVG document."""
-    name = main_metric([one.moment.metrics for one in course.of("commit")])
+    name = main_metric([commit.moment.metrics for commit in course.of("commit")])
     losses, evaluations = _losses(course, name, curve or Curve()), _evaluations(course, name)
     wall_s = max(course.wall_s, 1e-3)
     low, high = _span_of([p.value for p in (*losses, *evaluations) if abs(p.value) <= _MOST_VALUE])
@@ -99,17 +99,17 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
 
 
 def sort_metrics(names: Iterable[str]) -> list[str]:
-    """Put the metrics that there may not be room for last: losses, what they are compared with, then by name."""
+    """Sort names of metrics by importance: the loss, other losses, then by name."""
     return sorted(names, key=lambda name: ("loss" not in name, "entropy" not in name, name))
 
 
 def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
-    """Choose the metric that a run is drawn by; None if it has none."""
-    return next(iter(sort_metrics({name for one in metrics for name in one})), None)
+    """Choose the metric to draw a run by; None if it has none."""
+    return next(iter(sort_metrics({name for values in metrics for name in values})), None)
 
 
 def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
-    """Return the final line's values: what was left behind would be drawn over what took its place.
+    """Return the values of the final line; abandoned ones are left out, since they would be drawn over it.
 
     A commit without a table of steps has one point.
     """
@@ -130,14 +130,14 @@ def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
 
 
 def _evaluations(course: Course, name: str | None) -> list[_Point]:
-    """Return the evaluations' values that are on the same scale: of the same metric, or a loss beside a loss."""
-    found = []
-    for at_s, one in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
-        fit = [n for n in sort_metrics(one.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
+    """Return the evaluations' values on the same scale: of the same metric, or of a loss if that is a loss."""
+    values = []
+    for at_s, moment in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
+        fit = [n for n in sort_metrics(moment.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
         if fit:
-            value = one.metrics[fit[0]]
-            found.append(_Point(at_s, value, f"step {one.step}, {one.text}: {fit[0]} {number(value)}"))
-    return found
+            value = moment.metrics[fit[0]]
+            values.append(_Point(at_s, value, f"step {moment.step}, {moment.text}: {fit[0]} {number(value)}"))
+    return values
 
 
 def _span_of(values: Sequence[float]) -> tuple[float, float]:
@@ -177,7 +177,7 @@ def _axis_titles(name: str | None) -> Iterator[str]:
 
 
 def _curve(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
-    """Draw the finite stretches of the curve, thinned to the lowest and the highest of two pixels' values."""
+    """Draw the finite stretches of the curve, thinned to the lowest and highest value of every two pixels."""
     stretch: list[_Point] = []
     for point in (*points, None):
         if point is not None and abs(point.value) <= _MOST_VALUE:
@@ -206,19 +206,19 @@ def _thinned(points: Sequence[_Point], x: Scale) -> list[_Point]:
 
 
 def _ticks(course: Course, x: Scale) -> Iterator[str]:
-    """Mark the commits on the axis, one to a pixel."""
-    places = sorted({round(x(one.elapsed_s)) for one in course.of("commit")})
+    """Mark the commits on the axis, at most commit per pixel."""
+    places = sorted({round(x(commit.elapsed_s)) for commit in course.of("commit")})
     path = "".join(f"M{at_x} {_BOTTOM - 6}v6" for at_x in places)
     yield f'<path d="{path}" class="ckr-tick" stroke="#2e7d55" stroke-width="1.5"/>'
 
 
 def _marks(course: Course, x: Scale) -> Iterator[str]:
-    """Mark failures, deaths and resumes: lines from top to bottom, one of a kind to a pixel."""
-    failures = [*course.deaths, *course.of("failure")]  # where both are, what failed says more
+    """Mark failures, deaths and resumes by vertical lines, at most place of a kind per pixel."""
+    failures = [*course.deaths, *course.of("failure")]  # of both at place pixel, the failure says more
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
-        for at_x, one in {round(x(one.elapsed_s)): one for one in places[-_MOST_MARKS:]}.items():
+        for at_x, place in {round(x(place.elapsed_s)): place for place in places[-_MOST_MARKS:]}.items():
             shape = f'<path d="M{at_x} {_TOP}V{_BOTTOM}" stroke-dasharray="3 3"/><path d="M{at_x} {_TOP}{head}"/>'
-            yield _said(f'<g class="{css}">{shape}</g>', f"{one.moment.kind}: {one.moment.text[: _NAME_SHOWN * 2]}")
+            yield _said(f'<g class="{css}">{shape}</g>', f"{place.moment.kind}: {place.moment.text[: _NAME_SHOWN * 2]}")
 
 
 def _points(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _legend(name: str | None, course: Course, evaluated: bool) -> Iterator[str]:
 
 
 def _strip(course: Course, x: Scale) -> Iterator[str]:
-    """Draw what became of the time as it passed: a pixel has the colour of what most of it went into."""
+    """Draw a strip of how the time was spent: each pixel has the colour of its largest share."""
     columns: dict[int, dict[str, float]] = {}
     for span in course.spans:
         begin, end = x(span.begin_s), x(span.end_s)
@@ -263,13 +263,13 @@ def _strip(course: Course, x: Scale) -> Iterator[str]:
             here = columns.setdefault(pixel, {})
             here[span.kind] = here.get(span.kind, 0.0) + inside
     for kind, pixels in groupby(sorted(columns), key=lambda pixel: max(columns[pixel], key=columns[pixel].__getitem__)):
-        found = list(pixels)
-        place = f'x="{found[0]}" y="{_STRIP}" width="{found[-1] + 1 - found[0]}" height="{_THICK}"'
+        run = list(pixels)
+        place = f'x="{run[0]}" y="{_STRIP}" width="{run[-1] + 1 - run[0]}" height="{_THICK}"'
         yield f'<rect {place} fill="{_COLOURS[kind]}"/>'
 
 
 def _sums(course: Course) -> Iterator[str]:
-    """Draw one bar of the whole wall time by share, and name the shares below it."""
+    """Draw one bar of the whole wall time, divided into shares, with their names below."""
     at_x, label_x = float(_LEFT), float(_LEFT)
     yield text(_LEFT - 8, _SUMS + 12, "in all", anchor="end", size=12, css="ckr-pale", fill=PALE)
     for kind in SHARES:

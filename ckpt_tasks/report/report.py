@@ -1,7 +1,7 @@
-"""The report of a run: the same facts as markdown, and as one HTML file that needs nothing else.
+"""The report of a run: as markdown, and as one self-contained HTML file.
 
-What comes from a run directory is anybody's: keys, names of metrics, reasons. Every such text is escaped for the page
-that it goes into, and the HTML file forbids the browser to load or run anything.
+Texts from a run directory (keys, names of metrics, reasons) may come from anybody. Every such text is escaped, and the
+HTML file forbids the browser to load or run anything.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
 _TEXT_SHOWN = 200
-# What could begin something: a mark anywhere, a list at the start, a bare link. A number or a time has none of it.
+# What markdown could interpret: a mark anywhere, a list at the start, a bare link. Numbers and times are safe.
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is reported of one run; texts are as they were found, and escaped where they are written."""
+    """The facts of one run's report; texts are unescaped here, and escaped when written."""
 
     run_key: str
     url: str
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Return one line: where the run stands, and its goodput."""
+        """Return one line: the run's step and its goodput."""
         commits = [one.moment for one in self.course.of("commit")]
         at = f"step {commits[-1].step:,}" if commits and commits[-1].step is not None else "no checkpoint yet"
         good = self.course.goodput
@@ -83,17 +83,17 @@ class Report:
 
     @property
     def shares(self) -> list[tuple[str, float, float]]:
-        """Return (share, seconds, part of the wall time) of every share that there was."""
+        """Return (name, seconds, part of the wall time) of every share above zero."""
         wall_s = self.course.wall_s or 1.0
         return [(name, s, s / wall_s) for name, s in self.course.seconds.items() if s > 0]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what is known of the run in numbers, by name."""
+        """Return the run's figures: (name, text)."""
         course, commits = self.course, [one.moment for one in self.course.of("commit")]
         deaths, failures = len(course.deaths), len(course.of("failure"))
         taken = count(len(course.of("taken", "lost")), "time")
         runs = len({one.moment.flow_run_id for one in course.of("taken", "lost") if one.moment.flow_run_id})
-        found = [
+        rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
             ("taken up", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
@@ -101,15 +101,15 @@ class Report:
         ]
         if course.placed:
             first, last = course.placed[0].moment, course.placed[-1].moment
-            found.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
+            rows.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
         steps_s = [one.step_s for one in commits if one.step_s is not None]
         if steps_s:
             stalls = f"a save stalls {fine_span(median(one.stall_s for one in commits))}"
-            found.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
+            rows.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
-            found.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
-        return [*found, ("checkpoints in", self.url)]
+            rows.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
+        return [*rows, ("checkpoints in", self.url)]
 
     def caveats(self) -> list[str]:
         """Return what this report cannot know."""
@@ -127,11 +127,11 @@ class Report:
 
     def happenings(self) -> list[tuple[str, str, str]]:
         """Return (time, what, why) of the newest failures, resumes and fall-backs, newest first."""
-        found = [one.moment for one in self.course.of(*_SAID)]
-        return [(utc(one.at_s), *_said(one)) for one in reversed(found[-_HAPPENINGS_SHOWN:])]
+        moments = [moment.moment for moment in self.course.of(*_SAID)]
+        return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
     def data(self) -> dict[str, Any]:
-        """Return the facts for programs."""
+        """Return the facts as JSON data."""
         course = self.course
         return {
             "run_key": self.run_key,
@@ -150,11 +150,11 @@ class Report:
         }
 
 
-def _said(one: Moment) -> tuple[str, str]:
+def _said(moment: Moment) -> tuple[str, str]:
     """Return what happened and why; the first start of a run is not a resume."""
-    if one.kind == "taken" and one.text == NEVER_OWNED:
+    if moment.kind == "taken" and moment.text == NEVER_OWNED:
         return "started", ""
-    return _SAID[one.kind] + (f" at step {one.step:,}" if one.step is not None else ""), one.text
+    return _SAID[moment.kind] + (f" at step {moment.step:,}" if moment.step is not None else ""), moment.text
 
 
 def make_report(
@@ -166,7 +166,7 @@ def make_report(
     *,
     read_curve: Callable[[Course], Curve] = lambda course: Curve(),
 ) -> Report:
-    """Make the report of a run; `kept` says by identity why a checkpoint stays, `read_curve` reads its steps."""
+    """Make the report of a run; `kept` maps manifest digests to reasons, `read_curve` reads the metrics of steps."""
     course = follow(timeline.moments)
     return Report(
         run_key=run_key or "run of unknown key",
@@ -211,12 +211,12 @@ def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list
 
 
 def in_markdown(words: str) -> str:
-    """Return a text that markdown shows as it stands, spaces at its ends aside, on one line and in a table's cell."""
+    """Escape a text so that markdown shows it literally, on one line and in a table cell; outer spaces are lost."""
     return _MARKDOWN.sub(r"\\\g<0>", printable(words).strip())
 
 
 def to_markdown(report: Report) -> str:
-    """Write the report as markdown, with its picture within it."""
+    """Write the report as markdown, with its pictures embedded."""
     pictures = [
         (draw_run(report.course, heading=report.run_key, curve=report.curve), "the run on a time line"),
         (draw_curves(report.curve, heading=report.run_key), "metrics by step"),
@@ -310,7 +310,7 @@ def _html_table(
     numbers: AbstractSet[int] = frozenset(),
     texts: AbstractSet[int] = frozenset(),
 ) -> str:
-    """Write a table. Columns of `texts` wrap, where they have to within a word; no other column does."""
+    """Write a table. Columns of `texts` wrap, within a word if necessary; other columns do not."""
     if not rows:
         return ""
     css = {**dict.fromkeys(numbers, ' class="n"'), **dict.fromkeys(texts, ' class="w"')}

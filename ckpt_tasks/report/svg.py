@@ -1,4 +1,4 @@
-"""SVG, written by hand so that nothing need be installed: texts, lines and round numbers for axes."""
+"""SVG without a library: texts, lines, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(
     weight: str = "",
     css: str = "",
 ) -> str:
-    """Write a text; a rule of a style sheet for the class `css` goes before `fill`."""
+    """Write a text; a style rule for the class `css` overrides `fill`."""
     more = (f' font-weight="{weight}"' if weight else "") + (f' class="{css}"' if css else "")
     return (
         f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{fill}" font-size="{size}"{more}>'
@@ -33,7 +33,7 @@ def text(
 
 
 def polyline(places: Iterable[tuple[float, float]], colour: str, width: float, css: str = "") -> str:
-    """Draw a line through places, within the clip path "frame"."""
+    """Draw a line through points, clipped to the path "frame"."""
     path = " ".join(f"{at_x:.1f},{at_y:.1f}" for at_x, at_y in places)
     more = f' class="{css}"' if css else ""
     look = f'clip-path="url(#frame)" fill="none" stroke="{colour}" stroke-width="{width}"{more}'
@@ -41,7 +41,7 @@ def polyline(places: Iterable[tuple[float, float]], colour: str, width: float, c
 
 
 def round_ticks(lowest: float, highest: float) -> list[float]:
-    """Return four to eight round numbers from the lowest to the highest, which is above it."""
+    """Return four to eight round numbers from `lowest` to `highest`, which must be above it."""
     rough = (highest - lowest) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.7)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, ages, durations, metrics."""
+"""Write numbers for people: sizes, ages, durations, metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 __all__ = ["age", "clock", "count", "fine_span", "number", "percent", "printable", "size", "span", "utc", "when"]
 
-_LARGEST = sys.float_info.max  # a whole number can be larger
+_LARGEST = sys.float_info.max  # an int can be larger
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LONGEST_S = 1e9
 _SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -51,7 +51,7 @@ def percent(part: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write how long something still takes, to the second: 0:09, 12:34, 1:02:03; for what has no end "?"."""
+    """Write a remaining time to the second: 0:09, 12:34, 1:02:03; "?" if it is not finite."""
     if not 0 <= seconds < _LONGEST_S:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -60,7 +60,7 @@ def clock(seconds: float) -> str:
 
 
 def age(iso: str, now: datetime | None = None) -> str:
-    """Write how long ago a time was; clocks that disagree give "now", and what is no time "?"."""
+    """Write how long ago a time was; "now" for a time in the future, "?" for an invalid one."""
     moment = _moment(iso)
     if moment is None:
         return "?"
@@ -69,13 +69,13 @@ def age(iso: str, now: datetime | None = None) -> str:
 
 
 def when(iso: str) -> str:
-    """Write a time to the second, in the time zone of the reader; what is no time is "?"."""
+    """Write a time to the second in the reader's time zone; "?" for an invalid one."""
     moment = _moment(iso)
     return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def utc(at_s: float) -> str:
-    """Write seconds since 1970 as a time in UTC; what is no time is "?"."""
+    """Write seconds since 1970 as a time in UTC; "?" for an invalid one."""
     try:
         return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -96,12 +96,12 @@ def number(value: float) -> str:
 
 
 def count(many: int, one: str, more: str | None = None) -> str:
-    """Write a number of things: 1 object, 3 objects."""
+    """Write a count with its noun: 1 object, 3 objects."""
     return f"{many:,} {one if many == 1 else more or one + 's'}"
 
 
 def _moment(iso: str) -> datetime | None:
-    # The bytes of a run directory are anybody's, and a clock of a machine can be anywhere.
+    # Anybody may have written the run directory, and a machine's clock may be wrong.
     try:
         moment = datetime.fromisoformat(iso)
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""Runs that were forked or rolled back, programs and their parameters: what a flow asks of them and records."""
+"""What a flow asks of a run and records in it: forks, rollbacks, the program and its parameters."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _ABSENT = object()
-_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # older runs name it so
+_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # as old runs name it
 
 
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
-    """Make the run of `config` a fork of `source` ("DIR@STEP"), unless it is one: however often this is called.
+    """Make the run of `config` a fork of `source` ("DIR@STEP"); do nothing if it is a fork already.
 
-    What of `params` differs from what the source says of its own is what the fork changes. Raises ConfigError if the
-    run began by itself, and what a fork raises.
+    The fork changes those of `params` that differ from the source's recorded ones. Raises ConfigError if the run exists
+    and is not a fork, and what a fork raises.
     """
     target = config.location.resolve(config.run_key)
     history = History(target.open())
@@ -51,12 +51,12 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
         run_fork(run, history.store, plan, single_writer=target.single_writer)
     except StateError:
-        if not _is_forked(history):  # else another process of the same flow run was faster
+        if not _is_forked(history):  # a fork by now: another process of the same flow run was faster
             raise
 
 
 def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | None, flow_run_id: str | None) -> None:
-    """Have the run go on from the checkpoint of `step`, if given; once for a flow run, however often that is started.
+    """Roll the run back to the checkpoint of `step`, if given; once per flow run, however often that is started.
 
     `skip_batches` is "401-410" or "10", as for `ckpt rollback`. Raises what `Checkpointer.rollback` raises.
     """
@@ -70,7 +70,7 @@ def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | No
 
 
 def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
-    """Return with what parameters the program of a run was built last; None if the run does not say, or is none."""
+    """Return the parameters with which the run's program was built last; None if there is no run, or no record."""
     try:
         return run_of(config).head().state.params
     except CheckpointNotFoundError:
@@ -78,20 +78,20 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
-    """Return what `recorded_params` says, as the run's owner."""
+    """Return what `recorded_params` returns, as the run's owner."""
     return ckpt.run.head().state.params
 
 
 def check_program(config: CheckpointConfig, program: str) -> None:
-    """Raise RunMismatchError if the run is another program's; one that no flow has trained yet takes any program."""
+    """Raise RunMismatchError if the run belongs to another program; a run without a record takes any program."""
     with suppress(CheckpointNotFoundError):
         _check_program(run_of(config).head().state, program)
 
 
 def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
-    """Record which program the run trains and with what it is built, as the owner; nothing is written twice.
+    """Record the run's program and its parameters, as the owner; write nothing if they are recorded already.
 
-    Raises RunMismatchError if the run is another program's, ConfigError if the parameters cannot be written as JSON.
+    Raises RunMismatchError if the run belongs to another program, ConfigError if the parameters are not JSON.
     """
     wanted, state = checked_params(params), ckpt.run.head().state
     _check_program(state, program)
@@ -101,9 +101,9 @@ def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) 
 
 
 def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
-    """Return the source's parameters where what was restored last is the checkpoint that the run was forked from.
+    """Return the source's parameters if the last restore took the checkpoint from which the run was forked.
 
-    None if it is any other one: what was saved since has the changed values.
+    Return None after any other restore: later checkpoints have the changed values.
     """
     state, restored = ckpt.run.head().state, ckpt.last_restore
     if state.origin is None or restored is None:

@@ -1,11 +1,11 @@
-"""Changed parameters of a fork, brought into a state that was restored with the old ones.
+"""Apply changed parameters of a fork to a state that was restored with the old ones.
 
-An optimizer is restored with its options, and a schedule with what it was made with: a new learning rate that the
-program was built with would be gone without a word. What was meant is seen by building the program twice, with the
-old parameters and with the new ones: what differs between the two, and nothing else, is what was changed. All of
-that is decided here over plain values; `settings_of` reads them, and `apply_settings` writes them.
+A restore brings back the options of optimizers and schedules, so that a new learning rate of the program would be lost
+silently. To find what was meant to change, the program is built twice, with the old parameters and with the new ones:
+exactly the settings that differ between the two have changed. That is decided here over plain values; `settings_of`
+reads them, and `apply_settings` writes them.
 
-Only options of param groups and what learning-rate schedules keep is looked at. What else a state holds (weights,
+Only options of param groups and the state of learning-rate schedules are compared. Everything else in a state (weights,
 moments, counts, positions in the data) is the checkpoint's; what a program keeps outside of its state is new anyway.
 """
 
@@ -31,7 +31,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Settings:
-    """What a state's optimizers and schedules were made with: the options of each param group, each state_dict."""
+    """The options of each optimizer's param groups, and the state_dict of each schedule."""
 
     groups: Mapping[str, list[dict[str, Any]]]
     schedules: Mapping[str, Any]
@@ -49,7 +49,7 @@ def settings_of(state: Mapping[str, Any]) -> Settings:
 
 
 def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settings:
-    """Return the restored settings with what differs between two fresh programs, the old one and the new one.
+    """Return the restored settings, changed in those that differ between a fresh old program and a fresh new one.
 
     A learning rate that training has moved is scaled by new/old. Raises StateMismatchError if the two programs have
     other optimizers, schedules or numbers of param groups.
@@ -77,7 +77,7 @@ def alike(one: Settings, other: Settings) -> bool:
 
 
 def apply_settings(state: Mapping[str, Any], settings: Settings) -> None:
-    """Make a state's optimizers and schedules have these settings; what is as it should be is not touched."""
+    """Give a state's optimizers and schedules these settings; equal values are not touched."""
     state, before = flat(state), settings_of(state)
     for name, schedule in settings.schedules.items():
         if _differ(before.schedules[name], schedule):
@@ -100,7 +100,7 @@ def _options(restored: dict[str, Any], old: dict[str, Any], new: dict[str, Any])
 
 
 def _schedule(restored: Any, old: Any, new: Any) -> Any:
-    """Merge the state_dict of a schedule, and those of the schedules in it."""
+    """Merge the state_dict of a schedule, nested schedules included."""
     if type(restored) is list and type(old) is list and type(new) is list and len(restored) == len(old) == len(new):
         return [_schedule(*three) for three in zip(restored, old, new, strict=True)]
     if not (type(restored) is dict and type(old) is dict and type(new) is dict):
@@ -116,10 +116,10 @@ def _schedule(restored: Any, old: Any, new: Any) -> Any:
 
 
 def _moved(rates: Sequence[Any], bases: Sequence[Any]) -> Any:
-    """Return the new learning rate in the place of the restored one; both tuples: restored, old fresh, new fresh.
+    """Return the new learning rate; both tuples hold (restored, fresh old, fresh new).
 
-    A schedule moves the rate from its base: the bases say by how much it is to be scaled, also where the schedule
-    begins at zero. The restored base is what the parent really had.
+    A schedule derives the rate from its base, so the ratio of the bases scales it, even if the schedule begins at
+    zero. The restored base is the one that the parent really had.
     """
     rate, old, new = rates
     base, old_base, new_base = bases
@@ -137,7 +137,7 @@ def _turned(rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _merged(restored: Any, old: Any, new: Any) -> Any:
-    """Return the restored value, or the new one where the two fresh ones differ; of plain dicts and lists, by parts."""
+    """Return the restored value, or the new one if the fresh ones differ; dicts and lists are merged by item."""
     if type(restored) is dict and type(old) is dict and type(new) is dict:
         merged = {}
         for key in {**restored, **new}:
@@ -165,14 +165,14 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    # A learning rate may be a tensor, so that a graph of the device can read it.
+    # A learning rate may be a tensor, so that a CUDA graph can read it.
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else copy.deepcopy(value)
 
 
 def _set(live: dict[str, Any], key: str, value: Any) -> None:
     held = live.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, (int, float)):
-        held.fill_(value)  # in its place: what reads it holds on to it
+        held.fill_(value)  # in place: a CUDA graph may read this tensor
     else:
         live[key] = copy.deepcopy(value)
 

@@ -1,4 +1,4 @@
-"""Sessions in this process: over a state that the caller made, and over a program that is built when needed."""
+"""Sessions in this process: over a state that the caller made, and over a program that is built on demand."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 class Program(Protocol):
     """What a user brings to the flow: a plain class with a state, one train step and one evaluation.
 
-    `state` names what is saved (modules, optimizer, scheduler, sampler …). `train_step` is one optimizer step on the
-    next data; it returns metrics, and the count of what it went through under the name in `unit`, if the program has
-    one (else "samples"). `evaluate` must change nothing and draw no number from the training's random streams.
-    `recorded_params`, if there is one, names the parameters that may come from the run's ledger although they are texts
-    or objects; a path or a host's name is better given by the deployment (docs/OPERATING.md).
+    `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
+    on the next data; it returns metrics, among them how much data it used, under the name in `unit` if the program has
+    that attribute, else "samples". `evaluate` must change nothing and must not draw from the training's random streams.
+    `recorded_params`, if present, names parameters that may come from the run's ledger although they are texts or
+    objects; a path or a host name is better given by the deployment (docs/OPERATING.md).
     """
 
     state: dict[str, Any]
@@ -47,7 +47,7 @@ class Program(Protocol):
 
 
 def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Import "module:Factory" and return the factory, which is not called: nothing is built yet.
+    """Import "module:Factory" and return the factory without calling it.
 
     Raises ProgramError if the name leads nowhere, the factory does not accept `params` (if they are known: not
     None), or it is a class that lacks what a program needs.
@@ -67,8 +67,8 @@ def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable
 def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
     """Import "module:Factory" and call the factory with `params`.
 
-    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or what it makes is no
-    program; what else the factory raises passes through, as that may go away by itself.
+    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or its result is not
+    a program. Other errors of the factory pass through: a retry may help.
     """
     factory = find_program(name, params)
     try:
@@ -85,9 +85,9 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
 
 
 def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
-    """Seed the random streams of the process with the parameter `seed`, else with 0, and build a program.
+    """Seed all random streams of the process with the parameter `seed` (default 0), then build the program.
 
-    One that seeds fewer streams than it draws from begins the same way in every process all the same.
+    So even a program that does not seed every stream begins the same way in every process.
     """
     seed = params.get("seed")
     seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
@@ -95,7 +95,7 @@ def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
 
 
 class StateSession:
-    """Hold a state that the caller made and keeps; a failed attempt's values are overwritten by the next restore."""
+    """Hold a state that the caller made; the next restore overwrites a failed attempt's values."""
 
     def __init__(self, ckpt: Checkpointer, state: dict[str, Any]):
         self.ckpt = ckpt
@@ -109,7 +109,7 @@ class StateSession:
         return self._state
 
     def restore(self) -> int:
-        """Make the live state that of the newest good checkpoint; where there is none, save this one as the first."""
+        """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
             self.ckpt.save(step, self.state)
@@ -117,24 +117,24 @@ class StateSession:
         return step
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, unless that is committed already."""
+        """Commit the live state as `step`, if that is not committed yet."""
         self.ckpt.wait()
         last = self.ckpt.last_commit
         if last is None or last.step != step:
-            # What step() has reported was saved where it was due.
+            # step() has already saved what was due.
             self.ckpt.save(step, self.state, metrics=self._metrics, interim=step == self.ckpt.position)
 
     def discard(self) -> None:
-        """Give up the live values, and the gradients with them."""
+        """Discard the live values, and the gradients."""
         self.clean = False
         for value in objects_of(self.state):
             if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                # No checkpoint holds gradients: those of the failed step would be added to the retry's.
+                # A checkpoint has no gradients: those of the failed step would be added to the retry's.
                 value.zero_grad(set_to_none=True)
 
 
 class LocalSession(StateSession):
-    """Hold a program's live state in this process, build it when it is first needed, and anew after a failure."""
+    """Hold a program's live state; build the program on first use, and again after a failure."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any] | None = None):
         super().__init__(ckpt, {})
@@ -159,12 +159,12 @@ class LocalSession(StateSession):
 
     @property
     def step_s(self) -> float | None:
-        """Seconds that a step takes: the median of the last ones, without saves; None before the first."""
+        """Median seconds of the last steps, without saves; None before the first step."""
         return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What the last step reported."""
+        """The metrics of the last step."""
         return self._metrics or {}
 
     def restore(self) -> int:
@@ -203,22 +203,22 @@ class LocalSession(StateSession):
                 watch(Progress(step=step, metrics=metrics, step_s=step_s, amount=amount, unit=unit, commit=commit))
 
     def discard(self) -> None:
-        """Drop the program with all that it holds; the next restore builds a new one."""
+        """Drop the program; the next restore builds a new one."""
         self.clean = False
         self._program = None
         self._metrics = None
-        gc.collect()  # modules and optimizers refer to each other in circles: without this their memory stays taken
+        gc.collect()  # modules and optimizers refer to each other: without this their memory is not freed yet
         torch.cuda.empty_cache()
 
     def _change(self, before: Mapping[str, Any]) -> None:
-        """Bring the difference between these parameters and those of before into the restored state."""
+        """Apply the difference between the old parameters (`before`) and the present ones to the restored state."""
         state, new = self.state, self._fresh
         assert new is not None
         old = self._settings_with(before)
         apply_settings(state, changed_settings(settings_of(state), old, new))
 
     def _refuse_changes(self) -> None:
-        """Raise ConfigError if other parameters than the run's would make other optimizers or schedules."""
+        """Raise ConfigError if a changed parameter changes settings of optimizers or schedules: a restore undoes it."""
         recorded = params_of(self.ckpt)
         own = recorded or {}
         changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
@@ -228,7 +228,7 @@ class LocalSession(StateSession):
             old = self._settings_with(own)
         except ProgramError:
             if recorded is None:
-                return  # not begun by a flow: its parameters are unknown
+                return  # no flow began the run: its parameters are unknown
             raise
         assert self._fresh is not None
         if not alike(old, self._fresh):
@@ -238,7 +238,7 @@ class LocalSession(StateSession):
             )
 
     def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
-        """Build the program with the parameters of before, too: what they set is seen in no other way."""
+        """Build the program with the recorded parameters and return its settings: nothing else shows what they set."""
         with preserved_rng():
             try:
                 before = params_before(find_program(self._name), recorded, self._params)
@@ -250,10 +250,10 @@ class LocalSession(StateSession):
         return found
 
     def _train_step(self, program: Program) -> dict[str, float]:
-        found = program.train_step()
-        if not isinstance(found, Mapping):
-            raise ProgramError(f"{self._name}.train_step() returned a {type(found).__name__}, not metrics by name")
-        return {str(name): _number(value) for name, value in found.items()}
+        metrics = program.train_step()
+        if not isinstance(metrics, Mapping):
+            raise ProgramError(f"{self._name}.train_step() returned a {type(metrics).__name__}, not metrics by name")
+        return {str(name): _number(value) for name, value in metrics.items()}
 
 
 def _number(value: Any) -> float:
@@ -267,14 +267,15 @@ def _check_methods(name: str, program: Any) -> None:
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
-    """Import "package.module:attribute" and return it; raise `error`, in these words, if there is none.
+    """Import "package.module:attribute" and return it; raise `error` if there is none.
 
-    The working directory is searched too, as it is by `python -m`, and first.
+    `what` and `kind` say in the message what was looked for. The working directory is searched first, as by `python
+    -m`.
     """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
-    if not {"", os.getcwd()} & {*sys.path}:  # a console script and Prefect's engine start without it
+    if not {"", os.getcwd()} & {*sys.path}:  # a console script and Prefect's engine do not have it on the path
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)

@@ -1,9 +1,9 @@
-"""With what parameters a program is built: what a flow is given, and what the run's ledger may add to it.
+"""The parameters with which a program is built: those given to the flow, and those recorded in the run's ledger.
 
-A ledger is written by everyone who can write to the run's directory, and a factory opens the files that its parameters
-name. So given parameters win, and a recorded one is used only if the factory's signature names it and its value cannot
-name anything: a number, a boolean, null, or a list of these. The program names the others that it takes from the
-record, in an attribute `recorded_params`.
+Everyone who can write to the run's directory can write its ledger, and a factory may open files that its parameters
+name. So given parameters win, and a recorded one is used only if the factory's signature has its name and the value
+cannot name a file: a number, a boolean, null, or a list of these. To take others from the record, a program lists their
+names in an attribute `recorded_params`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _log = logging.getLogger("ckpt_tasks")
 def effective_params(
     factory: Callable[..., Any], recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return with what a program is built: what is given, and what the run has recorded of everything else.
+    """Return the parameters to build a program with: the given ones, and the recorded ones for all others.
 
-    Raises ProgramError for a recorded parameter that `factory` must not be called with: without it, the program would
-    be another one.
+    Raises ProgramError if a recorded parameter must not reach `factory`: without it the program would be another one.
     """
     given = given or {}
     missing = {name: value for name, value in (recorded or {}).items() if name not in given}
@@ -40,9 +39,9 @@ def effective_params(
 
 
 def params_before(factory: Callable[..., Any], recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return with what a program was built before, to compare it with the one that is built with `given`.
+    """Return the parameters of the old program, to compare it with the one that is built with `given`.
 
-    Where a recorded value must not reach the factory, that of `given` stands in for it, and a warning says so.
+    A recorded value that must not reach the factory is replaced by that of `given`, with a warning.
     """
     held = {name: given[name] for name in _refused(factory, recorded) if name in given}
     if changed := sorted(name for name in held if recorded[name] != held[name]):
@@ -55,7 +54,7 @@ def params_before(factory: Callable[..., Any], recorded: Mapping[str, Any], give
 
 
 def _refused(factory: Callable[..., Any], recorded: Mapping[str, Any]) -> dict[str, str]:
-    """Return which recorded parameters a factory must not be called with, and why."""
+    """Return the recorded parameters that must not reach a factory: name → reason."""
     if not recorded:
         return {}
     declared, allowed = _declared(factory), frozenset(getattr(factory, "recorded_params", ()))
@@ -69,13 +68,13 @@ def _refused(factory: Callable[..., Any], recorded: Mapping[str, Any]) -> dict[s
 
 
 def _declared(factory: Callable[..., Any]) -> set[str]:
-    """Return what can be given by name; what only a `**` takes is not declared."""
+    """Return the parameters that can be given by name; names that only `**` takes do not count."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # a builtin that has no signature
         return set()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {one.name for one in parameters if one.kind in by_name}
+    return {parameter.name for parameter in parameters if parameter.kind in by_name}
 
 
 def _names_nothing(value: Any) -> bool:

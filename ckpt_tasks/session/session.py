@@ -1,7 +1,7 @@
-"""A session: live training state that the flow restores, trains on, saves and throws away.
+"""A session: live training state that the flow restores, trains, saves and discards.
 
-The flow knows no more than this of who computes. A session in this process (`local.py`) is the smallest one; a gang of
-ranks in processes of their own answers to the same verbs.
+The flow knows nothing else of who computes. `local.py` has the session of one process; many ranks in processes of their
+own can offer the same methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Progress", "Session", "Watcher", "watcher"]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One completed step: its metrics, its seconds, how much of `unit` it went through, and what is committed."""
+    """One completed step: metrics, seconds, how much of `unit` it used, and what is committed."""
 
     step: int
     metrics: Mapping[str, float]
@@ -31,24 +31,24 @@ class Progress:
 
 Watcher = Callable[[Progress], None]
 
-# Called after every step of a flow that this thread starts; a flow's parameters are JSON and cannot carry it.
+# Called after every step of a flow that this thread starts; a function cannot be a flow's parameter.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 
 class Session(Protocol):
     """Hold the live state of one run between attempts.
 
-    `clean` says that the live state is the one of `ckpt.position`, so that nothing has to be restored.
+    `clean` says that the live state is the one of `ckpt.position`: no restore is needed.
     """
 
     ckpt: Checkpointer
     clean: bool
 
     def restore(self) -> int:
-        """Make the live state that of the newest good checkpoint and return its step; save where nothing is stored."""
+        """Restore the newest good checkpoint and return its step; without one, save the live state as the first."""
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, unless that is committed already."""
+        """Commit the live state as `step`, if that is not committed yet."""
 
     def discard(self) -> None:
-        """Give up the live state of a failed attempt, and free what it held."""
+        """Discard the live state of a failed attempt, and free its memory."""
