@@ -6,6 +6,7 @@ It follows the light or dark mode of the page that shows it, and loads nothing.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -32,6 +33,7 @@ _TICKS_S = (
     *(10, 15, 30, 60, 120, 300, 600, 1_800, 3_600, 7_200, 14_400, 21_600, 43_200, 86_400),
     *(86_400.0 * m * 10**e for e in range(7) for m in (2, 5, 10)),
 )
+_PAUSES = ("down", "idle")
 _COLOURS = {
     "useful": "#2e9e6b",
     "lost": "#d1495b",
@@ -87,7 +89,7 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
         *_axis_titles(name),
         f'<clipPath id="frame"><rect {frame}/></clipPath>',
         *_ticks(course, x),
-        *_curve(losses, x, y),
+        *_curve(losses, x, y, [(s.begin_s + s.end_s) / 2 for s in course.spans if s.kind in _PAUSES]),
         *_marks(course, x),
         *_points(evaluations, x, y),
         *_legend(name, course, bool(evaluations)),
@@ -149,7 +151,7 @@ def _span_of(values: Sequence[float]) -> tuple[float, float]:
 def _bands(course: Course, x: Scale) -> Iterator[str]:
     for span in course.spans:
         width = x(span.end_s) - x(span.begin_s)
-        if span.kind in ("down", "idle") and width >= _MIN_SHOWN_PX:
+        if span.kind in _PAUSES and width >= _MIN_SHOWN_PX:
             place = f'x="{x(span.begin_s):.1f}" y="{_TOP}" width="{width:.1f}" height="{_BOTTOM - _TOP}"'
             yield f'<rect {place} class="ckr-{span.kind}"/>'
 
@@ -176,21 +178,29 @@ def _axis_titles(name: str | None) -> Iterator[str]:
         yield f'<g transform="translate(16 {up:.0f}) rotate(-90)">{title}</g>'
 
 
-def _curve(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
-    """Draw the finite stretches of the curve, thinned to the lowest and highest value of every two pixels."""
+def _curve(points: Sequence[_Point], x: Scale, y: Scale, pauses: Sequence[float]) -> Iterator[str]:
+    """Draw the curve, thinned to the lowest and highest value of every two pixels.
+
+    The line breaks where a value is not finite and where no process trained. `pauses`: one time within each, in order.
+    """
     stretch: list[_Point] = []
     for point in (*points, None):
-        if point is not None and abs(point.value) <= _MOST_VALUE:
+        finite = point is not None and abs(point.value) <= _MOST_VALUE
+        if point is not None and finite and not (stretch and _lies_between(stretch[-1], point, pauses)):
             stretch.append(point)
             continue
         places = [(x(p.elapsed_s), y(p.value)) for p in _thinned(stretch, x)]
-        if places:
+        if len(places) > 1:
             yield polyline(places, "#1f4e79", 2, "ckr-line")
-        if len(points) <= _WIDTH // 8:
+        if len(points) <= _WIDTH // 8 or len(places) == 1:
             yield from (f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" class="ckr-dot"/>' for a, b in places)
-        stretch = []
-        if point is not None:
+        stretch = [point] if point is not None and finite else []
+        if point is not None and not finite:
             yield _said(f'<path d="M{x(point.elapsed_s):.1f} {_TOP}v12" class="ckr-fail"/>', point.about)
+
+
+def _lies_between(before: _Point, after: _Point, times: Sequence[float]) -> bool:
+    return bisect(times, before.elapsed_s) < bisect(times, after.elapsed_s)
 
 
 def _thinned(points: Sequence[_Point], x: Scale) -> list[_Point]:

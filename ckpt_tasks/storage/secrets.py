@@ -60,7 +60,7 @@ _WORDS_OF_SECRETS = frozenset({
     "user",
     "webhook",
 })  # fmt: skip
-_PUBLIC_NAMES = frozenset({"run_key"})
+_PUBLIC_NAMES = frozenset({"run_key", "run-key"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*")
 # A name, and that a value follows it: name=…, name: …, "name": …, and Bearer ….
 _NAMED = re.compile(rf"""(?P<name>{_NAME.pattern})(?:["']?\s*[=:]\s*["']?|(?<=[Bb]earer)\s+)""")

@@ -123,6 +123,19 @@ def test_what_is_not_finite_breaks_the_curve() -> None:
     assert "step 3: nan" in [one.text for one in svg.iter(f"{SVG}title")]
 
 
+def test_a_time_without_training_interrupts_the_curve() -> None:
+    """Between the last commit of a process that died and the first of the next one no line is drawn."""
+    died = broken(run_of(3.0, 2.0, 1.0))
+    n, at_s = died[-1].n, died[-1].at_s
+    line: list[dict[str, Any]] = [{"identity": "a", "parent": "3"}, {"identity": "b", "parent": "a"}]
+    after = [
+        Moment(kind="commit", n=n + i, epoch=2, at_s=at_s + i * 60, step=3 + i, metrics={"loss": 0.5}, step_s=60, **one)
+        for i, one in enumerate(line, start=1)
+    ]
+    svg = drawn(follow([*died, *after]))
+    assert [len(one.attrib["points"].split()) for one in svg.iter(f"{SVG}polyline")] == [3, 2]
+
+
 def test_thousands_of_commits_make_a_small_picture() -> None:
     """10,000 commits with 1,000 failures are thinned to what a screen shows, their highest and lowest values kept."""
     moments = run_of(*(5.0 if n == 5_000 else 1.0 + (n % 7) / 10 for n in range(10_000)))

@@ -54,6 +54,8 @@ def test_what_is_no_secret_stays() -> None:
         "--max-tokens",
         "512",
         "run_key=lm-7",
+        "--run-key",
+        "lm-7",
         "/data/key/words.txt",
         "--tokenizer=bpe",
     ]
