@@ -1,10 +1,11 @@
-"""`ckpt export`: the tensors of a checkpoint as safetensors files that stand alone."""
+"""`ckpt export`: a checkpoint as safetensors files, or as a file of torch.save, that stand alone."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,14 +23,29 @@ if TYPE_CHECKING:
 __all__ = ["export"]
 
 _SHOWN = 8
+_TORCH_SUFFIXES = (".pt", ".pth")
+_LEFT_OUT = {
+    "safetensors": "Left out, since these are no tensors",
+    "torch": "Left out, since random streams are of use to a restore alone",
+}
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 OutArgument = Annotated[
-    str, typer.Argument(metavar="OUT", help="NAME.safetensors, or a directory for shards", show_default=False)
+    str, typer.Argument(metavar="OUT", help="NAME.safetensors, NAME.pt, or a directory for shards", show_default=False)
 ]
 GroupOption = Annotated[
     list[str] | None,
-    typer.Option("--group", metavar="NAME", help="what to export; may be repeated (default: the modules)"),
+    typer.Option(
+        "--group", metavar="NAME", help="what to export; may be repeated (default: modules, or all for torch)"
+    ),
+]
+FormatOption = Annotated[
+    Literal["safetensors", "torch"] | None,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="safetensors, or torch: one file of torch.save (default: torch for .pt and .pth)",
+    ),
 ]
 SizeOption = Annotated[
     str | None, typer.Option("--max-shard-size", metavar="SIZE", help="of a shard in a directory (default: 5GB)")
@@ -42,35 +58,52 @@ def export(
     out: OutArgument,
     *,
     group: GroupOption = None,
+    format_: FormatOption = None,
     max_shard_size: SizeOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint's tensors as safetensors files.
+    """Write a checkpoint as safetensors files, or as one file of torch.save.
 
-    The files need nothing of this package or of the run. One module has the names of its state_dict, several have
-    their group's name before them. Every byte is verified; OUT is there when all of it is good, or not at all.
+    The files need nothing of this package or of the run. In safetensors files one module has the names of its
+    state_dict, several have their group's name before them. A torch file holds one group as its state_dict, or several
+    by name, and torch.load(weights_only=True) reads it; a value that it would not read is refused. Every byte is
+    verified; OUT is there when all of it is good, or not at all.
     """
     with output(as_json) as result:
         shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
+        chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
         how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
         run, found = parse_target(checkpoint).find()
         try:
-            report = _export(result, run, found, out, how)
+            report = (_to_torch if chosen == "torch" else _to_safetensors)(result, run, found, out, how)
         except ObjectNotFoundError as error:
             raise _why_gone(run, found, error) from error
-        result.data({"checkpoint_dir": run.history.store.url, **_facts(report)})
+        result.data({"checkpoint_dir": run.history.store.url, "format": chosen, **_facts(report)})
         if not as_json:
-            _print(result, run, report)
+            _print(result, run, report, chosen)
 
 
-def _export(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+def _to_safetensors(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
     from ckpt_tasks.copying.export import plan_export, write_export
 
     store = run.history.store
     plan = plan_export(store, checkpoint, out, **how)
     with reading(result, "exporting", plan.read_bytes) as on_progress:
         return write_export(store, plan, on_progress)
+
+
+def _to_torch(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+    from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
+
+    if how["max_shard_bytes"] is not None:
+        raise ConfigError("a torch file is not cut into shards", hint="Export safetensors to a directory.")
+    if PurePath(out).suffix == ".safetensors":
+        raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
+    store = run.history.store
+    plan = plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
+    with reading(result, "exporting", plan.read_bytes) as on_progress:
+        return write_torch_export(store, plan, on_progress)
 
 
 def _size_bytes(text: str) -> int:
@@ -105,7 +138,7 @@ def _facts(report: ExportReport) -> dict[str, Any]:
     }
 
 
-def _print(result: Output, run: Run, report: ExportReport) -> None:
+def _print(result: Output, run: Run, report: ExportReport, chosen: str) -> None:
     from rich.text import Text
 
     made = table("file", "tensors", "size", right=("tensors", "size"))
@@ -118,7 +151,7 @@ def _print(result: Output, run: Run, report: ExportReport) -> None:
             "Stored as views, since safetensors has no such dtype",
             [f"{n}: {dtype}" for n, dtype in report.dtypes.items()],
         ),
-        ("Left out, since these are no tensors", [*report.left_out]),
+        (_LEFT_OUT[chosen], [*report.left_out]),
     ):
         if lines:
             more = [f"… and {len(lines) - _SHOWN} more (--json)"] if len(lines) > _SHOWN else []

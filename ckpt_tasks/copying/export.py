@@ -47,6 +47,8 @@ __all__ = [
     "ExportPlan",
     "ExportReport",
     "ExportedFile",
+    "check_out",
+    "choose_groups",
     "export_checkpoint",
     "plan_export",
     "write_export",
@@ -192,13 +194,13 @@ def plan_export(
     overwrite: bool = False,
 ) -> ExportPlan:
     """Decide what to write. Arguments and errors are those of `export_checkpoint`; nothing is written."""
-    target = _target(store, out, overwrite)
-    one_file = target.name.endswith(_SUFFIX)
+    one_file = Path(out).name.endswith(_SUFFIX)
+    target = check_out(store, out, overwrite, one_file=one_file)
     if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):
         why = "one file is not cut into shards" if one_file else f"{max_shard_bytes} bytes are no size for a shard"
         raise ConfigError(why, hint=f"A name that does not end in {_SUFFIX} makes a directory of shards.")
     opened = open_checkpoint(store, checkpoint)
-    chosen = _chosen(opened, groups)
+    chosen = choose_groups(opened, groups, ("module",))
     selection = _selection(opened, chosen, checkpoint)
     shards = [_shard(selection, target.name)] if one_file else _shards(selection, max_shard_bytes or MAX_SHARD_BYTES)
     index = None if one_file else _index(selection, shards)
@@ -249,9 +251,9 @@ def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None
         on_progress(sum(row.end - row.begin for row in rows))
 
 
-def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
+def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one_file: bool) -> Path:
+    """Return the place of an export, a file or a directory; raise ConfigError if it cannot be written there."""
     target = Path(os.path.abspath(os.path.expanduser(out)))
-    one_file = target.name.endswith(_SUFFIX)
     inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(store.url))
     if inside and "://" not in store.url:
         raise ConfigError(
@@ -263,24 +265,25 @@ def _target(store: Store, out: str | os.PathLike[str], overwrite: bool) -> Path:
         if target.is_dir() == one_file:
             raise ConfigError(
                 f"{target} is {'a directory' if one_file else 'a file'}",
-                hint=f"A name that ends in {_SUFFIX} makes one file, any other a directory.",
+                hint=f"A name that ends in {_SUFFIX} or .pt makes one file, any other a directory.",
             )
         if not overwrite:
             raise ConfigError(f"{target} exists", hint="Name another place, or ask to overwrite it.")
     return target
 
 
-def _chosen(opened: Opened, groups: Iterable[str] | None) -> tuple[str, ...]:
+def choose_groups(opened: Opened, groups: Iterable[str] | None, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the named groups, or without any those of these kinds; raise ConfigError if there are none."""
     wanted = tuple(dict.fromkeys(groups or ()))
     unknown = [group for group in wanted if group not in opened.groups]
     if unknown:
         raise ConfigError(
             f"the checkpoint has no group {unknown[0]!r:.80}", step=opened.manifest.step, hint=_what_there_is(opened)
         )
-    chosen = wanted or tuple(name for name, saved in opened.groups.items() if saved.kind == "module")
+    chosen = wanted or tuple(name for name, saved in opened.groups.items() if saved.kind in kinds)
     if not chosen:
         hint = f"{_what_there_is(opened)} Name the groups to export."
-        raise ConfigError("the checkpoint has no module", step=opened.manifest.step, hint=hint)
+        raise ConfigError(f"the checkpoint has no {kinds[0]}", step=opened.manifest.step, hint=hint)
     return chosen
 
 

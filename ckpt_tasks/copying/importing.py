@@ -77,7 +77,7 @@ def spec_of(key: str, tensor: torch.Tensor | SourceTensor) -> TensorSpec:
 
 def _step_of(source: Source) -> int:
     for name in ("global_step", "step"):
-        value = source.values.get(name)
+        value = (source.about or source.values).get(name)
         if type(value) is int:
             return value
     return 0

@@ -74,6 +74,13 @@ class Source:
         """Whether Lightning's Trainer wrote it."""
         return _LIGHTNING in self.values and "state_dict" in self.values
 
+    @property
+    def about(self) -> Mapping[str, Any] | None:
+        """What an export of ours says of a torch.save file: step, kinds of groups, names of parameters."""
+        about = self.values.get(_OURS)
+        is_ours = isinstance(about, Mapping) and all(isinstance(about.get(n), Mapping) for n in ("kinds", "parameters"))
+        return about if is_ours else None
+
 
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a file, or a directory of weights; its tensors are read when they are used.

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_tasks.copying.naming import clean_names, parameter_names
 from ckpt_tasks.copying.sources import Source, SourceTensor
-from ckpt_tasks.errors import ConfigError, UnsupportedStateError
+from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.tree import TensorRef, encode, tensor_refs
 from ckpt_tasks.state.rng import RNG, capture_generator
@@ -55,14 +55,21 @@ class Taking:
 
 
 class _Part(NamedTuple):
-    """One object of a file: the group that it would be, its name in the file, and itself."""
+    """One object of a file: the group that it would be, its name in the file, and itself.
+
+    `said` is its kind, and `parameters` are the names of an optimizer's, where an export of ours says them.
+    """
 
     group: str
     name: str
     value: Any
+    said: str | None = None
+    parameters: tuple[str, ...] | None = None
 
     @property
     def kind(self) -> str:
+        if self.said is not None:
+            return self.said
         if _is_weights(self.value):
             return "module"
         if _is_optimizer(self.value):
@@ -99,6 +106,8 @@ def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
     values, left = source.values, dict[str, str]()
     if source.is_lightning:
         return _of_lightning(values)
+    if source.about is not None:
+        return _of_export(values, source.about), left
     if _is_weights(values):
         return [_Part(_MODEL, "", values)], left
     parts: list[_Part] = []
@@ -109,6 +118,30 @@ def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
         else:
             parts += _split(name, key, value)
     return _unique(parts, left), left
+
+
+def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Part]:
+    """Return the groups that an export says it has; what it says wrongly of one is not taken from it."""
+    parts = []
+    for name, kind in about["kinds"].items():
+        value, parameters = values.get(name), about["parameters"].get(name)
+        fits = {
+            "module": isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+            "optimizer": _is_optimizer(value) and _are_names(parameters, value or {}),
+            "stateful": True,
+            "plain": True,
+        }
+        if name not in values or not is_group(name) or name == RNG or not fits.get(kind, False):
+            raise IntegrityError("the file does not hold the group that it says it does", key=f"{name!s:.80}")
+        parts.append(_Part(name, name, value, kind, tuple(parameters) if kind == "optimizer" else None))
+    return parts
+
+
+def _are_names(names: Any, optimizer: Mapping[str, Any]) -> bool:
+    """Say whether these are as many different names as an optimizer has parameters."""
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return named and len(names) == len({*names}) == len(numbers) == len({*map(repr, numbers)})
 
 
 def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str]]:
@@ -171,8 +204,16 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
             there = ", ".join(part.name or part.group for part in parts)
             raise ConfigError(f"the file has no {name or group!r:.80}", hint=f"It has {there}.")
         found[group] = part._replace(group=group)
-    names = {part.name for part in found.values()}
-    return [*found.values()], [part.name for part in parts if part.name not in names]
+    groups = {part.name: part.group for part in found.values()}
+    left = [part.name for part in parts if part.name not in groups]
+    return [_renamed(part, groups) for part in found.values()], left
+
+
+def _renamed(part: _Part, groups: Mapping[str, str]) -> _Part:
+    """Name an optimizer's parameters by the groups that their models become."""
+    cut = (name.partition("/") for name in part.parameters or ())
+    parameters = tuple(f"{groups.get(group, group)}{slash}{rest}" for group, slash, rest in cut)
+    return part if part.parameters is None else part._replace(parameters=parameters)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -252,7 +293,7 @@ class _Taker:
 
     def _module(self, part: _Part) -> tuple[dict[str, Any], str]:
         tree: dict[str, Any] = {}
-        names = clean_names([*part.value])
+        names = {name: name for name in part.value} if part.said else clean_names([*part.value])
         for name, value in part.value.items():
             clean = names[name]
             place = f"{part.group}/{clean}"
@@ -280,7 +321,9 @@ class _Taker:
         state, groups = part.value["state"], part.value["param_groups"]
         numbers = [number for group in groups for number in group["params"]]
         try:
-            names, note = parameter_names(part.value, self._modules)
+            names, note = (
+                (part.parameters, "") if part.parameters is not None else parameter_names(part.value, self._modules)
+            )
         except UnsupportedStateError as error:
             error.key = part.group
             raise

@@ -164,15 +164,34 @@ def test_a_checkpoint_that_is_pruned_meanwhile(tmp_path: Path, run_dir: Path, mo
     assert [*tmp_path.iterdir()] == [run_dir]
 
 
-def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("out", ["l", pytest.param("l.pt", marks=pytest.mark.slow)])
+def test_it_needs_no_torch_and_little_memory(tmp_path: Path, out: str) -> None:
     """P57: exporting 160 MiB in one tensor takes less than 48 MiB more than exporting nothing, and imports no torch."""
     small = save(tmp_path / "small", {"model": nn.Linear(1, 1)})
     large = save(tmp_path / "large", {"w": {"w": torch.ones(40 << 20)}})
-    arguments = [small, tmp_path / "s", large, tmp_path / "l", "--group", "w"]
+    arguments = [small, tmp_path / "s", large, tmp_path / out, "--group", "w"]
     command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r"neither (\d+)$", done.stdout)
     assert found, done.stdout
     assert int(found[1]) < 48
-    assert torch.equal(load_file(tmp_path / "l" / "model-00001-of-00001.safetensors")["w"], torch.ones(40 << 20))
+    file = tmp_path / out / "model-00001-of-00001.safetensors" if out == "l" else tmp_path / out
+    weights = load_file(file) if out == "l" else torch.load(file, weights_only=True)
+    assert torch.equal(weights["w"], torch.ones(40 << 20))
+
+
+def test_a_file_for_torch(tmp_path: Path, run_dir: Path) -> None:
+    """--format torch, or a name that ends in .pt, makes one file that torch reads; shards and odd names are refused."""
+    models = save_linears(run_dir, 1)
+    answer = ckpt("export", f"{run_dir}@1", tmp_path / "m.bin", "--format", "torch", "--group", "model")
+    assert answer.status == 0, answer.err
+    assert "Exported 2 tensors of model" in answer.out
+    assert ckpt("export", run_dir, tmp_path / "all.pt", "--json").data["format"] == "torch"
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["model"]
+    alone = torch.load(tmp_path / "m.bin", weights_only=True)
+    assert torch.equal(found["weight"], models[1].weight)
+    assert torch.equal(alone["weight"], models[1].weight)
+    for wrong in (["n.pt", "--max-shard-size", "5GB"], ["n.safetensors", "--format", "torch"], ["all.pt"]):
+        assert ckpt("export", run_dir, tmp_path / wrong[0], *wrong[1:]).status == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "m.bin", "all.pt"}

@@ -23,16 +23,12 @@ from ckpt_tasks.errors import (
     IntegrityError,
     StoreError,
 )
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.index import Index, IndexRow, write_index
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import flip, only, save
-from tests.support.exports import INDEX, about, export, loaded
+from tests.support.exports import INDEX, about, bits, export, loaded, parts
 
 VIEWED = {"complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2"}
 DTYPES = [name for name in STORED_DTYPES if hasattr(torch, name)]
@@ -48,10 +44,6 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(4)  # its counter is an int64 without dimensions
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def some(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -274,45 +266,6 @@ def test_progress_is_told_of_every_byte(tmp_path: Path) -> None:
 
 
 # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def parts(store: LocalStore, tensor: torch.Tensor, boxes: list[Box]) -> Checkpoint:
-    """Write a checkpoint by hand whose one tensor is cut into boxes, each in an object of another checkpoint."""
-    rows, records = [], []
-    for n, box in enumerate(boxes):
-        part = bits(tensor[tuple(slice(o, o + extent) for o, extent in zip(box.offset, box.shape, strict=True))])
-        name = f"checkpoint_{n:012d}/e000001-00000000000000aa/x-00000-of-00001-0.safetensors"
-        store.put(name, [b"head", part])
-        records.append(ObjectRecord(name, 4 + len(part), digest_hex(b"head"), 4))
-        end = 4 + len(part)
-        rows.append(IndexRow("x", "w", "float32", tuple(tensor.shape), box, name, 4, end, digest_bytes(part)))
-    folder = "checkpoint_000000000099/e000001-00000000000000aa"
-    index = write_index(Index.of(rows))
-    store.put(f"{folder}/index.arrow", [index])
-    manifest = Manifest(
-        run_key="r",
-        step=99,
-        attempt="e000001-00000000000000aa",
-        world_size=1,
-        index=ObjectRecord(f"{folder}/index.arrow", len(index), digest_hex(index), len(index)),
-        objects=tuple(records),
-        groups={"x": {"kind": "module", "tree": {"w": {"~tensor": "x/w"}}}},
-    ).to_bytes()
-    store.put(f"{folder}/manifest.json", [manifest])
-    return Checkpoint(
-        step=99,
-        attempt="e000001-00000000000000aa",
-        manifest=f"{folder}/manifest.json",
-        manifest_digest=digest_hex(manifest),
-        parent=None,
-        n=0,
-        metrics={},
-        size_bytes=0,
-        objects=len(boxes),
-        saved_at="",
-        cost_s=0.0,
-        reuses=tuple(record.name for record in records),
-    )
 
 
 CUBE = torch.arange(60.0).reshape(3, 4, 5)

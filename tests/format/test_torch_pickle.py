@@ -1,0 +1,100 @@
+"""The pickle of a torch file: torch reads every value as it was; what it would not read is refused."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections import Counter, OrderedDict, deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.format.torch_pickle import Storage, dump
+from ckpt_tasks.format.tree import NumpyScalar, TensorRef, TorchName
+
+WHOLE = st.integers(-(2**2039), 2**2039 - 1)
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | WHOLE
+    | st.floats()
+    | st.text(st.characters(codec=None), max_size=20)
+    | st.binary(max_size=20)
+    | st.complex_numbers(allow_nan=False)
+)
+KEYS = st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=3))
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict)
+        | st.sets(st.integers() | st.text(max_size=3), max_size=4)
+        | st.dictionaries(KEYS, st.integers(), max_size=4).map(Counter)
+    ),
+    max_leaves=20,
+)
+
+
+def none(key: str) -> Storage:
+    raise AssertionError(key)
+
+
+def read(data: bytes, place: Path) -> Any:
+    """Read a pickle as torch reads it from a file."""
+    with zipfile.ZipFile(place, "w") as file:
+        for name, content in (("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")):
+            file.writestr(f"archive/{name}", content)
+    return torch.load(place, weights_only=True)
+
+
+def shown(value: Any) -> Any:
+    """Write a value with its types, so that NaN is NaN and 0 is not False, and sets in an order."""
+    if isinstance(value, dict):
+        return type(value), [(shown(key), shown(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [*map(shown, value)]
+    return (set, sorted(map(repr, value))) if isinstance(value, set) else repr(value)
+
+
+@given(VALUES)
+def test_every_value_comes_back(fast_dir: Path, value: Any) -> None:
+    """P40: plain values and containers of them come back equal and of the same types, through torch and by the book."""
+    data = dump(value, none)
+    pickletools.dis(data, out=io.StringIO())
+    assert shown(read(data, fast_dir / "v.pt")) == shown(value)
+
+
+def test_what_torch_has_names_for(tmp_path: Path) -> None:
+    """A dtype, a device and a size are torch's own again."""
+    names = [TorchName("dtype", "bfloat16"), TorchName("device", "cuda:1"), TorchName("size", (2, 3))]
+    found = read(dump(names, none), tmp_path / "v.pt")
+    assert found == [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])]
+    assert type(found[2]) is torch.Size
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (frozenset({1}), "frozenset"),
+        (deque([1]), "deque"),
+        (timedelta(1), "timedelta"),
+        (NumpyScalar("float32", 1.0), "NumPy scalar"),
+        (TensorRef("x/a", array=True), "NumPy array"),
+        (2**2040, "a number of 256 bytes"),
+    ],
+)
+def test_what_torch_would_not_read_is_refused(value: Any, what: str) -> None:
+    """A value that needs another word than the weights-only unpickler's is refused by its path."""
+    with pytest.raises(UnsupportedStateError, match=what) as refused:
+        dump({"a": [0, {"b": value}]}, none, "group")
+    assert refused.value.key == "group/a/1/b"
