@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
 
@@ -16,6 +17,16 @@ from ckpt_tasks.session.session import Progress
 from ckpt_tasks.storage.locations import Location
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
+
+
+def test_the_line_says_where_training_is() -> None:
+    """Step, metric, speed of the steps themselves, and time left."""
+    out = Screen(file=io.StringIO(), width=200, color_system=None)
+    line = LiveLine(out, 30)
+    for step in (1, 2):
+        progress = Progress(step=step, step_s=0.5, metrics={"loss": 2.5}, amount=64.0, unit="samples", commit=None)
+        line(progress)
+    assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(progress))
 
 
 @pytest.mark.parametrize("name", NAMES)
