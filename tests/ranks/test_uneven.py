@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -110,9 +112,9 @@ def by_dcp(rank: int, size: int, root: str, mesh: Mesh, rows: int) -> str:
     wanted, state = state_of(mesh, rows), state_of(mesh, rows, zeros=True)
     found = state["model"].state_dict()
     try:
-        dcp.save(wanted["model"].state_dict(), checkpoint_id=root)
-        dcp.load(found, checkpoint_id=root)
-    except dcp.CheckpointException:
+        dcp_save(wanted["model"].state_dict(), checkpoint_id=root)
+        dcp_load(found, checkpoint_id=root)
+    except CheckpointException:
         return "refused"
     pairs = zip(wanted["model"].state_dict().values(), found.values(), strict=True)
     return "equal" if all(torch.equal(one.to_local(), other.to_local()) for one, other in pairs) else "lost"
