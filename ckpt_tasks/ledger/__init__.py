@@ -1,1 +1,1 @@
-"""One run's directory: its history, its owner, and what was observed in it."""
+"""One run's directory: its configuration, history, owner and measurements."""

@@ -32,7 +32,7 @@ class CheckpointConfig:
     `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str] | Location
@@ -91,7 +91,7 @@ class CheckpointConfig:
     """
 
     def __new__(cls, **options: Any) -> Self:
-        """Raise ConfigError for an option that there is not."""
+        """Raise ConfigError for an unknown option."""
         for name in options.keys() - cls.__dataclass_fields__.keys():
             alike = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
             do = f"Did you mean {alike[0]}?" if alike else "docs/OPTIONS.md lists the options."
@@ -121,7 +121,7 @@ class CheckpointConfig:
 
     @property
     def location(self) -> Location:
-        """Where the run lives, with the options of its store."""
+        """The run's place, with the options of its store."""
         return location_of(self.checkpoint_dir)
 
     @property
@@ -131,7 +131,7 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> bool:
-        """Whether the run chooses the seconds between saves: where asked to, and where no interval is given."""
+        """Whether the run chooses the seconds between saves: if cadence="auto", or if no interval is given."""
         return self.cadence == "auto" or not self.has_interval
 
     @property
@@ -160,7 +160,7 @@ def _is_name(key: Any) -> bool:
 
 
 class _Rule(NamedTuple):
-    """What an option must be, as a test and in words."""
+    """The rule of an option: a test, and the words for its error."""
 
     fits: Callable[[Any], bool]
     words: str

@@ -1,4 +1,4 @@
-"""The curve of a run: the metrics of every step. What draws it imports no Arrow; `steps.py` reads it."""
+"""The curve of a run: the metrics of every step. `steps.py` reads it; drawing it needs no Arrow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Curve", "CurveStep"]
 
 @dataclass(frozen=True)
 class CurveStep:
-    """One step of a run's curve, as ledger entry `n` committed it; `abandoned`: training has left its line."""
+    """One step of a run's curve, committed by ledger entry `n`; `abandoned`: training went back to before it."""
 
     n: int
     step: int

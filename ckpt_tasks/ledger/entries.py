@@ -1,4 +1,4 @@
-"""Read a ledger backwards: only entries that have a name are asked for, however high the newest number is."""
+"""Read a ledger backwards; only entries that exist are requested, even if the newest number is absurdly high."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _THREADS = 8
 
 
 def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, str]]:
-    """Yield the entries from the newest down to number `since`, each with its digest; damaged ones are passed over.
+    """Yield (entry, digest) from the newest entry down to number `since`; skip damaged ones.
 
-    Ever more of them are read at a time: a caller that stops early has read few.
+    Reads grow from a few entries to many at a time, so that a caller that stops early has read few.
     """
     numbers, batch_size = _numbers(history, since), _FEWEST
     while batch := [*islice(numbers, batch_size)]:
@@ -34,14 +34,14 @@ def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, s
 
 
 def _numbers(history: History, since: int) -> Iterator[int]:
-    """Yield the numbers of the entries that have a name; a list of the names begins with the newest."""
+    """Yield the numbers of existing entries, newest first."""
     limit, last = _LISTED, -1
     while True:
         names = history.store.names(LEDGER_PREFIX, limit=limit)
         for name in names:
             n = parse_ledger_name(name)
             if n is None or 0 <= last <= n:
-                continue  # foreign, or listed before
+                continue  # a foreign name, or listed before
             if n < since:
                 return
             last = n
@@ -55,4 +55,4 @@ def _entry(history: History, n: int) -> tuple[Entry, str] | None:
     try:
         return history.read_entry(n)
     except (IntegrityError, ObjectNotFoundError):
-        return None  # `verify` reports it
+        return None  # `ckpt verify` reports it

@@ -1,9 +1,9 @@
-"""Where a run's time went: the part that its result is made of, and the rest by cause.
+"""Where a run's time went: the training that its result is made of, and the rest by cause.
 
-Goodput is useful time / wall time, as Google's ML Goodput has it (cloud.google.com, "Goodput metric as measure of ML
-productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), measured from the ledger instead of from a log
-of every step. Wall time runs from the first owner to the last entry of an owner. Between two such entries a and b, with
-a commit taking the place in time of its snapshot (its entry's time less `flush_s`), the time is cut like this:
+Goodput is useful time / wall time, as Google's ML Goodput defines it (cloud.google.com, "Goodput metric as measure of
+ML productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), measured from the ledger instead of from a
+log of every step. Wall time runs from the first owner to the last entry of an owner. A commit counts at the time of its
+snapshot (its entry's time less `flush_s`). The time between two such entries a and b is divided like this:
 
 =========  ============================================================================================================
 useful     b is a commit of the final line: as many steps as it is ahead, times the seconds that a step took then
@@ -15,9 +15,9 @@ idle       b is an owner, and the run had been released
 other      b is a commit or a release, and the time was none of these: evaluations, waiting for a commit, Prefect
 =========  ============================================================================================================
 
-The final line is the newest commit, its parent, and so on. What cannot be known: when a process that was killed died.
-What it had trained since its last entry is in "down", not in "lost". Clocks are the writers': one that was set back
-makes no time, one that jumped ahead makes some. The ledger of a copy says when it was copied, not when it trained.
+The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: what it
+had trained since its last entry counts as "down", not as "lost". Clocks are the writers': one that was set back makes
+no time, one that jumped ahead makes some. The ledger of a copy says when it was copied, not when it was trained.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLOCK = (*_OWNERS, "commit", "failure", "released")  # written by the owner of 
 
 @dataclass(frozen=True)
 class Placed:
-    """A moment, and how many seconds of wall time it came after the first owner."""
+    """A moment, with the seconds of wall time since the first owner."""
 
     elapsed_s: float
     moment: Moment
@@ -47,7 +47,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Span:
-    """What became of a stretch of wall time: one of SHARES."""
+    """A stretch of wall time and its share: one of SHARES."""
 
     kind: str
     begin_s: float
@@ -56,9 +56,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """A run laid out in time: its moments, what became of the time between them, and which commits lead to its end.
+    """A run laid out in time: its moments, the spans between them, and the final line.
 
-    `line` holds the ledger numbers of the commits that the newest one descends from, and its own.
+    `line` holds the ledger numbers of the newest commit and of its ancestors.
     """
 
     placed: tuple[Placed, ...]
@@ -86,7 +86,7 @@ class Course:
 
     @property
     def deaths(self) -> list[Placed]:
-        """The owners that came after one that had not released the run, each where that one wrote its last entry."""
+        """The owners that followed a dead owner, each placed at the dead owner's last entry."""
         ends = [(before, after.moment) for before, after in pairwise(self.of(*_CLOCK)) if after.moment.kind in _OWNERS]
         return [Placed(before.elapsed_s, owner) for before, owner in ends if before.moment.kind != "released"]
 
@@ -96,48 +96,48 @@ class Course:
 
 
 def follow(moments: Iterable[Moment]) -> Course:
-    """Lay a run's moments, oldest first, out in time, and say what became of it."""
+    """Lay out a run's moments (oldest first) in time, and assign every span to a share."""
     known = list(moments)
-    line = _final_line([one for one in known if one.kind == "commit"])
+    line = _final_line([moment for moment in known if moment.kind == "commit"])
     usual_s = _usual_step_s(known)
-    steps = {one.identity: one.step or 0 for one in known if one.identity is not None}
+    steps = {moment.identity: moment.step or 0 for moment in known if moment.identity is not None}
     placed: list[Placed] = []
     spans: list[Span] = []
     before, now_s, elapsed_s, last_step = None, 0.0, 0.0, 0
-    for one in known:
-        if one.kind not in _CLOCK:
-            late_s = max(0.0, one.at_s - now_s) if before else 0.0
-            placed.append(Placed(elapsed_s + late_s, one))
+    for moment in known:
+        if moment.kind not in _CLOCK:
+            late_s = max(0.0, moment.at_s - now_s) if before else 0.0
+            placed.append(Placed(elapsed_s + late_s, moment))
             continue
-        at_s = _begun_s(one)
-        if before is not None and before.epoch == one.epoch:
+        at_s = _begun_s(moment)
+        if before is not None and before.epoch == moment.epoch:
             at_s = max(at_s, now_s)
         gap_s = max(0.0, at_s - now_s) if before else 0.0
         if before is not None:
-            ahead = (one.step or 0) - steps.get(one.parent or "", last_step)
-            pieces = _cut(gap_s, before, one, ahead=ahead, usual_s=usual_s, kept=one.n in line)
+            ahead = (moment.step or 0) - steps.get(moment.parent or "", last_step)
+            pieces = _cut(gap_s, before, moment, ahead=ahead, usual_s=usual_s, kept=moment.n in line)
             spans += _laid(pieces, elapsed_s, gap_s)
-        before, now_s, elapsed_s = one, at_s, elapsed_s + gap_s
-        if one.kind == "commit" and one.step is not None:
-            last_step = one.step
-        placed.append(Placed(elapsed_s, one))
+        before, now_s, elapsed_s = moment, at_s, elapsed_s + gap_s
+        if moment.kind == "commit" and moment.step is not None:
+            last_step = moment.step
+        placed.append(Placed(elapsed_s, moment))
     return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
 
 
 def _usual_step_s(moments: list[Moment]) -> float | None:
-    paces = [one.step_s for one in moments if one.step_s is not None]
+    paces = [moment.step_s for moment in moments if moment.step_s is not None]
     return median(paces) if paces else None
 
 
 def _begun_s(moment: Moment) -> float:
-    """Return when a moment's work was handed over: a commit's snapshot, or the moment itself."""
+    """Return the time of a commit's snapshot, or of the moment itself."""
     return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
 
 
 def _cut(
     gap_s: float, before: Moment, one: Moment, *, ahead: int, usual_s: float | None, kept: bool
 ) -> Mapping[str, float]:
-    """Cut the time between two moments into shares, in the order in which they come; `ahead` counts steps."""
+    """Divide the time between two moments into shares, in order of time; `ahead` counts steps."""
     if one.kind in _OWNERS:
         return {"idle" if before.kind == "released" else "down": gap_s}
     if one.kind == "failure":
@@ -154,7 +154,7 @@ def _cut(
 
 
 def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[Span]:
-    """Yield the pieces one after the other; the last one ends where the gap does, whatever rounding says."""
+    """Yield the pieces as consecutive spans; the last one ends exactly at the end of the gap."""
     last, end_s = list(pieces)[-1], begin_s + gap_s
     for kind, length_s in pieces.items():
         until_s = end_s if kind == last else min(end_s, begin_s + length_s)
@@ -164,18 +164,18 @@ def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator
 
 
 def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
-    """Put what others wrote between the owner's moments around it, and within the wall time."""
-    found: list[Placed] = []
+    """Clamp the times of others' entries between the owner's moments around them, and to the wall time."""
+    clamped: list[Placed] = []
     latest_s = wall_s
-    for one in reversed(list(placed)):
-        latest_s = min(latest_s, one.elapsed_s)
-        found.append(Placed(latest_s, one.moment))
-    return found[::-1]
+    for place in reversed(list(placed)):
+        latest_s = min(latest_s, place.elapsed_s)
+        clamped.append(Placed(latest_s, place.moment))
+    return clamped[::-1]
 
 
 def _final_line(commits: list[Moment]) -> frozenset[int]:
-    """Follow parents from the newest commit down; where one cannot be read, the commit before it takes its place."""
-    known = {one.identity: one for one in commits if one.identity is not None}
+    """Follow parents from the newest commit down; if a parent cannot be read, take the commit before it."""
+    known = {commit.identity: commit for commit in commits if commit.identity is not None}
     line: set[int] = set()
     at = commits[-1] if commits else None
     older = commits[:-1]

@@ -1,11 +1,11 @@
-"""The ledger in use: read the newest entry, append the next one, and know which outcome that had.
+"""The ledger in use: read the newest entry, append the next one, and know the outcome of the append.
 
-An append never believes the store's answer: it reads the entry back and compares the nonce. My nonce means
-done; another valid entry means look at it and try the next number, unless the directory changed hands; nothing there
-means send the same bytes again; unreadable means that the outcome is unknown.
+An append never believes the store's answer: it reads the entry back and compares the nonce. Our nonce: done. Another
+valid entry: read it and try the next number, unless the directory has another owner. No entry: send the same bytes
+again. An unreadable entry: the outcome is unknown.
 
-A damaged newest entry is passed over, and what it may have named is spared: `append` alone does that, for every event.
-An entry that this process has read before it was damaged is not passed over.
+A damaged newest entry is skipped, and objects that it may have named are spared: `append` does that, for every event.
+An entry that this process had read before it was damaged is not skipped.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from ckpt_tasks.storage.retrying import read_good
 __all__ = ["Head", "History", "now_iso"]
 
 _SAME_NUMBER_TRIES = 5
-_NEWEST = 16  # names that are looked at before all of them are
-_NUMBERS_TRIED = 64  # lost to others' entries; far more than can happen by chance where others wait
+_NEWEST = 16  # names in the first list; a second one asks for all
+_NUMBERS_TRIED = 64  # lost to other writers; far more than happen by chance, since others wait
 _LONGEST_WAIT_S = 30.0
-_LOOKED_AT = 1000  # names, for runs below a directory that is none
+_LOOKED_AT = 1000  # names that are searched for runs below a wrong directory
 _NAMED = 5
-_FOLLOWED = 8  # entries read one by one before all names are looked at
+_FOLLOWED = 8  # entries read one by one before names are listed
 
 _log = logging.getLogger("ckpt_tasks")
-_dice = random.SystemRandom()  # Python's generator belongs to the training, and is saved with it
+_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it
 
 
 @dataclass(frozen=True)
 class Head:
-    """The newest state of a run: `entry` is None before the first; `damaged` names entries that were passed over."""
+    """The newest state of a run: `entry` is None before the first; `damaged` names entries that were skipped."""
 
     entry: Entry | None
     digest: str | None
@@ -79,7 +79,7 @@ class Head:
 
     @property
     def spared_epochs(self) -> int:
-        """Up to which owner epoch attempts may be named by a damaged entry: each may have been a new owner's."""
+        """The highest owner epoch that a damaged entry may name: each damaged entry may be that of a new owner."""
         epoch = self.state.owner.epoch if self.state.owner else 0
         damaged_epoch = min(epoch + len(self.damaged), MAX_EPOCH) if self.damaged else 0
         return max(self.state.spared_epochs, damaged_epoch)
@@ -91,28 +91,28 @@ class History:
     def __init__(self, store: Store):
         self.store = store
         self._segments = Segments(store)
-        self._known: Head | None = None  # the newest entry that was read here, with none damaged above it
+        self._known: Head | None = None  # the newest entry read by this process, with no damaged one above it
         self._warned: tuple[str, ...] = ()
 
     def create(self, run_key: str, *, single_writer: bool = False) -> None:
-        """Make the run directory's format.json unless it is there.
+        """Write the run directory's format.json if it is missing.
 
-        A store that is a server is tried first, once for every endpoint that the directory is reached through. Raises
-        ConfigError if it does not do what commits rest on; `single_writer` does without put-if-absent.
+        A server is tested first, once for each endpoint through which the directory is reached. Raises ConfigError if
+        it cannot do what commits need; with `single_writer` put-if-absent is not needed.
         """
         body = self._format()
         if body is None:
             new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
             self._put_format(self._proved(new, single_writer))
         elif not body and self.store.endpoint is not None:
-            self._proved({}, single_writer)  # what is damaged may have said that the store cannot put if absent
+            self._proved({}, single_writer)  # the damaged file may have said that the store has no put-if-absent
         elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
     def check(self, run_key: str | None) -> str | None:
         """Return the run's key, None if format.json is damaged (every manifest holds the key as well).
 
-        Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another one's, and
+        Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run, and
         FormatVersionError if a newer version wrote it.
         """
         body = self._format()
@@ -123,18 +123,18 @@ class History:
             )
         if not body:
             return None
-        found: str = body["run_key"]
-        if run_key is not None and found != run_key:
+        key: str = body["run_key"]
+        if run_key is not None and key != run_key:
             raise RunMismatchError(
-                f"{self.store.url} holds the run {found!r}, not {run_key!r}",
+                f"{self.store.url} holds the run {key!r}, not {run_key!r}",
                 hint="Use another directory, or the run's own key.",
             )
         if body.get("single_writer") is True:
             self.store.assume_single_writer()
-        return found
+        return key
 
     def _runs_below(self) -> str:
-        """Name some runs whose directories lie in this one."""
+        """Return a sentence that names some runs inside this directory; "" if there is none."""
         with suppress(StoreError):
             names = self.store.names("", limit=_LOOKED_AT)
             runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
@@ -142,7 +142,7 @@ class History:
         return ""
 
     def _format(self) -> dict[str, Any] | None:
-        """Read format.json: None if there is none, empty where it is damaged."""
+        """Read format.json: None if there is none, {} if it is damaged."""
         try:
             return read_good(self.store, self._read_format)
         except ObjectNotFoundError:
@@ -165,7 +165,7 @@ class History:
             try:
                 self.store.put_if_absent(FORMAT_NAME, data)
             except ObjectExistsError:
-                return  # somebody else made it meanwhile
+                return  # another process has written it meanwhile
             except StoreError:
                 if self._format() is not None:
                     return  # only the answer was lost
@@ -184,16 +184,16 @@ class History:
         return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
 
     def head(self) -> Head:
-        """Read the newest good entry; torn and foreign ones count as "nothing happened", and a warning names them.
+        """Read the newest good entry; torn and foreign entries do not count, and a warning names them.
 
-        Numbers are dense: on a local disk, a reader of entry n looks for n + 1 and needs no list, which takes 5 ms of
-        6,000 names. A server lists the newest few as fast, and may remember that it was asked for what is not there.
+        Numbers are dense: on a local disk, a reader of entry n just looks for n + 1; a list of 6,000 names takes 5 ms.
+        A server lists the newest few as fast as that, and might cache the answer that n + 1 is missing.
         """
         known = self._known
         return self._truth((self.store.near and known and self._followed(known)) or self._listed(known))
 
     def _truth(self, head: Head) -> Head:
-        """Go on from what this process has read, also where its bytes have been damaged since; warn of damage."""
+        """Prefer what this process has read before, even if it has been damaged since; warn of damage."""
         known = self._known
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
             above = tuple(name for name in head.damaged if (parse_ledger_name(name) or 0) > known.entry.n)
@@ -223,7 +223,7 @@ class History:
         )
 
     def _followed(self, head: Head) -> Head | None:
-        """Go on from a state that was read before; None if the list must be asked."""
+        """Read the entries after a known head, one by one; return None if a list is needed."""
         known = head
         for _ in range(_FOLLOWED):
             try:
@@ -236,7 +236,7 @@ class History:
         return None
 
     def _stands(self, head: Head) -> bool:
-        """Say whether the entry of a state is still there, as it was."""
+        """Say whether a head's entry is still there, unchanged."""
         try:
             return self._read_entry(head.next_n - 1)[1] == head.digest
         except (IntegrityError, ObjectNotFoundError):
@@ -246,9 +246,9 @@ class History:
         names = self.store.names(LEDGER_PREFIX, limit=_NEWEST)
         numbered = _numbered(names)
         if known and known.entry and not self.store.near and numbered and max(numbered)[0] == known.entry.n:
-            return known  # an entry never changes: what was read of it is not asked for again
+            return known  # an entry never changes: do not read it again
         found = self._newest(numbered)
-        if found is None and len(names) == _NEWEST:  # all damaged or foreign: look at the older ones as well
+        if found is None and len(names) == _NEWEST:  # all are damaged or foreign: look at older ones as well
             numbered = _numbered(self.store.names(LEDGER_PREFIX))
             found = self._newest(numbered)
         next_n = max((n for n, _ in numbered), default=-1) + 1
@@ -279,12 +279,12 @@ class History:
         *,
         owner: Owner | None,
     ) -> Entry:
-        """Append one event; `change` turns the state before entry n into the state after it.
+        """Append one event; `change(state, n)` returns the state after entry n.
 
-        `owner` is the writer when the event is the owner's alone. Raises FencedError if the directory has another
-        owner by now, CommitUncertainError if the outcome cannot be known, StoreError if nothing was written.
+        Give `owner` for an event that only the owner may write. Raises FencedError if the directory has another owner,
+        CommitUncertainError if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
         """
-        # A list alone does not tell where a store far away was emptied and filled anew: here the entry is read again.
+        # A list cannot show that a remote store was emptied and filled anew: so the entry is read again here.
         nonce, head = secrets.token_hex(16), self.head() if self.store.near else self._truth(self._listed())
         for lost in range(_NUMBERS_TRIED):
             if owner is not None:
@@ -293,16 +293,16 @@ class History:
             if self._read_back(entry):
                 return entry
             if owner is None:
-                # The owner goes first: it tries again at once. Others wait, the longer the more there are of them.
+                # The owner goes first and retries at once. Others wait, longer with each lost number.
                 most_s = min(_LONGEST_WAIT_S, (time.monotonic() - began_s) * 2 ** (lost + 1))
                 time.sleep(_dice.uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
-                return head.entry  # it stands: a moment ago it was read with wrong bytes
+                return head.entry  # ours after all: the read before got wrong bytes
         raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
 
     def _past(self, head: Head, n: int) -> Head:
-        """Read the newest state again, number n being another's: also where a stale listing does not show it."""
+        """Re-read the head after losing number n to another writer, even if a listing is stale."""
         fresh = self.head()
         if fresh.next_n > n:
             return fresh
@@ -313,14 +313,17 @@ class History:
         return Head(entry, digest, n + 1, fresh.damaged)
 
     def _is_mine(self, name: str, data: bytes) -> bool:
-        """Read a number back; raise IntegrityError if neither this entry nor another good one is there."""
-        found = self.store.get(name, MAX_ENTRY_BYTES)
-        if found != data:
-            Entry.from_bytes(found, name)
-        return found == data
+        """Say whether the entry under this name is ours; raise IntegrityError if it is not a good entry at all."""
+        stored = self.store.get(name, MAX_ENTRY_BYTES)
+        if stored != data:
+            Entry.from_bytes(stored, name)
+        return stored == data
 
     def _read_back(self, entry: Entry) -> bool:
-        """Put an entry until its outcome is known: True when it stands, False when the number is another's."""
+        """Put an entry until its outcome is known: True if it is ours, False if another writer has the number.
+
+        Raises CommitUncertainError if the entry cannot be read back, StoreError if the store refused it.
+        """
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None
@@ -333,12 +336,12 @@ class History:
                 stands = read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
                 if failure is not None and failure.refused:
-                    raise failure from None  # it was asked for as long as makes sense, and said no each time
+                    raise failure from None  # the store has refused every try
                 if failure is not None and not isinstance(failure, ObjectExistsError):
                     continue
                 raise CommitUncertainError("the ledger entry was taken and cannot be seen", key=name) from failure
             except IntegrityError:
-                return False  # something foreign has the number: the next one is used
+                return False  # something foreign has the name: use the next number
             except StoreError as error:
                 raise CommitUncertainError(
                     "whether the commit landed cannot be known: its ledger entry cannot be read back",
@@ -364,7 +367,7 @@ class History:
 
 
 def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Entry:
-    """Make the entry that follows a head; what damaged entries above it may have named is spared from now on."""
+    """Make the entry that follows a head; from now on, spare what damaged entries above it may have named."""
     return Entry(
         n=head.next_n,
         epoch=head.state.owner.epoch if head.state.owner else 0,
@@ -381,14 +384,14 @@ def _numbered(names: list[str]) -> list[tuple[int, str]]:
     return [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
 
 
-def check_owner(found: Owner | None, mine: Owner) -> None:
-    """Raise FencedError unless the directory is still this owner's."""
-    if found is None or found.id != mine.id or found.epoch != mine.epoch:
+def check_owner(current: Owner | None, mine: Owner) -> None:
+    """Raise FencedError if the directory has another owner."""
+    if current is None or current.id != mine.id or current.epoch != mine.epoch:
         who = "an owner that cannot be read"
-        if found is not None:
-            same = (found.host, found.pid, found.process_start) == (mine.host, mine.pid, mine.process_start)
-            who = "another Checkpointer of this process" if same else f"process {found.pid} on {found.host}"
-            who += f", owner epoch {found.epoch}"
+        if current is not None:
+            same = (current.host, current.pid, current.process_start) == (mine.host, mine.pid, mine.process_start)
+            who = "another Checkpointer of this process" if same else f"process {current.pid} on {current.host}"
+            who += f", owner epoch {current.epoch}"
         raise FencedError(
             f"the run directory has been taken over by {who}",
             hint="This process must stop: what it trained since its last commit is not part of the run.",
@@ -396,5 +399,5 @@ def check_owner(found: Owner | None, mine: Owner) -> None:
 
 
 def now_iso() -> str:
-    """Return the time for people to read; no decision is made from it."""
+    """Return the time as text, for people; nothing is decided from it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

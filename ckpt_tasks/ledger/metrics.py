@@ -1,4 +1,4 @@
-"""Metrics of a step: plain numbers, and what to do where one of them is not finite."""
+"""Metrics of a step as plain numbers, and the policy for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _WARNING = (
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; raise StateError naming the one that is none."""
+    """Return metrics as plain numbers; raise StateError with the name of one that is not a number."""
     return {str(name): _number(str(name), value) for name, value in metrics.items()}
 
 
 def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as they are now: as plain numbers, but for tensors on a device, of which this returns copies."""
+    """Return metrics as plain numbers, but tensors on a device as copies, since reading would wait for the device.
+
+    Raises StateError with the name of one that is not a number.
+    """
     return {
         str(name): value.detach().clone()
         if isinstance(value, torch.Tensor) and not value.is_cpu
@@ -39,27 +42,30 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FiniteMetrics:
-    """Look at the metrics of every step, and warn, stop or go back where one is NaN or infinite.
+    """Check the metrics of every step; warn, stop or go back if one is NaN or infinite.
 
-    A stretch of such steps is one warning. A tensor on a device is looked at only when its step is saved, which reads
+    A stretch of such steps gives one warning. A tensor on a device is checked only when its step is saved, which reads
     it anyway: reading waits for the device.
     """
 
     def __init__(self, on_non_finite: str):
         self._on_non_finite = on_non_finite
         self._warned = False
-        self._failed_step: int | None = None  # the last bad step: the next restore goes back
-        self._furthest = -1  # the highest bad step since training last got past one
+        self._failed_step: int | None = None  # the last bad step: the next restore must go back before it
+        self._furthest = -1  # the highest bad step that training has not got past yet
         self._rollbacks = 0
-        self._limit: int | None = None  # the step of the last rollback: the next one goes back further
+        self._limit: int | None = None  # the step of the last rollback: the next one must go back further
 
     @property
     def failed_step(self) -> int | None:
-        """The bad step from which the next restore has to go back; None: there is none."""
+        """The bad step from which the next restore must go back; None if there is none."""
         return self._failed_step
 
     def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
-        """Raise NonFiniteError, or warn once a stretch; `saving`: also read what lies on a device."""
+        """Raise NonFiniteError or warn, by `on_non_finite`, if a metric is NaN or infinite; a finite step ends that.
+
+        `saving`: also check tensors on a device. Raises StateError for a metric that is not a number.
+        """
         numbers = {
             str(name): _number(str(name), value)
             for name, value in metrics.items()
@@ -68,13 +74,13 @@ class FiniteMetrics:
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
-        elif numbers:  # a step that says nothing does not end a stretch
+        elif numbers:  # a step without metrics does not end a stretch
             self._warned, self._failed_step = False, None
             if step > self._furthest:
                 self._rollbacks, self._limit = 0, None
 
     def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints to go back to: with finite metrics, before the bad step and the last rollback.
+        """Return the checkpoints to go back to: those with finite metrics before the bad step and the last rollback.
 
         Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
         """
@@ -91,7 +97,7 @@ class FiniteMetrics:
         return found
 
     def went_back(self, step: int) -> int | None:
-        """Count a restore of a step as a rollback, if there was a bad step; return that one."""
+        """Count a restore of `step` as a rollback if there was a bad step; return the bad step, else None."""
         failed_step, self._failed_step = self._failed_step, None
         if failed_step is not None:
             self._rollbacks, self._limit = self._rollbacks + 1, step

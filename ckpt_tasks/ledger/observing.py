@@ -1,7 +1,7 @@
 """What a run's own history says about saves and failures, for the cadence.
 
-Only how often to save follows from it. What is restored never does: events and times in the ledger are for people, and
-a clock that was wrong makes an interval a little longer or shorter here.
+It only decides how often to save, never what is restored: events and times in the ledger are for people. A wrong clock
+makes an interval a little longer or shorter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt_tasks.state.processes import in_threads
 
 __all__ = ["ENTRIES_READ", "LearningCadence", "LedgerEvent", "ledger_event", "observe", "recent", "summarize"]
 
-ENTRIES_READ = 256  # at most half of them retire; costs are measured of the newest 32 commits alone
-_AT_ONCE = 16  # requests to a store that is far away
+ENTRIES_READ = 256  # at most half of them retire; costs come from the newest 32 commits only
+_AT_ONCE = 16  # parallel requests to a remote store
 _MOST_S = 1e9  # thirty years
-_MEASURED = 32  # the newest commits, of which costs are the median: a slower store shows soon, one slow save does not
-# How ownership.py says that the owner before was lost. One that released the directory had committed before.
+_MEASURED = 32  # costs are medians of this many commits: a slower store shows soon, one slow save does not
+# The words of ownership.py for a lost owner. One that released the directory had committed before.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
 
 
@@ -35,10 +35,9 @@ _LOST = ("is gone", "has shown no life", "has been started anew", "has not relea
 class LedgerEvent:
     """What one ledger entry says about cost and failure.
 
-    `what` is "commit"; "failure", an attempt that failed in a process that lived on; "lost", an owner that came after
-    one that died; or "taken", any other new owner. `at_s` is in seconds since 1970 by the writer's clock. The other
-    seconds are a commit's: how long training waited, how long it took from the snapshot to the commit, and how long a
-    step took (None: it does not say).
+    `kind` is "commit"; "failure", an attempt that failed in a process that lived on; "lost", an owner that followed a
+    dead one; or "taken", any other new owner. `at_s` is in seconds since 1970 by the writer's clock. The other seconds
+    are a commit's: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown).
     """
 
     kind: str
@@ -51,7 +50,7 @@ class LedgerEvent:
 
 
 class LearningCadence:
-    """The automatic cadence of one run: begun with what its history says, changed by each commit."""
+    """The automatic cadence of one run: it starts from the run's history, and learns from each commit."""
 
     def __init__(self, history: History):
         self._happened = recent(history)
@@ -64,14 +63,14 @@ class LearningCadence:
         return self._cadence.interval_s
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due."""
+        """Say whether a snapshot is due at `now`; `last` is the last save."""
         return self._cadence.due(last, now)
 
     def learn(self, entry: Entry) -> None:
-        """Take a commit's costs into account."""
-        one = ledger_event(entry)
-        if one is not None:
-            self._happened.append(one)
+        """Learn from a commit what a save costs."""
+        event = ledger_event(entry)
+        if event is not None:
+            self._happened.append(event)
             self._update()
 
     def _update(self) -> None:
@@ -81,15 +80,14 @@ class LearningCadence:
 
 
 def observe(history: History) -> Observed | None:
-    """Read what a run has measured of itself out of its newest ledger entries; None before its first commit."""
+    """Return the measurements in a run's newest ledger entries; None before its first commit."""
     return summarize(recent(history))
 
 
 def recent(history: History, most: int = ENTRIES_READ) -> deque[LedgerEvent]:
-    """Read what the newest `most` ledger entries say, oldest first; entries that cannot be read are left out.
+    """Read the events of the newest `most` ledger entries, oldest first; leave out unreadable entries.
 
-    A process that goes on appending what it commits itself, `ledger_event(entry)`, knows what the next one will find:
-    the oldest make room.
+    A process can append its own commits, as `ledger_event(entry)`, and then has what a new process would read.
     """
     next_n = history.head().next_n
     numbers = range(max(0, next_n - most), next_n)
@@ -97,25 +95,25 @@ def recent(history: History, most: int = ENTRIES_READ) -> deque[LedgerEvent]:
         read = [*map(partial(_read, history), numbers)]
     else:
         read = in_threads(partial(_read, history), numbers, _AT_ONCE, "ckpt-ledger")
-    return deque((one for one in read if one is not None), maxlen=most)
+    return deque((event for event in read if event is not None), maxlen=most)
 
 
 def _read(history: History, n: int) -> LedgerEvent | None:
     try:
         entry, _ = history.read_entry(n)
     except (IntegrityError, ObjectNotFoundError):
-        return None  # a damaged entry is `verify`'s to report
+        return None  # `ckpt verify` reports damaged entries
     return ledger_event(entry)
 
 
 def ledger_event(entry: Entry) -> LedgerEvent | None:
     """Return what an entry says about cost and failure; None if it says nothing."""
     event, owner = entry.event, entry.state.owner
-    epoch = owner.epoch if owner else entry.epoch  # an owner's own entry still carries the epoch before it
+    epoch = owner.epoch if owner else entry.epoch  # a new owner's own entry still has the previous epoch
     try:
         at_s = datetime.fromisoformat(entry.at).timestamp()
     except (ValueError, OverflowError):
-        return None  # what has no time says nothing about how long anything took
+        return None  # without a time it does not say how long anything took
     if event["kind"] == "commit":
         return _commit(entry, epoch, at_s)
     if event["kind"] == "owner":
@@ -127,16 +125,16 @@ def ledger_event(entry: Entry) -> LedgerEvent | None:
 
 
 def summarize(events: Iterable[LedgerEvent]) -> Observed | None:
-    """Turn what happened, oldest first, into what the cadence decides from; None before the first commit."""
+    """Summarise events, oldest first, for the cadence; return None if there is no commit."""
     known = list(events)
-    commits = [one for one in known if one.kind == "commit"][-_MEASURED:]
+    commits = [event for event in known if event.kind == "commit"][-_MEASURED:]
     if not commits:
         return None
-    steps_s = [one.step_s for one in commits if one.step_s is not None] or [*_steps_s(known)][-_MEASURED:]
+    steps_s = [event.step_s for event in commits if event.step_s is not None] or [*_steps_s(known)][-_MEASURED:]
     return Observed(
         step_s=median(steps_s) if steps_s else None,
-        stall_s=median(one.stall_s for one in commits),
-        flush_s=median(one.flush_s for one in commits),
+        stall_s=median(event.stall_s for event in commits),
+        flush_s=median(event.flush_s for event in commits),
         failures=_failures(known),
         trained_s=sum(gap_s for gap_s, _, _ in _trained(known)),
     )
@@ -144,7 +142,7 @@ def summarize(events: Iterable[LedgerEvent]) -> Observed | None:
 
 def _commit(entry: Entry, epoch: int, at_s: float) -> LedgerEvent:
     made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
-    cost_s = made.cost_s if made else 0.0  # all that older entries say: a synchronous save waits for its flush
+    cost_s = made.cost_s if made else 0.0  # all that old entries have: their synchronous saves waited for the flush
     stall_s, flush_s = _seconds(entry.event, "stall_s"), _seconds(entry.event, "flush_s")
     return LedgerEvent(
         kind="commit",
@@ -158,10 +156,10 @@ def _commit(entry: Entry, epoch: int, at_s: float) -> LedgerEvent:
 
 
 def _trained(events: list[LedgerEvent]) -> Iterator[tuple[float, LedgerEvent, LedgerEvent]]:
-    """Yield (seconds, from, to) of training that a commit or a noted failure ended.
+    """Yield (seconds, from, to) of each stretch of training that ended with a commit or a recorded failure.
 
-    What was trained between the last commit of an owner and its death is in no entry. Leaving it out makes failures
-    look a little more frequent than they are, and saves with them.
+    No entry has the training between an owner's last commit and its death. Without it failures look a little more
+    frequent than they are, so saves become a little more frequent, too.
     """
     for before, after in pairwise(events):
         if after.epoch == before.epoch and after.kind in ("commit", "failure"):
@@ -169,17 +167,17 @@ def _trained(events: list[LedgerEvent]) -> Iterator[tuple[float, LedgerEvent, Le
 
 
 def _failures(events: list[LedgerEvent]) -> int:
-    """Count the failures; one that was noted and then ended its process as well counts once."""
+    """Count the failures; event that was recorded and then ended its process counts once."""
     count, noted = 0, False
-    for one in events:
-        if one.kind == "failure" or (one.kind == "lost" and not noted):
+    for event in events:
+        if event.kind == "failure" or (event.kind == "lost" and not noted):
             count += 1
-        noted = one.kind == "failure"
+        noted = event.kind == "failure"
     return count
 
 
 def _steps_s(events: list[LedgerEvent]) -> Iterator[float]:
-    """Yield how long a step took at most, from commit to commit: whatever else was done meanwhile is in it."""
+    """Yield an upper bound of the time of a step, from commit to commit: other work is included."""
     for gap_s, before, after in _trained(events):
         if before.kind == after.kind == "commit" and after.step > before.step and gap_s > 0:
             yield max(0.0, gap_s - after.stall_s) / (after.step - before.step)
@@ -188,5 +186,5 @@ def _steps_s(events: list[LedgerEvent]) -> Iterator[float]:
 def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
-        return None  # what a number that JSON lacks was written as is not a number either
-    return round(float(value), 6)  # as it is written; what is smaller would make rates without end
+        return None  # NaN and infinity are written as strings
+    return round(float(value), 6)  # smaller numbers would make infinite rates

@@ -1,4 +1,4 @@
-"""What `CheckpointConfig` says of its options, read from its source, for docs/OPTIONS.md and `ckpt train --help`."""
+"""The texts of `CheckpointConfig`'s options, read from its source, for docs/OPTIONS.md and `ckpt train --help`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def option_texts() -> dict[str, str]:
     """Return the text below each field of `CheckpointConfig`, on one line."""
     tree = ast.parse(inspect.getsource(config))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CheckpointConfig").body
-    found = {}
+    texts = {}
     for node, below in pairwise(body):
         match node, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(inspect.cleandoc(text).split())
-    return found
+                texts[name] = " ".join(inspect.cleandoc(text).split())
+    return texts

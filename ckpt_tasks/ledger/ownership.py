@@ -1,8 +1,8 @@
 """The owner of a run directory, and when another process may take it.
 
-Safety needs none of this: the ledger's dense numbers fence a writer that lost the directory. What is decided here is
-only when to take over without `take_over`: from an owner that released it, that is provably dead, or whose
-heartbeat is older than the timeout.
+Safety does not depend on this: the ledger's dense numbers fence a writer that has lost the directory. This module only
+decides when to take over without `take_over`: from an owner that has released the directory, is provably dead, or has
+a heartbeat older than the timeout.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 NEVER_OWNED = "it has had no owner"
 
-RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits that long and a bit
+RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits a little longer
 _POLL_S = 0.25
 
 
 def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
-    """Describe this process so that another one, on this host or elsewhere, can tell whether it still lives."""
+    """Describe this process so that other processes, here or on other hosts, can tell whether it still lives."""
     return Owner(
         epoch=epoch,
         id=secrets.token_hex(16),
@@ -71,9 +71,9 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
 
 
 def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
-    """Say why the directory may be taken without asking; None when its owner may be alive.
+    """Return why the directory may be taken without `take_over`; None if its owner may be alive.
 
-    `silent_s` is how long it has shown no life, None if that is not known.
+    `silent_s` is how long the owner has shown no life, None if that is unknown.
     """
     if owner is None:
         return NEVER_OWNED
@@ -90,17 +90,17 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
 
 
 def _same_system(owner: Owner, me: Owner) -> bool:
-    """Say whether the number of the owner's process means the same here.
+    """Say whether the owner's process id means the same process here: same boot, same process namespace.
 
-    Names of hosts and machine ids do not say that: images are copied with them.
+    Host names and machine ids cannot tell: copied images have the same ones.
     """
-    systems = {(one.boot_id, one.pid_namespace) for one in (owner, me)}
+    systems = {(record.boot_id, record.pid_namespace) for record in (owner, me)}
     return len(systems) == 1 and all(*systems)
 
 
 def _is_gone(owner: Owner) -> bool:
-    """Say whether an owner of this system has ended, for certain: /proc may not show other users' processes."""
-    with suppress(PermissionError, OverflowError):  # it is another user's, or no number of a process
+    """Say whether an owner on this system has certainly ended; /proc may hide other users' processes."""
+    with suppress(PermissionError, OverflowError):  # another user's process, or not a process id
         try:
             os.kill(owner.pid, 0)
         except ProcessLookupError:
@@ -110,13 +110,13 @@ def _is_gone(owner: Owner) -> bool:
 
 
 def damage(history: History) -> tuple[str, ...]:
-    """Name the ledger entries that cannot be read; raise NoGoodCheckpointError if they leave no checkpoint.
+    """Return the names of unreadable ledger entries; raise NoGoodCheckpointError if no checkpoint can be read.
 
-    A run whose history is lost must not begin again from nothing over the checkpoints that it still has.
+    A run whose history is lost must not start from nothing over the checkpoints that it still has.
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        head = history.head()  # they may be those of an owner that came after the first look, whose entry was first
+        head = history.head()  # an owner may have written its first entry, and then objects, since the last look
         if head.entry is None and not head.damaged:
             raise NoGoodCheckpointError(
                 f"{store.url} holds checkpoints and no ledger",
@@ -141,10 +141,10 @@ def acquire(
 ) -> Owner:
     """Take the run directory and return this process' owner record.
 
-    Waits up to 35 s for the release where the owner is another attempt of the same flow run, as a preempted process
-    commits and releases within its grace. A flow run waits for an owner that is none (upkeep, a person who prunes) as
-    long as it takes to tell whether that is alive: `timeout_s`. So does everyone where the owner's clock cannot tell.
-    Raises OwnedError if the owner may be alive and `take_over` is False.
+    If the owner is another attempt of the same flow run, waits up to 35 s for its release: a preempted process commits
+    and releases within its grace. A flow run waits `timeout_s` for an owner that is not a flow run (upkeep, a person
+    who prunes), to see whether it is alive. Everyone waits as long if the owner's clock cannot tell. Raises OwnedError
+    if the owner may be alive and `take_over` is False.
     """
     began_s, signs = time.monotonic(), Signs(history, timeout_s)
     while True:
@@ -199,7 +199,7 @@ def _take(
     event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
     history.append(event, change, owner=None)
     if seen is not None:
-        with suppress(StoreError):  # an old sign of life is ignored: only the owner's own epoch is looked at
+        with suppress(StoreError):  # a leftover sign of life is ignored: it has another epoch
             history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
 
@@ -207,9 +207,9 @@ def _take(
 class Heartbeat:
     """Renew a sign of life while this process owns the directory, and notice when it no longer does.
 
-    A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once another
-    owner stands in the ledger, so that training stops before its next commit would fail. The owner of the directory
-    refers to this: without it the thread ends.
+    A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once the ledger
+    names another owner, so that training stops before its next commit fails. The thread ends when no one refers to
+    this object.
     """
 
     held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # by the owner's id
@@ -220,7 +220,7 @@ class Heartbeat:
         self._owner = owner
         self._every_s = timeout_s / 4
         self._stop = threading.Event()
-        with suppress(StoreError):  # until the first one, the time of the taking counts
+        with suppress(StoreError):  # without it, the time at which the directory was taken counts
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
@@ -230,20 +230,20 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the sign of life grows old from now on."""
+        """End the thread; from now on the sign of life grows old."""
         self.held_here.pop(self._owner.id, None)
         self._stop.set()
         self._thread.join(timeout=self._every_s)
 
     def look(self) -> None:
-        """Look whether this process still owns the directory, and show life; the thread does so again and again."""
+        """Check that this process still owns the directory, and renew the sign of life; the thread calls it."""
         try:
             check_owner(self._history.head().state.owner, self._owner)
             self._beat()
         except FencedError as error:
             self.fenced = error
         except CkptError:
-            pass  # the store is away: commits will say so; an old heartbeat only invites a take-over
+            pass  # the store is away: commits will report it; an old heartbeat only permits a take-over
 
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": time.time()})
@@ -260,17 +260,17 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 
 def _is_held_here(owner: Owner) -> bool:
-    """Say whether an owner is this process, and something in it still holds the directory."""
+    """Say whether the owner is this process, with a live object that still holds the directory."""
     if owner.id in Heartbeat.held_here:
-        gc.collect()  # an unreachable Checkpointer that still holds the directory
+        gc.collect()  # free an unreachable Checkpointer that would still hold the directory
     return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
 
 
 class Signs:
-    """An owner's signs of life: how old the newest is by its clock, or since when it has not changed by ours.
+    """An owner's signs of life: the newest one's age by its clock, or how long it has been unchanged by ours.
 
-    `watching`: its clock says nothing (it is ahead by more than the timeout, or the sign is damaged), and the sign has
-    not changed since it was looked at first.
+    `watching`: the owner's clock is useless (ahead by more than the timeout, or the sign is damaged), and the sign has
+    not changed since the first look.
     """
 
     def __init__(self, history: History, timeout_s: float):
@@ -281,9 +281,9 @@ class Signs:
         self._seen_s = 0.0
 
     def silent_s(self, owner: Owner) -> float | None:
-        """Return for how long the owner has shown no life; None if it has just shown some.
+        """Return how many seconds the owner has shown no life; None if it has just shown some.
 
-        Raises StoreError if the store does not answer: that is not silence.
+        Call it again and again: it remembers the last sign. Raises StoreError if the store does not answer.
         """
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:
@@ -305,7 +305,7 @@ class Signs:
 
 
 def _time_of(sign: bytes) -> float:
-    """Return when a sign of life was given, in seconds since 1970 by its writer's clock; NaN where it does not say."""
+    """Return the time of a sign of life, in seconds since 1970 by its writer's clock; NaN if it has none."""
     try:
         body = json.loads(sign)
         if "taken_at" in body:
@@ -316,12 +316,12 @@ def _time_of(sign: bytes) -> float:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of the machine from every other one; "" where that is not known."""
+    """Return the kernel's id of this boot of the machine; "" if it has none."""
     return _read("/proc/sys/kernel/random/boot_id")
 
 
 def process_start(pid: int) -> str | None:
-    """Return when a process of this host started, in clock ticks since boot: "" of a zombie, None if it is hidden."""
+    """Return a process's start in clock ticks since boot; "" if it is a zombie, None if it is hidden."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 20:
         return None

@@ -1,6 +1,6 @@
 """The segments of a long list of live checkpoints (format/live.py), as objects in a store.
 
-A segment never changes. What was read or put once is not read again while it is in use.
+A segment never changes. One that was read or put is cached while it is in use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Segments"]
 
-_AT_ONCE, _FEW = 16, 4  # requests to a store that is far away; fewer are made one by one
+_AT_ONCE, _FEW = 16, 4  # parallel requests to a remote store; a few are made one by one
 
 
 class Segments:
@@ -33,13 +33,13 @@ class Segments:
             read = [*map(self._get, missing)]
         else:
             read = in_threads(self._get, missing, _AT_ONCE, "ckpt-ledger")
-        if len(known) > 2 * len(segments) + _FEW:  # those of entries that are past
+        if len(known) > 2 * len(segments) + _FEW:  # drop those of old entries
             known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
         self._known = known = known | {segment.digest: segment for segment in read}
         return tuple(known[segment.digest] for segment in segments)
 
     def put(self, segments: tuple[Segment, ...]) -> None:
-        """Put the segments that are new; raise StateError for one that no reader would take."""
+        """Put the new segments; raise StateError for one that a reader would refuse."""
         for segment in segments:
             if segment.digest in self._known:
                 continue
@@ -47,16 +47,16 @@ class Segments:
             try:
                 if len(data) > MAX_ENTRY_BYTES:
                     raise IntegrityError(f"{len(data)} bytes are more than the {MAX_ENTRY_BYTES} that are read")
-                read_segment(data, digest=segment.digest, name=segment.name)  # every bound, by the reader itself
+                read_segment(data, digest=segment.digest, name=segment.name)  # the reader itself checks every bound
             except IntegrityError as error:
                 raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
-            with suppress(ObjectExistsError):  # named by its digest: any writer wrote the same bytes
+            with suppress(ObjectExistsError):  # named by its digest: every writer writes the same bytes
                 self._store.put_if_absent(segment.name, data)
             self._known = self._known | {segment.digest: segment}
 
     def _get(self, segment: Segment) -> Segment:
         try:
             data = self._store.get(segment.name, MAX_ENTRY_BYTES)
-        except ObjectNotFoundError as error:  # the entry is there, and says nothing without it
+        except ObjectNotFoundError as error:  # the entry exists, but is useless without it
             raise IntegrityError("the list of checkpoints is gone", key=segment.name) from error
         return Segment(segment.digest, read_segment(data, digest=segment.digest, name=segment.name))

@@ -1,8 +1,8 @@
-"""The metrics of every step: kept from commit to commit, put into the run with each one, and read as one curve.
+"""The metrics of every step: collected between commits, written with each commit, and read as one curve.
 
-A commit's table holds the steps that its checkpoint adds to its parent's. The entry's event names it. So what is
-read is exactly what was committed: a step that was trained, lost and trained again has the metrics of the training that
-counts, and those of a line that was left are marked.
+A commit's table holds the steps that its checkpoint adds to its parent's; the entry's event names the table. So the
+curve is exactly what was committed: a step that was trained, lost and trained again has the metrics of the training
+that counts, and steps of abandoned lines are marked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 
 __all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
 
-_MOST_KEPT = 1 << 18  # steps without a commit; then every second one goes
-_AT_ONCE = 16  # requests to a store that is far away
+_MOST_KEPT = 1 << 18  # uncommitted steps; beyond that every second one is dropped
+_AT_ONCE = 16  # parallel requests to a remote store
 
 
 class StepLog:
-    """The metrics of the steps that are not known to be committed, in the order in which they were reported."""
+    """The metrics of steps that are not known to be committed, in the order in which they were reported."""
 
     def __init__(self, most: int = _MOST_KEPT) -> None:
         self._most = most
         self._steps: list[StepMetrics] = []
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep what a step reported, beside what it reported before; a tensor on a device is not waited for."""
+        """Add the metrics of a step to those that it has already; does not wait for tensors on a device."""
         if not metrics:
             return
         if self._steps and self._steps[-1].step == step:
@@ -47,21 +47,21 @@ class StepLog:
         self._steps.append(StepMetrics(step, time.time(), held(metrics)))
 
     def since(self, step: int) -> tuple[StepMetrics, ...]:
-        """Return the steps after one that is committed, and forget the others."""
+        """Return the steps after a committed `step`, and forget the others."""
         if self._steps and self._steps[0].step <= step:
-            self._steps = [one for one in self._steps if one.step > step]
+            self._steps = [entry for entry in self._steps if entry.step > step]
         return tuple(self._steps)
 
     def restored(self, steps: Sequence[StepMetrics] = ()) -> None:
-        """Go on from a checkpoint, or from a snapshot with the `steps` that no commit has brought yet."""
+        """Start from a checkpoint, or from a snapshot with its uncommitted `steps`."""
         self._steps = [*steps]
 
 
 def put_steps(
     store: Store, attempt: Attempt, steps: tuple[StepMetrics, ...], after: int
 ) -> tuple[tuple[StepMetrics, ...], list[str]]:
-    """Put the steps after the parent's; return them, and the name and the digest of their table (of none: nothing)."""
-    new = tuple(_numbers(one for one in steps if one.step > after))
+    """Put the table of the steps after `after`; return these steps, and [name, digest] of the table ([] if empty)."""
+    new = tuple(_numbers(entry for entry in steps if entry.step > after))
     if not new:
         return (), []
     data = write_steps(new)
@@ -71,13 +71,13 @@ def put_steps(
 
 
 def steps_file(steps: tuple[StepMetrics, ...]) -> bytes:
-    """Write steps as the bytes of a file with its own digest, for a snapshot that outlives its process."""
+    """Return steps as the bytes of a file with its own digest, for a snapshot that outlives its process."""
     data = write_steps(_numbers(steps))
     return bytes.fromhex(digest_hex(data)) + data
 
 
 def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:
-    """Read what `steps_file` wrote; no steps where it is not there or damaged: they are for people."""
+    """Read a file of `steps_file`; return () if it is missing or damaged: the metrics are only for people."""
     try:
         data = store.get(name, MAX_STEPS_BYTES)
         return tuple(read_steps(data[16:], digest=data[:16].hex(), name=name))
@@ -86,28 +86,28 @@ def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:
 
 
 def _numbers(steps: Iterable[StepMetrics]) -> Iterator[StepMetrics]:
-    """Read what lies on a device, which waits for it."""
+    """Turn tensors on a device into numbers, which waits for the device."""
     for step, at_s, metrics in steps:
         yield StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
 
 
 def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:
-    """Read the metrics of every step that a course's commits brought; `known` keeps tables for the next reading.
+    """Read the metrics of every step that a course's commits added; `known` caches tables for the next call.
 
     Raises StoreError if the store fails.
     """
     tables = {} if known is None else known
-    commits = [one.moment for one in course.of("commit") if one.moment.steps is not None]
-    new = [one for one in commits if one.steps is not None and one.steps[0] not in tables]
+    commits = [commit.moment for commit in course.of("commit") if commit.moment.steps is not None]
+    new = [commit for commit in commits if commit.steps is not None and commit.steps[0] not in tables]
     read = [*_read(history, new)]
-    tables.update({one.steps[0]: steps for one, steps in zip(new, read, strict=True) if one.steps})
-    found, damaged = list[CurveStep](), 0
-    for one in commits:
-        assert one.steps is not None
-        steps = tables[one.steps[0]]
+    tables.update({commit.steps[0]: steps for commit, steps in zip(new, read, strict=True) if commit.steps})
+    points, damaged = list[CurveStep](), 0
+    for commit in commits:
+        assert commit.steps is not None
+        steps = tables[commit.steps[0]]
         damaged += steps is None
-        found += [CurveStep(one.n, s.step, s.at_s, s.metrics, one.n not in course.line) for s in steps or ()]
-    return Curve(tuple(found), damaged)
+        points += [CurveStep(commit.n, s.step, s.at_s, s.metrics, commit.n not in course.line) for s in steps or ()]
+    return Curve(tuple(points), damaged)
 
 
 def _read(history: History, commits: list[Moment]) -> Iterator[list[StepMetrics] | None]:

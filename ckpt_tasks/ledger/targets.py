@@ -1,4 +1,4 @@
-"""How a checkpoint is named in one text: DIR@STEP."""
+"""The name of a checkpoint in one text: DIR@STEP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["split_target"]
 
 
 def split_target(text: str) -> tuple[str, int | str | None]:
-    """Take "DIR@STEP" apart at its last @; a directory of that whole name, if there is one, is meant as it stands.
+    """Split "DIR@STEP" at its last @; if a directory has the whole text as its name, that directory is meant.
 
-    Returns the directory, and a step, "latest", "best", or None if none was named. Raises ConfigError if what
-    follows the @ is none of these.
+    Returns the directory, and a step, "latest", "best", or None if there is no @. Raises ConfigError if the text after
+    the @ is none of these.
     """
     directory, at, which = text.rpartition("@")
     if not at or not directory or os.path.isdir(text):

@@ -1,6 +1,6 @@
-"""A run's course out of its ledger alone: what happened when, for pages and reports.
+"""A run's course, read from its ledger alone: what happened when, for pages and reports.
 
-Nothing is decided from it: events and their times are for people. What became of the run's time is `goodput.py`'s.
+Nothing is decided from it: events and their times are for people. `goodput.py` computes where the time went.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
 
 __all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "steps_of"]
 
-MOST_ENTRIES = 20_000  # with a retire after every commit some 10,000 commits
-_AT_ONCE = 16  # requests to a store that is far away
+MOST_ENTRIES = 20_000  # about 10,000 commits, each followed by a retire
+_AT_ONCE = 16  # parallel requests to a remote store
 _LONGEST_TEXT = 300
 _NOTES = {"fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
 
@@ -30,11 +30,11 @@ _NOTES = {"fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
 class Moment:
     """What one ledger entry says of a run's course.
 
-    `what` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that came after
-    one that died), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
-    "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own word: why an owner came,
-    what failed, which suite. The identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are the
-    name and the digest of its table of steps.
+    `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
+    dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
+    "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
+    what failed, which suite. Identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are name and
+    digest of its table of steps.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The moments of a run, oldest first; `damaged` entries could not be read, `older` ones were too many to be."""
+    """The moments of a run, oldest first; counts of `damaged` entries, and of `older` ones that were not read."""
 
     moments: tuple[Moment, ...] = ()
     damaged: int = 0
@@ -64,33 +64,33 @@ class Timeline:
 
     @property
     def copied(self) -> bool:
-        """Say whether it was copied here with `ckpt sync`: times are then those of the copy."""
+        """Whether `ckpt sync` copied the run here: then the times are those of the copy."""
         return any(one.kind == "copied" for one in self.moments)
 
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
-    """Read the newest `most` entries of a ledger, several at a time from a store that is far away.
+    """Read the newest `most` entries of a ledger, several at a time from a remote store.
 
-    With what is `known` from an earlier reading only newer entries are read. Entries that cannot be read are left out
-    and counted. Raises StoreError if the store fails.
+    Given the result of an earlier reading as `known`, reads only newer entries. Unreadable entries are left out and
+    counted. Raises StoreError if the store fails.
     """
     known = known or Timeline()
     listed = history.store.names(LEDGER_PREFIX, limit=most)
     numbers = sorted(n for name in listed if (n := parse_ledger_name(name)) is not None)
     new = [n for n in numbers if n > known.newest_n]
-    found = [*_read(history, new)]
-    moments = (*known.moments, *(one for one in found if isinstance(one, Moment)))
+    entries = [*_read(history, new)]
+    moments = (*known.moments, *(entry for entry in entries if isinstance(entry, Moment)))
     first = numbers[0] if len(listed) == most else 0
     return Timeline(
-        moments=tuple(one for one in moments if one.n >= first),
-        damaged=known.damaged + found.count("damaged"),
+        moments=tuple(entry for entry in moments if entry.n >= first),
+        damaged=known.damaged + entries.count("damaged"),
         older=first,
         newest_n=max((known.newest_n, *new)),
     )
 
 
 def moment(entry: Entry) -> Moment | None:
-    """Return what an entry says of the run's course; None if it says nothing, or not when."""
+    """Return the moment of an entry; None if it is not part of the course, or has no time."""
     owner, event, timed = entry.state.owner, entry.event, ledger_event(entry)
     at_s = timed.at_s if timed else _seconds(entry.at)
     if at_s is None:
@@ -107,7 +107,7 @@ def moment(entry: Entry) -> Moment | None:
         return Moment(**about, kind=timed.kind, step=_step(event), text=_text(event, "because", "why"))
     if event["kind"] == "evaluation":
         return _evaluation(entry, about)
-    if event["kind"] == "retire" and event.get("checkpoints"):  # else only what dead owners left was given up
+    if event["kind"] == "retire" and event.get("checkpoints"):  # otherwise it only gave up what dead owners left
         return Moment(**about, kind="pruned", text=_count(event.get("checkpoints")))
     kind = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
     words = _rolled_back(event) if kind == "rollback" else _text(event, "skipped", "from")
@@ -155,7 +155,7 @@ def _seconds(at: str) -> float | None:
     try:
         return datetime.fromisoformat(at).timestamp()
     except (ValueError, OverflowError):
-        return None  # the bytes of a run directory are anybody's
+        return None  # anybody may have written the run directory
 
 
 def _step(event: Mapping[str, Any]) -> int | None:
@@ -164,7 +164,7 @@ def _step(event: Mapping[str, Any]) -> int | None:
 
 
 def steps_of(event: Mapping[str, Any], step: int) -> tuple[str, str] | None:
-    """Return name and digest of the table of steps that a commit's event names; None if it names none."""
+    """Return name and digest of the table of steps in a commit's event; None if it has none."""
     match event.get("steps"):
         case [str(name), str(digest)] if is_steps(name, step):
             return name, digest
@@ -176,7 +176,7 @@ def _text(event: Mapping[str, Any], *names: str) -> str:
 
 
 def _rolled_back(event: Mapping[str, Any]) -> str:
-    """Say why training went back, and what it leaves out."""
+    """Return why training went back, and which batches it skips."""
     failed = f"step {event['failed']} was not finite" if event.get("failed") is not None else ""
     why = failed or _text(event, "why")
     match event.get("skip"):

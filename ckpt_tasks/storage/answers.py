@@ -1,7 +1,7 @@
-"""What a server's answer, or its silence, means: one of our errors, and whether another try makes sense.
+"""Translate a server's answer, or its silence, into one of our errors, and say whether a retry makes sense.
 
-Clients disagree on which exception a refused condition is (412 with and without `<Condition>`, 409, EINVAL), so the
-answer itself is looked at: its status and its code.
+Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so the
+answer's own status and code are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
 _OVERLOADED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "ServerBusy"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"})
-# The session that these end can be made again; what a client took for an upload may be gone or half done.
+# A new session can be made after these; an upload that was under way may be lost or half done.
 _AGAIN = _OVERLOADED | _EXPIRED | {"OperationAborted", "ConditionalRequestConflict", "NoSuchUpload", "InternalError"}
 
 _HINTS = {
@@ -34,7 +34,7 @@ _HINTS = {
     "NotImplemented": "The store does not know this request; one without conditions needs single_writer=True.",
     "PermanentRedirect": "The bucket is in another region: name it (region_name in client_kwargs).",
 }
-# What fsspec's file systems raise in place of an answer.
+# What fsspec's file systems raise instead of an answer.
 _SAID: dict[type[BaseException], tuple[int, str]] = {
     FileNotFoundError: (404, "NotFound"),
     FileExistsError: (412, "PreconditionFailed"),
@@ -42,7 +42,7 @@ _SAID: dict[type[BaseException], tuple[int, str]] = {
 }
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
-# Raised by clients where no credentials, or no good options, were given; by name, since no client is imported here.
+# Raised by clients without credentials, or with bad options; by name, since no client is imported here.
 _OURS_TO_MEND = frozenset({
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -59,7 +59,7 @@ _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "azure", "google", "gcsfs", "u
 
 
 def as_ours(error: BaseException, name: str) -> CkptError:
-    """Turn what a client raised into our error about the object `name`; `transient` where another try makes sense."""
+    """Turn a client's exception into our error about the object `name`; it is `transient` if a retry makes sense."""
     if isinstance(error, CkptError):
         error.key = name
         return error
@@ -87,12 +87,12 @@ def _refusal(error: BaseException, name: str, status: int, code: str) -> StoreEr
 
 
 def is_expired(error: BaseException) -> bool:
-    """Say whether the credentials have expired, so that a client that reads them anew may succeed."""
+    """Say whether the credentials have expired: a client that reads them again may succeed."""
     return answer_of(error)[1] in _EXPIRED
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
-    """Return status and code of the answer that an exception, or one behind it, stands for; (None, "") for none."""
+    """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
     for one in _behind(error):
         response: Any = getattr(one, "response", None)
         if isinstance(response, dict):  # botocore
@@ -129,4 +129,4 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__  # not its context: that may be the answer to an earlier request
+        error = error.__cause__  # not __context__: that may be the answer to an earlier request

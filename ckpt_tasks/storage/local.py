@@ -6,12 +6,12 @@ Invariants
    power loss takes the name: seen on ext4, xfs and btrfs).
 2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees
    nothing or all of it, and of racing writers one wins (exists-then-write let several win in 88 of 200 rounds).
-3. A failed fsync is final: the file is given up, never fsynced again (the kernel has dropped the pages).
-4. A read that fails with an I/O error is made again, and then raises StoreError. It is never taken for damage: an older
+3. A failed fsync is final: the file is given up, and never fsynced again (the kernel has dropped the pages).
+4. A read that fails with an I/O error is retried, and then raises StoreError. It never counts as damage: an older
    ledger entry or checkpoint must not be used because a disk did not answer.
 
-Large bodies are written with O_DIRECT from aligned buffers, with an ordinary tail: it is the steady way, and it leaves
-the page cache to training. A file system that refuses it gets ordinary writes.
+Large bodies are written with O_DIRECT from aligned buffers, and their tail ordinarily: the speed is steadier, and the
+page cache stays training's. A file system that refuses O_DIRECT gets ordinary writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckpt_tasks.storage.reserve import Reserve
 __all__ = ["Calls", "LocalStore"]
 
 _PIECE_BYTES = 16 << 20
-_SYNCED_BYTES = 256 << 20  # what the page cache takes at most before the disk has it
+_SYNCED_BYTES = 256 << 20  # at most this many bytes are in the page cache before an fsync
 _DIRECT_BYTES = 1 << 20  # below this, alignment costs more than it saves
 _ALIGNMENT = 4096
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
@@ -109,7 +109,7 @@ class LocalStore:
             try:
                 self._calls.link(theirs, path)
             except OSError as error:
-                # An earlier try may have made the link, or it was made and its answer lost.
+                # An earlier try has made the link, or its answer was lost.
                 if not (path.exists() and os.path.samefile(theirs, path)):
                     if error.errno in NO_LINKS or isinstance(error, FileExistsError):
                         return False
@@ -142,7 +142,7 @@ class LocalStore:
         if base and not is_object_name(base):
             raise ConfigError(f"{prefix!r} is not a prefix")
         if link_above(self.root, base) is not None:
-            return []  # what lies behind a symbolic link is not ours
+            return []  # what is behind a symbolic link is not ours
         with our_errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
@@ -154,13 +154,13 @@ class LocalStore:
             self._remove_empty(path.parent)
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Do nothing: what was not finished has its own name and goes with it."""
+        """Do nothing: an unfinished file has its attempt's name, and is deleted under it."""
 
     def assume_single_writer(self) -> None:
-        """Do nothing: `link` is a condition that every local file system has."""
+        """Do nothing: every local file system has `link`, which never replaces."""
 
     def keep_room(self) -> None:
-        """Keep room for ledger entries; only they use it."""
+        """Reserve room that only ledger entries use."""
         self._reserve.fill()
 
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +171,7 @@ class LocalStore:
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
-        """Give the names below a directory in order; who takes only the first ones pays for no more than a listing."""
+        """Yield the names below a directory in order; a caller that takes only the first ones pays for one listing."""
         try:
             entries = [
                 (f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in self._calls.scandir(directory)
@@ -181,14 +181,14 @@ class LocalStore:
         for part, entry in sorted(entries, key=itemgetter(0)):
             name = f"{prefix}/{entry.name}" if prefix else entry.name
             if not is_object_name(name):
-                continue  # temporary names, .nfs*, .DS_Store and what else is not ours
+                continue  # temporary names, .nfs*, .DS_Store and others that are not ours
             if part.endswith("/") and "." not in entry.name:
                 yield from self._walk(Path(entry.path), name)
             elif entry.is_file(follow_symlinks=False) or "." in entry.name:
-                yield name  # also where a link, a pipe or a directory stands in its place: reading it says so
+                yield name  # even if it is a link, a pipe or a directory: reading it will raise
 
     def _directory(self, directory: Path) -> None:
-        """Create a directory and make its name durable, also where it exists: its maker may have died in between."""
+        """Create a directory and make its name durable, even if it exists: its creator may have died first."""
         with self._making:
             self._make_directory(directory)
 
@@ -208,11 +208,11 @@ class LocalStore:
             self._fsync_directory(directory.parent)
         except PermissionError:
             if directory != self.root or not existed:
-                raise  # what stands above a run directory that was there need not be ours to read
+                raise  # a directory above an existing run directory need not be readable for us
         self._durable.add(directory)
 
     def _sweep(self, directory: Path) -> None:
-        """Delete temporary names that processes left which were killed; a young one may be in use."""
+        """Delete temporary files of killed processes; skip recent ones, which may be in use."""
         for path in Path(directory).glob(".tmp-*"):
             with suppress(OSError):  # another process may sweep as well
                 if _TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _OLD_S:
@@ -283,7 +283,7 @@ class LocalStore:
                 done += count
                 moved()
                 if count % _ALIGNMENT:
-                    break  # a short write left us unaligned: the ordinary way writes the rest
+                    break  # a short write left us unaligned: ordinary writes do the rest
             return done
         finally:
             self._calls.close(fd)
@@ -294,7 +294,7 @@ class LocalStore:
             before = done
             done += self._calls.pwrite(fd, piece[done : done + _PIECE_BYTES], at + done)
             if done // _SYNCED_BYTES > before // _SYNCED_BYTES:
-                self._calls.fsync(fd)  # a single one at the end of a large file takes long without any progress
+                self._calls.fsync(fd)  # one fsync at the end of a large file would take long without progress
             moved()
 
     def _link(self, temporary: Path, path: Path) -> None:
@@ -303,16 +303,16 @@ class LocalStore:
         except FileExistsError:
             raise
         except OSError:
-            # Over NFS a link can be made and its answer lost: two names on the file say that it was.
+            # Over NFS the answer to a link can be lost: a link count of two says that it was made.
             if os.stat(temporary).st_nlink != 2:
                 raise
 
     def _share(self, path: Path, mode: int) -> None:
         if self._group_access:
-            os.chmod(path, mode)  # what the umask took from the group; the file is new and ours
+            os.chmod(path, mode)  # undo the umask for the group; the file is new and ours
 
     def _confirm(self, path: Path, name: str) -> None:
-        """Make a new link durable; if that fails, the name is there, and it is unknown whether it will stay."""
+        """Make a new link durable; if that fails, raise CommitUncertainError: the name exists, but may not survive."""
         try:
             self._fsync_directory(path.parent)
         except OSError as error:
@@ -327,7 +327,7 @@ class LocalStore:
         try:
             self._calls.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems know no fsync of a directory
+            if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
                 raise
         finally:
             self._calls.close(fd)
@@ -336,7 +336,7 @@ class LocalStore:
         self._calls.unlink(path)
 
     def _unlink_quietly(self, path: Path) -> None:
-        # The error under way is the one to report; a left-over temporary name is ignored by every listing.
+        # Report the error under way; every listing ignores a leftover temporary name.
         with suppress(OSError):
             self._calls.unlink(path)
 

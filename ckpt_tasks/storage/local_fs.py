@@ -1,7 +1,7 @@
 """The operating system as a local store sees it: its calls, what its errors mean, and symbolic links.
 
-What stands behind a link in the place of a run's directory is not ours to read, write or delete. What changes while it
-is looked at is not found: an attacker who swaps directories at the same time wins that race.
+If a run's directory is a symbolic link, we must not read, write or delete what is behind it. A change during the check
+is not detected: an attacker who swaps directories at the same time wins that race.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["DAMAGED", "HINTS", "NO_LINKS", "Calls", "link_above", "our_errors", 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Errors of one object, which an older checkpoint does not share; the others are the store's.
-# ext4 and xfs say EUCLEAN or EBADMSG where a checksum of theirs shows that an inode is damaged.
+# Errors of one object, which an older checkpoint does not share; all other errors are the store's.
+# ext4 and xfs return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
 DAMAGED = (
     errno.ELOOP,
     errno.ENOTDIR,
@@ -41,10 +41,10 @@ _READ_HINT = (
     "as damaged, and the one before it is used."
 )
 
-# Two places cannot share a file: other file systems, ones that know no second name, too many names, another's file.
+# Two places cannot share a file: two file systems, no hard links, too many links, another user's file.
 NO_LINKS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
-# Existing files can be read, but nothing can be written.
+# Existing files can be read, nothing can be written.
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 HINTS = {
@@ -59,7 +59,7 @@ HINTS = {
 
 @contextmanager
 def our_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, so that no foreign exception crosses the port."""
+    """Turn the system's errors into ours, so that no foreign exception leaves the store."""
     try:
         yield
     except CkptError:
@@ -76,7 +76,7 @@ def our_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a read two more times where the disk does not answer; then its StoreError is transient."""
+    """Retry a read twice if the disk does not answer; then raise its StoreError, which is transient."""
 
     @wraps(read)
     def reading(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -98,7 +98,7 @@ def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
-    """Return where an object lies below `root`; raise an error of this kind if a link would lead elsewhere."""
+    """Return the path of an object below `root`; raise `error` if a symbolic link leads elsewhere."""
     place = os.path.dirname(name)
     link = link_above(root, place)
     if link is not None:
@@ -108,7 +108,7 @@ def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
 
 
 def link_above(root: Path, place: str) -> str | None:
-    """Return the symbolic link that stands in the place of a directory below `root`, or of one above it."""
+    """Return the symbolic link in the place of a directory below `root`, or of one above it; None if there is none."""
     while place:
         path = os.path.join(root, place)
         if os.path.islink(path):
@@ -118,7 +118,7 @@ def link_above(root: Path, place: str) -> str | None:
 
 
 class Calls(Protocol):
-    """The system calls that change or read the disk: the module `os`, or what a test puts between it and the store."""
+    """The system calls that change or read the disk: the module `os`, or a test's stand-in for it."""
 
     @property
     def open(self) -> Any: ...

@@ -1,11 +1,11 @@
-"""Where a run lives: a directory, a URL, or a name that another package resolves.
+"""The place of a run: a directory, a URL, or a name that another package resolves.
 
-Other schemes are looked up among the entry points of the group `ckpt_tasks.places`. The name of an entry point is its
-scheme; it is a function that takes what follows :// and the run's key (or None), and returns a `Location`. So a Prefect
-block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
+Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. The name of an entry point is its
+scheme; it is a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
+Prefect block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
 
-A run waits out an outage of minutes. A person has more often misspelled a name, or lacks credentials; and some clients
-(Google's) search for credentials by themselves for minutes before they make a request.
+A run waits out an outage of minutes. A person at the command line has more often misspelled a name, or lacks
+credentials, and some clients (Google's) search for credentials for minutes before they make a request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_tasks.storage.secrets import without_secrets
 __all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "location_of"]
 
 GROUP = "ckpt_tasks.places"
-# None: nothing is asked of a store when it is opened. The command line sets it for the length of one command.
+# None: opening a store sends no request. The command line sets it for the length of one command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _SCHEMES = frozenset({"s3", "s3a", "az", "abfs", "gs", "gcs", "memory"})  # of storage/objects.py, without its imports
@@ -44,7 +44,7 @@ class Location:
     Raises ConfigError for a URL or options of another type.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     url: str
@@ -62,10 +62,10 @@ class Location:
             raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
 
     def resolve(self, run_key: str | None = None) -> Location:
-        """Return the location that a name stands for (`block://NAME`); most stand for themselves.
+        """Return the location that a name such as `block://NAME` stands for; directories and URLs return themselves.
 
-        `run_key` is for names that need it. Raises ConfigError if a name that brings its own options is given others,
-        or if a scheme lacks one of its slashes, and what the name's entry point raises.
+        `run_key` is for names that need it. Raises ConfigError if a name with its own options is given others, or if a
+        scheme lacks a slash, and what the name's entry point raises.
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")
@@ -78,12 +78,12 @@ class Location:
                 )
             resolved: Location = known.load()(rest, run_key)
             return replace(resolved, single_writer=resolved.single_writer or self.single_writer)
-        return self  # opening it says what is wrong with the scheme
+        return self  # opening it will raise if the scheme is wrong
 
     def open(self, run_key: str | None = None) -> Store:
-        """Return the store of what the location resolves to. Raises ConfigError if the URL names no store.
+        """Return the store of the resolved location. Raises ConfigError if the URL names no store.
 
-        Only the command line asks the store for an answer here, and raises StoreError if none comes in time.
+        Under the command line it also waits for a first answer, and raises StoreError if none comes in time.
         """
         location = self.resolve(run_key)
         scheme, separator, path = location.url.partition("://")
@@ -103,7 +103,7 @@ class Location:
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
-    """Return a location as it is, and anything else as the URL of one."""
+    """Return a Location unchanged; make one of a directory or URL."""
     return place if isinstance(place, Location) else Location(os.fspath(place))
 
 
@@ -131,7 +131,7 @@ _HINT = "Check its name, its endpoint, the credentials and the network; docs/STO
 
 
 def await_first_answer(store: Store, limit_s: float) -> None:
-    """Return when a store has answered one small question, also with a refusal.
+    """Wait until a store has answered one small request, even with a refusal.
 
     Raises StoreError if it does not answer within `limit_s` seconds, ConfigError if it cannot be asked.
     """
@@ -152,7 +152,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
             if given_up.wait(_PAUSE_S):
                 return
 
-    # A daemon: no client can be stopped while it searches, and the process ends without it.
+    # A daemon thread: a client that searches cannot be stopped, and must not hold the process at its end.
     thread = threading.Thread(target=ask, name="ckpt-first-answer", daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -1,8 +1,8 @@
-"""The event loop that talks to object stores: one daemon thread, with daemon threads for calls that block.
+"""The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block.
 
 asyncio runs blocking calls (host names, certificates, credentials) in an executor. Python shuts executors down before
-it calls atexit functions, and from 3.12 on it starts no thread after that. The last checkpoint is committed at that
-time, so this loop starts its own threads when it is made.
+it calls atexit functions, and from 3.12 on it cannot start threads after that. But the last checkpoint is committed at
+that time, so this loop starts its own threads when it is made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _StoreLoop(asyncio.SelectorEventLoop):
             threading.Thread(target=_answer, args=(self._calls,), name="ckpt-io-blocking", daemon=True).start()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*_Ts], _T], *args: *_Ts) -> asyncio.Future[_T]:
-        """Run a blocking call in one of this loop's threads, unless the caller brings an executor."""
+        """Run a blocking call in one of this loop's threads, unless the caller gives an executor."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         future: Future[_T] = Future()
@@ -60,11 +60,11 @@ def _answer(calls: SimpleQueue[_Call]) -> None:
             future.set_result(func(*args))
         except BaseException as error:  # noqa: BLE001 (the caller's future raises it)
             future.set_exception(error)
-        del future, func, args  # or the last call's arguments stay alive until the next one
+        del future, func, args  # otherwise the arguments would stay alive until the next call
 
 
 def _after_fork() -> None:
-    """Start anew in a child: it has none of the threads. The parent's loop is kept: closing it would deafen that."""
+    """Forget the loop in a forked child, which has none of its threads; closing it would disturb the parent's."""
     global _loop, _starting
     _inherited.append(_loop)
     _loop, _starting = None, threading.Lock()

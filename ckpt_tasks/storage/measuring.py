@@ -1,8 +1,7 @@
-"""Measure a store: what it can do, how long requests take, how many bytes a second go up and come down.
+"""Measure a store: what it can do, how long requests take, and the bandwidth up and down.
 
-All of it happens in a place of its own, below `probe/`, which no run uses: a run that is there is neither read nor
-changed. Whatever was written is deleted at the end, however it ends; requests are made once, so that a failure is
-seen as one.
+Everything is written below `probe/`, which no run uses: a run at the same place is neither read nor changed. All of it
+is deleted at the end, even after an error. Requests are not retried, so that failures are seen.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ __all__ = ["measure"]
 _TRIES = 30
 _SMALL_BYTES = 4096  # about a ledger entry
 _LARGE_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20  # what a restore reads at once, and the largest object that goes up in one request
+_PIECE_BYTES = 16 << 20  # what a restore reads at once; larger objects go up in several requests
 _IN_FLIGHT = 8
 _ROUNDS = 3
-_ENOUGH_S = 10.0  # of large objects, for a link so slow that one round says it all
+_ENOUGH_S = 10.0  # stop measuring large objects after this time: on a slow link one round is enough
 _PATIENCE_S = 10.0
-_ROOM = 16  # times the large object: what a run that is there may need is not taken from it
+_ROOM = 16  # times the large object must be free: a run at the same place may need it
 
 
 class _StoppedError(Exception):
-    """The caller has gone."""
+    """The caller has stopped the measurement."""
 
 
 def measure(
     store: Store, *, large_bytes: int = _LARGE_BYTES, on_progress: Callable[[str], None] = lambda doing: None
 ) -> Findings:
-    """Try a store and measure it; `on_progress` hears what is being done.
+    """Test and measure a store; `on_progress` gets the name of each test.
 
-    Ctrl-C ends it between two requests; what was written is deleted then as well. Directories above a local place
-    that were not there are removed. Raises ConfigError if the store cannot be used at all.
+    Ctrl-C ends it between two requests; written objects are deleted then, too, and directories that were created for
+    a local place. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
@@ -59,18 +58,18 @@ def measure(
             return running.result()
         except KeyboardInterrupt:
             trial.stop.set()
-            # What is under way is waited for, or it would arrive after the deletion: a large upload shall end at once.
+            # Wait for requests under way, which could otherwise arrive after the deletion; end a large upload at once.
             with suppress(StoreError):
                 store.drop_unfinished(trial.is_ours)
             raise
 
 
 class _Trial:
-    """One round of everything; `place` is where it happens."""
+    """One run of all tests, below `place`."""
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # for what is asked once and has to be known
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # with retries, for answers that are needed
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -80,11 +79,11 @@ class _Trial:
         self._latencies: dict[str, Latency] = {}
 
     def is_ours(self, name: str) -> bool:
-        """Say whether a name lies in this trial's place."""
+        """Say whether a name is below this trial's place."""
         return name.startswith(f"{self.place}/")
 
     def run(self) -> Findings:
-        """Do everything and tidy up."""
+        """Run all tests and tidy up."""
         made = _missing(self.store.root) if isinstance(self.store, LocalStore) else []
         up = down = None
         disk = None
@@ -111,7 +110,7 @@ class _Trial:
     # ── what it can do ───────────────────────────────────────────────────────────────────────────────────────
 
     def _basics(self) -> bool:
-        """Try what every checkpoint needs, in the order in which one thing needs the other; stop at the first lack."""
+        """Test what every checkpoint needs, in order of dependence; stop at the first failure."""
         self._doing("trying what it can do")
         checks: list[tuple[str, Callable[[], bool]]] = [
             ("list", lambda: self.store.names(f"{self.place}/") == []),
@@ -173,7 +172,7 @@ class _Trial:
         return True
 
     def _exclusive(self) -> bool:
-        """See whether of two writers of one name one loses; without that, go on as a single writer would."""
+        """Test that exactly one of two writers of a name wins; if not, continue as a single writer."""
         self._pause()
         try:
             prove(self.patient, single_writer=False)
@@ -181,7 +180,7 @@ class _Trial:
             seen = "a second writer replaces what the first one wrote"
         except StoreError as error:
             if error.transient:
-                raise  # it says nothing about what the store can do
+                raise  # it does not tell what the store can do
             seen = error.message
         else:
             self._abilities[EXCLUSIVE] = Ability(True)
@@ -256,7 +255,7 @@ class _Trial:
             list(threads.map(self.store.read, [name] * len(begins), begins, _pieces(into)))
 
     def _conditional_multipart(self, body: memoryview) -> None:
-        """See whether a second large object of one name is refused; nothing rests on it, and not every server does."""
+        """Test whether a second large object of the same name is refused; commits do not need it."""
         if isinstance(self.store, LocalStore) or not self._abilities[EXCLUSIVE].works or len(body) <= _PIECE_BYTES:
             return
         self._doing("trying a second large object of one name")
@@ -305,7 +304,7 @@ class _Trial:
             raise _StoppedError
 
     def _tidy(self, made: Sequence[Path]) -> tuple[str, ...]:
-        """Delete what was written, and the directories that were made for it; return what is still there."""
+        """Delete what was written, and directories that were created for it; return names that could not be deleted."""
         self._on_progress("tidying up")
         left = list(self._written)
         for name in self._written:
@@ -313,11 +312,11 @@ class _Trial:
                 self.patient.delete(name)
             except StoreError as error:
                 if error.transient:
-                    break  # a store that does not answer is not asked a hundred times more
+                    break  # do not send a hundred more requests to a store that does not answer
             else:
                 left.remove(name)
         for directory in made:
-            with suppress(OSError):  # somebody else's file is in it by now
+            with suppress(OSError):  # another process has put a file into it
                 directory.rmdir()
         return tuple(left)
 
@@ -333,7 +332,7 @@ def _pieces(body: memoryview) -> list[memoryview]:
 
 
 def _missing(directory: Path) -> list[Path]:
-    """Return the directories down to this one that are not there, the innermost first."""
+    """Return the missing directories down to this one, innermost first."""
     return [place for place in (directory, *directory.parents) if not place.exists()]
 
 
@@ -351,7 +350,7 @@ def _fsyncs(path: Path) -> Latency:
 
 
 def _takes_direct(path: Path) -> Ability:
-    """See whether a file can be written around the page cache."""
+    """Test whether a file can be written around the page cache."""
     if not hasattr(os, "O_DIRECT"):
         return Ability(False, "this system has none")
     try:
@@ -366,7 +365,7 @@ def _takes_direct(path: Path) -> Ability:
 
 
 def _takes_link(path: Path, other: Path) -> Ability:
-    """See whether a file can get a second name, which is how an entry of the ledger gets its own."""
+    """Test whether a file can get a second name: ledger entries get their names that way."""
     try:
         os.link(path, other)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""An object store below a prefix: S3 and what speaks like it, Azure and Google through fsspec.
+"""An object store below a prefix: S3 and compatible servers, Azure and Google through fsspec.
 
 Invariants
 
-1. A request is made once. `retrying` decides whether to try again; for a commit, the caller that reads it back does.
-2. `put_if_absent` is one small request with a condition that the server checks, never a look followed by a write
-   (except where the run's creator set `single_writer`, because the store has no such condition).
-3. Nothing is cached: no listings, no file-system instances; and a process made by fork opens its own connections.
+1. A request is sent once. `retrying` decides about retries; for a commit, the caller does, which reads it back.
+2. `put_if_absent` is one small request with a condition that the server checks, never a check followed by a write
+   (except if the run's creator set `single_writer`, because the store has no such condition).
+3. Nothing is cached, neither listings nor file-system instances; a forked process opens its own connections.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ __all__ = ["SCHEMES", "ObjectStore"]
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
-# A stalled connection is noticed within seconds; the client's own retries would hide failures and repeat commits.
+# Notice a stalled connection within seconds; no retries in the client: they hide failures and repeat commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
-# Over TLS no client signs a body. Without it hashing each one takes a third of an upload's time; its CRC stays, and the
-# headers with it are signed.
+# Over TLS no client signs a body. Without TLS, hashing takes a third of an upload's time; the CRC is in signed headers.
 _S3_SIGNING = {"payload_signing_enabled": False}
 _ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # whatever the options say
-_IN_MEMORY = threading.Lock()  # fsspec's memory file system looks and then writes; it is this process' alone
+_IN_MEMORY = threading.Lock()  # fsspec's memory file system checks and then writes; only this process has it
 
 _LEAST_GAP_BYTES, _MOST_GAP_BYTES = 64 << 10, 8 << 20
 
@@ -53,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class Requests(Protocol):
-    """What is asked of a server, one attempt each."""
+    """The requests to a server, one attempt each."""
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None: ...
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool: ...
@@ -68,18 +67,18 @@ class Requests(Protocol):
 class ObjectStore:
     """Keep objects below a URL like s3://bucket/run-7; see `Store` for what each method does.
 
-    `storage_options` go to the file system of fsspec (s3fs, adlfs, gcsfs); without them credentials come from where
-    the client looks: profile, environment, instance role.
+    `storage_options` go to the file system of fsspec (s3fs, adlfs, gcsfs); without them the client looks for
+    credentials in a profile, the environment or an instance role.
     """
 
     near = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         parts, shown = urlsplit(url), without_secrets(url)
-        if "@" in url:  # of a secret with a slash in it no rule says where it ends
+        if "@" in url:  # no rule says where a secret with a slash in it ends
             hint = "Credentials come from storage_options, a profile or the environment: write s3://bucket/directory."
             raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
-        # One string is enough to make fsspec open quite something else (simplecache::http://…).
+        # fsspec would open something else for some strings (simplecache::http://…).
         if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
             raise ConfigError(f"{shown!r:.200} is not a place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
@@ -106,12 +105,12 @@ class ObjectStore:
 
     @property
     def gap_bytes(self) -> int:
-        """Latency × bandwidth, as the requests so far had them."""
+        """Latency × bandwidth, as measured in the requests so far."""
         return self._measured.gap_bytes
 
     @property
     def endpoint(self) -> str:
-        """Who answers: the server's URL where one is named, else the protocol's own."""
+        """The server's URL if the options name one, else the protocol's default."""
         options, client = self._options, self._options.get("client_kwargs") or {}
         named = options.get("endpoint_url") or client.get("endpoint_url") or options.get("connection_string")
         if self._protocol == "s3":
@@ -130,7 +129,7 @@ class ObjectStore:
         if not isinstance(source, ObjectStore) or not self._reaches(source):
             return False
         with suppress(ObjectNotFoundError):
-            return self.size(name) == size_bytes  # an earlier try's: a copy is there as a whole or not at all
+            return self.size(name) == size_bytes  # an earlier try's: a copy appears whole or not at all
         theirs, key = source._key(name), self._key(name)
         return self._run(name, lambda requests: requests.copy(source._bucket, theirs, key, size_bytes))
 
@@ -145,7 +144,7 @@ class ObjectStore:
     def read(self, name: str, begin: int, into: memoryview) -> None:
         key = self._key(name)
         if not into.nbytes:
-            self.size(name)  # no request asks for nothing
+            self.size(name)  # there is no request for zero bytes
             return
         began = time.perf_counter()
         self._run(name, lambda requests: requests.read(key, begin, into))
@@ -191,7 +190,7 @@ class ObjectStore:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reaches(self, other: ObjectStore) -> bool:
-        """Say whether the same server, asked in the same name, has another place too."""
+        """Say whether another store is on the same server, with the same credentials."""
         places = ((self._protocol, self.endpoint, self._options), (other._protocol, other.endpoint, other._options))
         return places[0] == places[1]
 
@@ -219,7 +218,7 @@ class ObjectStore:
                 return _drive(work(requests))
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             if is_expired(error):
-                self._opened = None  # the next try reads the credentials anew
+                self._opened = None  # the next try reads the credentials again
             ours = as_ours(error, name)
             ours.message = self._redactor.text(ours.message)
             ours.args = (ours.message,)
@@ -227,7 +226,7 @@ class ObjectStore:
                 ours.__cause__ = self._redactor.cause(ours.__cause__ or error)
             failure = ours.with_traceback(None)
         failure.__context__ = None
-        raise failure  # here, and not above: an error that is raised there would keep the client's own one
+        raise failure  # here, outside of `except`: raised there it would keep the client's error as its context
 
     def _requests(self) -> tuple[Any, Requests]:
         with self._opening:
@@ -238,15 +237,15 @@ class ObjectStore:
             return self._opened
 
     def _leave_to_parent(self) -> None:
-        """Begin anew in a forked child; what closed the parent's connections here would stop its event loop's ears."""
+        """Forget the connections in a forked child; closing them here would disturb the parent's event loop."""
         _inherited.append(self._opened)
         self._opening, self._opened = threading.Lock(), None
 
     def _file_system(self) -> Any:
         """Import the file system; an import may draw from Python's random stream, which belongs to training.
 
-        s3fs brings in rich, which draws a number [found with rich 15.0]. Called while the store is made: no thread of
-        ours may set the stream back.
+        s3fs imports rich, which draws a number [found with rich 15.0]. Call it while the store is made, since no thread
+        of ours may restore the stream.
         """
         state = random.getstate()
         try:
@@ -270,7 +269,7 @@ class ObjectStore:
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}
                 fs = self._class(**options)
-                sync(fs.loop, fs.set_session)  # now it looks at the options
+                sync(fs.loop, fs.set_session)  # checks the options
                 return fs
             return self._class(**options)
         except (TypeError, ValueError) as error:
@@ -279,7 +278,7 @@ class ObjectStore:
 
 
 class _Measured:
-    """What a request costs: the shortest one says the latency, the fastest large one the bandwidth."""
+    """The cost of a request: latency from the shortest one, bandwidth from the fastest large one."""
 
     def __init__(self) -> None:
         self._latency_s = 0.05
@@ -299,7 +298,7 @@ class _Measured:
 
 
 class _Others:
-    """The same requests through fsspec's own verbs; an object is held in memory as a whole while it is written."""
+    """The same requests through fsspec's own methods; an object is whole in memory while it is written."""
 
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
@@ -311,7 +310,7 @@ class _Others:
         await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Say that the bytes have to be sent: how these stores copy, and when they are done, is each one's own."""
+        """Return False, so that the bytes are sent: each of these stores copies in its own way."""
         return False
 
     async def get(self, key: str, max_bytes: int) -> bytes:
@@ -344,7 +343,7 @@ class _Others:
         await self._do("rm_file", self._path(key))
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
-        """Do nothing: what was not finished is never seen, and these stores drop it by themselves."""
+        """Do nothing: an unfinished upload is invisible, and these stores delete it themselves."""
 
     def _path(self, key: str) -> str:
         return f"{self._bucket}/{key}"
@@ -356,7 +355,7 @@ class _Others:
 
 
 def _drive(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run what never waits to its end."""
+    """Run a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as done:

@@ -1,23 +1,22 @@
-"""What a store must do, and nothing more.
+"""The contract of a store.
 
-A store holds named objects; only `replace` changes one that is there. Names are relative
-("checkpoint_…/e000001-…/manifest.json") and were built by `format.keys`; a store checks them once more before it
-touches a path. The contract:
+A store holds named objects; only `replace` changes an existing one. Names are relative
+("checkpoint_…/e000001-…/manifest.json") and built by `format.keys`; a store checks them again before it touches a
+path. The contract:
 
 * `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be
   absent, whole, or (for `put`, under its attempt-unique name) partial.
-* `put_if_absent` never replaces: of any number of writers of one name one wins, and every reader sees its bytes.
-* What was put is seen by `get`, `read`, `size` and `names` at once, from everywhere.
-* `delete` is idempotent.
-* Nothing here retries, caches or interprets. A failure is a StoreError, a missing object an ObjectNotFoundError, and an
-  object that is there but cannot be what was written (too short, too long, unreadable, no file) an IntegrityError.
-  `put_if_absent` alone may also raise CommitUncertainError: the object can be read, and may not be durable.
+* `put_if_absent` never replaces: of any number of writers of one name exactly one wins, and every reader sees its
+bytes. * `get`, `read`, `size` and `names` see a put object at once, from everywhere. * `delete` is idempotent. *
+Nothing here retries, caches or interprets. A failure is a StoreError, a missing object an ObjectNotFoundError, and an
+  object that cannot be what was written (too short, too long, unreadable, no file) an IntegrityError. Only
+  `put_if_absent` may also raise CommitUncertainError: the object can be read, but may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).
 
-Stores report progress (`moved`), and the thread that waits for a write watches it (`watching`): a limit on time alone
-cannot tell a slow store from one that stands still. The watch is a context variable. It follows a call into the event
-loop, and a heartbeat that passes meanwhile does not count for an upload.
+Stores report progress (`moved`), and a thread that waits for a write watches it (`watching`): a time limit alone cannot
+tell a slow store from a stuck one. The watch is a context variable: it follows a call into the event loop, and the
+heartbeat's requests do not count as progress of an upload.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = ["ReadableStore", "Store", "WatchedStore", "WrappedStore", "moved", "u
 class ReadableStore(Protocol):
     """What a restore needs of a store.
 
-    `near`: a byte costs little more than a copy in memory, so that reading it twice is cheaper than keeping it.
-    `gap_bytes`: so many unneeded bytes cost less than another request.
+    `near`: reading costs little more than a copy in memory, so that reading twice is cheaper than keeping the bytes.
+    `gap_bytes`: reading up to this many unneeded bytes costs less than another request.
     """
 
     url: str
@@ -56,7 +55,7 @@ class ReadableStore(Protocol):
 class Store(ReadableStore, Protocol):
     """A place for objects; see the module's docstring for the contract.
 
-    `endpoint` says who answers, where that is a server; None for a local directory.
+    `endpoint` is the server's URL, None for a local directory.
     """
 
     @property
@@ -69,9 +68,9 @@ class Store(ReadableStore, Protocol):
         """Write a small object unless the name is taken; raise ObjectExistsError if it is."""
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        """Have an object of another place under the same name here, its bytes not passing through this process.
+        """Take an object of another store under the same name, without sending its bytes through this process.
 
-        False if that cannot be, or where something else has the name. Only its size has been looked at.
+        Returns False if that is impossible, or if the name is taken by something else. Only the size is checked.
         """
 
     def replace(self, name: str, body: bytes) -> None:
@@ -84,13 +83,13 @@ class Store(ReadableStore, Protocol):
         """Delete an object; a missing one is not an error."""
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free what unfinished writes left under names that no process writes any more: `dead` is True for them."""
+        """Free what unfinished writes left under names with `dead(name)`: no process writes those any more."""
 
     def assume_single_writer(self) -> None:
-        """Look before `put_if_absent` instead of asking for a condition that the store does not have."""
+        """From now on check before a `put_if_absent`, because the store has no conditional put."""
 
     def keep_room(self) -> None:
-        """Reserve room for the ledger, so that it can be written where data finds none; never raises."""
+        """Reserve room for the ledger, so that it can be written when the disk is full; never raises."""
 
 
 _watch: ContextVar[Callable[[], None] | None] = ContextVar("ckpt_progress", default=None)
@@ -98,7 +97,7 @@ _watch: ContextVar[Callable[[], None] | None] = ContextVar("ckpt_progress", defa
 
 @contextmanager
 def watching(on_progress: Callable[[], None]) -> Iterator[None]:
-    """Call `on_progress` whenever a store has taken or given something for this thread."""
+    """Call `on_progress` whenever a store has taken or delivered bytes for this thread."""
     token = _watch.set(on_progress)
     try:
         yield
@@ -114,7 +113,7 @@ def moved() -> None:
 
 
 class WrappedStore:
-    """Hand everything on to `inner`."""
+    """Forward every call to `inner`."""
 
     def __init__(self, inner: Store):
         self.inner = inner
@@ -126,12 +125,12 @@ class WrappedStore:
 
     @property
     def endpoint(self) -> str | None:
-        """Who answers, where that is a server."""
+        """The server's URL, None for a local directory."""
         return self.inner.endpoint
 
     @property
     def gap_bytes(self) -> int:
-        """How many unwanted bytes cost less than another request."""
+        """How many unneeded bytes cost less than another request."""
         return self.inner.gap_bytes
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
@@ -172,7 +171,7 @@ class WrappedStore:
 
 
 class WatchedStore(WrappedStore):
-    """A store that tells how many bytes were read from it."""
+    """A store that reports the size in bytes of every read."""
 
     def __init__(self, inner: Store, on_progress: Callable[[int], None]):
         super().__init__(inner)
@@ -189,7 +188,7 @@ class WatchedStore(WrappedStore):
 
 
 def unwrapped(store: Store) -> Store:
-    """Return the store behind all that stands in front of it."""
+    """Return the innermost store, without its wrappers."""
     while isinstance(store, WrappedStore):
         store = store.inner
     return store

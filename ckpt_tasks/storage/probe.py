@@ -1,7 +1,7 @@
-"""See whether a store does what commits rest on; some accept the condition of a put and ignore it.
+"""Test whether a store does what commits need; some accept the condition of a put and ignore it.
 
-What is tried is what STORAGE has been seen to get wrong: two writers of one name, one after the other and eight at
-once, and what was written read, listed in order and read in part at once.
+The tests are for faults that real stores have had: a second writer of a name, one after the other and eight at once;
+and reading, listing in order and partial reads right after a write.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _HINT = (
 
 
 def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
-    """Try a store below `probe/` and return what it was seen to do; nothing is left there.
+    """Test a store below `probe/` and return the results by name; nothing is left there.
 
-    Raises ConfigError if it lets a second writer win, unless `single_writer`, and where it does not show at once
-    what was written.
+    Raises ConfigError if a second writer wins (unless `single_writer`), or if a written object is not visible at once.
     """
     place = f"probe/{secrets.token_hex(8)}"
     written: list[str] = []
@@ -97,7 +96,7 @@ def _put(store: Store, name: str, body: bytes) -> StoreError | None:
 
 
 def _keeps_word(store: Store, name: str, answers: Mapping[bytes, StoreError | None]) -> bool:
-    """Say whether the bytes of every writer that got "done" are there; the answer of another writer may be lost.
+    """Say whether the object has the bytes of every writer that was told "done"; another's answer may be lost.
 
     Raises a writer's error if the object is missing.
     """
@@ -109,7 +108,7 @@ def _keeps_word(store: Store, name: str, answers: Mapping[bytes, StoreError | No
 
 
 EXCLUSIVE = "put if absent"
-# Without these there are no checkpoints; the value says what is the matter where one is lacking.
+# Checkpoints need all of these; the value is the message if one is missing.
 _NEEDED = {
     "list": "it cannot be listed",
     "write": "it cannot be written to",
@@ -123,7 +122,7 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class Ability:
-    """Whether something works (None: it was not tried), and what was seen."""
+    """Whether something works (None: not tried), and what was seen."""
 
     works: bool | None
     seen: str = ""
@@ -141,7 +140,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Disk:
-    """What is below a local directory: the cost of an fsync, what the file system takes, and free bytes."""
+    """The disk below a local directory: the cost of an fsync, abilities of the file system, and free bytes."""
 
     fsync: Latency
     o_direct: Ability
@@ -151,7 +150,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was measured of one store; bandwidths in bytes a second, and `left` names what could not be deleted."""
+    """The measurements of one store; bandwidths in bytes per second; `left` names what could not be deleted."""
 
     url: str
     endpoint: str | None
@@ -164,32 +163,32 @@ class Findings:
     left: tuple[str, ...] = ()
 
     def save_s(self, size_bytes: int) -> float | None:
-        """How long a save would be on its way: its bytes up, and the commit, which looks, puts and reads back."""
+        """Estimate the seconds of a save: sending its bytes, and the commit, which lists, puts and reads back."""
         if self.up_bytes_per_s is None:
             return None
         commit_s = [self.latencies[name].median_s for name in ("list", "get", "put", "get") if name in self.latencies]
         return size_bytes / self.up_bytes_per_s + sum(one_s for one_s in commit_s if math.isfinite(one_s))
 
     def restore_s(self, size_bytes: int) -> float | None:
-        """How long its bytes would take to come down."""
+        """Estimate the seconds of reading its bytes."""
         return None if self.down_bytes_per_s is None else size_bytes / self.down_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer: whether checkpoints may go there without a thought, and in words what to know."""
+    """The answer: whether the store is fit for checkpoints, and why, in words."""
 
     fit: bool
     words: str
 
 
 def judge(findings: Findings) -> Verdict:
-    """Say what a store is fit for; what was not tried is not a fault."""
+    """Judge whether a store is fit for checkpoints; a test that was not run is not a fault."""
     abilities = findings.abilities
     for name, matter in _NEEDED.items():
-        found = abilities.get(name, Ability(None))
-        if found.works is False:
-            return Verdict(False, f"not fit: {matter}" + (f" ({found.seen})" if found.seen else ""))
+        ability = abilities.get(name, Ability(None))
+        if ability.works is False:
+            return Verdict(False, f"not fit: {matter}" + (f" ({ability.seen})" if ability.seen else ""))
     exclusive = abilities.get(EXCLUSIVE, Ability(None, "put if absent was not tried"))
     if exclusive.works:
         return Verdict(True, "fit for checkpoints")
@@ -199,7 +198,7 @@ def judge(findings: Findings) -> Verdict:
 
 
 def summarize(samples_s: Sequence[float], failed: int = 0) -> Latency:
-    """Return median and 90th percentile (by nearest rank) of durations; NaN where nothing was answered."""
+    """Return median and 90th percentile (by nearest rank) of durations; NaN if there are none."""
     if not samples_s:
         return Latency(math.nan, math.nan, failed, failed)
     ranked = sorted(samples_s)

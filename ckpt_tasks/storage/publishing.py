@@ -1,11 +1,11 @@
-"""Files for others: written and fsynced beside the place where they are wanted, and renamed when they are whole.
+"""Files for other tools: written and fsynced beside their target, and renamed when they are complete.
 
 Invariants
 
-1. A new file or directory gets its name when it is whole and fsynced. If anything fails before, there is no such name,
-   and nothing is left beside it. (A process that is killed leaves a name that begins with .ckpt-tmp.)
-2. In a directory that is there already the old index goes first and the new one comes last: files without an index
-   are no model. What is not replaced stays.
+1. A new file or directory gets its name when it is complete and fsynced. If anything fails before, the name does not
+   exist, and nothing is left beside it. (A killed process leaves a name that begins with .ckpt-tmp.)
+2. In an existing directory the old index is removed first and the new one is written last: files without an index are
+   not a model. Files that are not replaced stay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HINTS = {
 
 @contextmanager
 def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
-    """Give a descriptor to write to; the file gets its name when the block ends well.
+    """Yield a descriptor to write to; the file gets its name when the block ends without an error.
 
     Raises ConfigError if the name is taken, unless `overwrite`, and StoreError if the system refuses.
     """
@@ -46,17 +46,17 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
             _check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
-            with suppress(OSError):  # the error under way is the one to report; after the rename there is none
+            with suppress(OSError):  # report the error under way; after the rename the name is gone
                 os.unlink(temporary)
         _fsync_directory(out.parent)
 
 
 @contextmanager
 def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], index: str) -> Iterator[Path]:
-    """Give a directory to write files into; it gets its name when the block ends well.
+    """Yield a directory to write files into; it gets its name when the block ends without an error.
 
-    If `out` is there, and `overwrite` is set, the files move into it instead, and take the place of all whose names
-    match `replaces`; `index` is the one that goes first and comes last. Raises as `staged_file`.
+    If `out` exists and `overwrite` is set, the files move into it and replace all whose names match `replaces`; the
+    file `index` is removed first and moved last. Raises as `staged_file` does.
     """
     there = out.is_dir()
     staging = (out if there else out.parent) / _temporary_name()
@@ -77,7 +77,7 @@ def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], i
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Give the descriptor of a new file, which is durable when the block ends well."""
+    """Yield the descriptor of a new file, which is durable when the block ends without an error."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         yield fd
@@ -87,7 +87,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write all of a buffer at a place of the file, in bytes."""
+    """Write a whole buffer at byte `at` of the file."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], at + done)
@@ -122,7 +122,7 @@ def _fsync_directory(directory: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a directory
+        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
             raise
     finally:
         os.close(fd)

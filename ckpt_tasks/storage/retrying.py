@@ -1,12 +1,12 @@
-"""The one place where a request is made again.
+"""The one place that retries requests.
 
-Every verb but one may be repeated without a thought: reads change nothing, and whole objects under names of their own
-are the same the second time. `put_if_absent` is repeated only where the store answered that it did nothing; a lost
-answer and a lost request look the same, so a commit reads what is there first (`History.append`).
+Every request but one is safe to repeat: reads change nothing, and an object under its own name is the same the second
+time. `put_if_absent` is repeated only if the store answered that it did nothing; a lost answer and a lost request look
+the same, so a commit reads the entry first (`History.append`).
 
-Waits grow and are spread at random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many
-writers that were refused together do not come back together. The dice are our own: Python's generator belongs to the
-training, and is saved with it.
+Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many writers
+that were refused together do not return together. The generator is our own: Python's belongs to training, and is
+saved with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ __all__ = ["RetryingStore", "read_good", "send_part"]
 
 _T = TypeVar("_T")
 
-_DEADLINE_S = 120.0  # from a request's first failure on; beyond it the store is down, and the caller's policy speaks
+_DEADLINE_S = (
+    120.0  # from a request's first failure on; after that the caller's policy for a store that is down applies
+)
 _FIRST_S = 0.2
 _MOST_S = 10.0
-_QUIET_TRIES = 2  # a refusal or two is an ordinary day
+_QUIET_TRIES = 2  # a refusal or two is normal, and not logged
 _PART_TRIES = 5
 _LOOK_BYTES = 16 << 20
 _READS = 3
@@ -41,7 +43,7 @@ _dice = random.SystemRandom()
 
 
 class RetryingStore(WrappedStore):
-    """Another store, with requests that failed for the moment made again for `deadline_s` seconds."""
+    """Another store, with transient failures retried for `deadline_s` seconds."""
 
     def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
         super().__init__(inner)
@@ -51,8 +53,8 @@ class RetryingStore(WrappedStore):
         failed = False
 
         def ours() -> bool:
-            # Our own try, whose answer was lost to us or to a proxy that made it again: names are one attempt's alone.
-            # Once a try has failed the size is enough.
+            # The object is our own earlier try, whose answer was lost: only one attempt uses the name.
+            # Once a try has failed, comparing the size is enough.
             try:
                 return self._holds(name, body, size_only=failed)
             except ObjectNotFoundError:
@@ -100,7 +102,7 @@ class RetryingStore(WrappedStore):
         self._again(lambda: self.inner.drop_unfinished(dead))
 
     def _holds(self, name: str, body: Sequence[bytes | memoryview], *, size_only: bool) -> bool:
-        """Say whether an object is these buffers, one after the other."""
+        """Say whether an object consists of these buffers in order."""
         pieces = [memoryview(piece).cast("B") for piece in body]
         if self.inner.size(name) != sum(piece.nbytes for piece in pieces):
             return False
@@ -137,7 +139,7 @@ class RetryingStore(WrappedStore):
 
 
 async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
-    """Make the request for one part of a large upload, again where need be: nothing else is sent again for it."""
+    """Send one part of a large upload, with retries; the other parts are not sent again for it."""
     retry = tenacity.retry_if_exception(lambda error: _is_transient(error) and not is_expired(error))
     stop = tenacity.stop_after_attempt(_PART_TRIES)
     return await tenacity.AsyncRetrying(retry=retry, wait=_wait_s, stop=stop, reraise=True)(request)
@@ -156,9 +158,9 @@ def _was_refused(error: BaseException) -> bool:
 
 
 def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:
-    """Return what `read` reads and verifies, at the third try at the latest.
+    """Call `read`, which reads and verifies, up to three times until its bytes are good; return its result.
 
-    `listed`: the object is known to be there, so that a store which does not find it is asked again as well.
+    `listed`: the object is known to exist, so a missing object is retried as well. Raises what the last try raises.
     """
     again = (IntegrityError, ObjectNotFoundError) if listed else (IntegrityError,)
     for _ in range(_READS - 1):

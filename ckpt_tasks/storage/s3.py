@@ -1,9 +1,9 @@
-"""Requests to an S3 server: one attempt each, straight from and to the caller's memory.
+"""Requests to an S3 server: one attempt each, directly from and to the caller's memory.
 
-s3fs keeps the session, the credentials and the regions; the requests are made with its client, so that nothing behind
-our back tries again. Only a part of a large upload, invisible until the end, is sent again here. Conditions are
-`If-None-Match: *` on a single PUT, which AWS, Ceph and the emulators hold to; on a multipart upload some servers ignore
-it, so nothing rests on it there.
+s3fs manages session, credentials and regions; requests use its client directly, so that nothing retries unseen. Only
+a part of a large upload, invisible until the end, is retried here. The condition is `If-None-Match: *` on a single PUT,
+which AWS, Ceph and the emulators obey; on a multipart upload some servers ignore it, so commits never depend on it
+there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckpt_tasks.storage.retrying import send_part
 __all__ = ["S3Requests", "sending_once", "slices"]
 
 PART_BYTES = 16 << 20
-_COPIED_BYTES = 256 << 20  # one request: what a server copies within the time that it has for an answer
+_COPIED_BYTES = 256 << 20  # per request: what a server can copy before the request times out
 _MOST_PARTS = 10_000
-_IN_FLIGHT = 8  # parts: what is held beside the image is their bytes
+_IN_FLIGHT = 8  # parts; the memory beside the image is their bytes
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
-_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # how stores say that they list no uploads
-_WORDLESS = ((400, ""), (403, ""))  # the answer to a HEAD has no document: expired credentials, or no permission?
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # answers of stores that cannot list uploads
+_WORDLESS = ((400, ""), (403, ""))  # a HEAD has no body: are credentials expired, or permissions missing?
 
 
 class S3Requests:
@@ -38,7 +38,7 @@ class S3Requests:
         self._bucket = bucket
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
-        """Write an object, in parallel parts where it is large; nothing of it is seen before all of it."""
+        """Write an object, a large one in parallel parts; it becomes visible when all of it is there."""
         size_bytes = sum(piece.nbytes for piece in body)
         condition = {"IfNoneMatch": "*"} if absent else {}
         if size_bytes <= PART_BYTES:
@@ -51,14 +51,16 @@ class S3Requests:
             parts = await self._put_parts(upload, body, size_bytes)
             request = {"MultipartUpload": {"Parts": parts}, **upload, **condition}
             answer = await self._call("complete_multipart_upload", **request)
-            if not answer.get("ETag") and not answer.get("Key"):  # 200 comes first: only the document says "done"
+            if not answer.get("ETag") and not answer.get(
+                "Key"
+            ):  # the status 200 comes first: only the document says "done"
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:
             await self._abort(upload)
             raise
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Have the server copy an object, in parallel parts where it is large; False where it knows no copies."""
+        """Have the server copy an object, a large one in parallel parts; return False if it cannot copy."""
         found = await self._call("head_object", Bucket=bucket, Key=source)
         if found["ContentLength"] != size_bytes:
             raise IntegrityError(f"the object has {found['ContentLength']} bytes of {size_bytes}", key=source)
@@ -75,7 +77,7 @@ class S3Requests:
         return True
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        """Return a whole object, unless it is larger."""
+        """Return a whole object; raise IntegrityError if it is larger than `max_bytes`."""
         found = await self._call("get_object", Key=key)
         async with found["Body"] as body:
             size_bytes = found["ContentLength"]
@@ -90,7 +92,7 @@ class S3Requests:
         end = begin + into.nbytes
         found = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
         async with found["Body"] as body:
-            # Not by the status: rclone says 200 and sends the range.
+            # Do not trust the status: rclone answers 200 and sends the range.
             first = found.get("ContentRange", "bytes 0-").removeprefix("bytes ").partition("-")[0]
             if first != str(begin) or found["ContentLength"] > into.nbytes:
                 raise StoreError("the store ignores which range of an object is wanted", key=key)
@@ -106,7 +108,7 @@ class S3Requests:
         except Exception as error:
             if answer_of(error) not in _WORDLESS:
                 raise
-            found = await self._call("get_object", Key=key)  # the same refusal, with its reason
+            found = await self._call("get_object", Key=key)  # refused again, this time with a reason
             found["Body"].close()
         return int(found["ContentLength"])
 
@@ -152,7 +154,7 @@ class S3Requests:
 
         async def send(number: int, data: io.BytesIO) -> dict[str, Any]:
             async def once() -> dict[str, Any]:
-                data.seek(0)  # an earlier try has read it
+                data.seek(0)  # an earlier try has read from it
                 try:
                     return await self._call("upload_part", PartNumber=number, Body=data, **upload)
                 except Exception as error:
@@ -168,7 +170,7 @@ class S3Requests:
 
         try:
             while True:
-                await free.acquire()  # before the next part is copied: this is what bounds the memory
+                await free.acquire()  # before the next part is copied: this bounds the memory
                 part = next(numbered, None)
                 if part is None:
                     return [await task for task in sent]
@@ -232,22 +234,22 @@ class S3Requests:
 
 
 def sending_once() -> type:
-    """Return the HTTP session to give to the client: aiohttp's own sends a PUT once more where its connection broke."""
+    """Return the HTTP session class for the client: aiohttp's own resends a PUT after a broken connection."""
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
 
     class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:
             session = await super()._get_session(proxy_url)
-            session._retry_connection = False  # what aiohttp's own tests set; there is no option
+            session._retry_connection = False  # as aiohttp's own tests do; there is no option
             return session
 
     return SendingOnce
 
 
 def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
-    """Cut buffers that follow each other into copies of `part_bytes` each; the last one has the rest.
+    """Cut consecutive buffers into copies of `part_bytes` each; the last one has the rest.
 
-    A stream of its own memory is what the client below needs: bytes it would copy once more.
+    The client needs streams with their own memory: it would copy plain bytes again.
     """
     part = io.BytesIO()
     for piece in body:
@@ -266,7 +268,7 @@ def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
 
 
 async def _receive(body: Any, into: memoryview, key: str) -> None:
-    """Copy an answer's body to where it belongs as it comes in."""
+    """Copy an answer's body into a buffer as it arrives."""
     at = 0
     async for data in body.raw_stream.content.iter_any():
         if at + len(data) > into.nbytes:

@@ -1,7 +1,7 @@
-"""What must not be read by everyone: secrets in options and URLs, and the words of clients that repeat them.
+"""Secrets in options and URLs, and in the messages of clients that repeat them.
 
-`Redactor` stands at the boundary where errors of clients become ours. It knows the secret values that the client was
-given, so it does not matter how a client words them; what looks like a password in a URL goes as well.
+`Redactor` is used where errors of clients become ours. It knows the secret values that the client was given, so it
+finds them in any message; it also removes what looks like a password in a URL.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _SECRET_OPTIONS = frozenset({
     "token",
 })  # fmt: skip
 _NAMES_OF_KEYS = frozenset({"key", "aws_access_key_id", "access_key", "client_id", "private_key_id"})
-_PUBLIC_TOKENS = frozenset({"anon", "browser", "cache", "cloud", "google_default"})  # ways to log in, to gcsfs
-_SHORTEST = 4  # what is shorter stands in every text
+_PUBLIC_TOKENS = frozenset(
+    {"anon", "browser", "cache", "cloud", "google_default"}
+)  # gcsfs: values of `token` that name a way to log in
+_SHORTEST = 4  # a shorter value would match in every text
 _HIDDEN = "***"
-# In a URL: a user and a password up to the last @, and what stands after the question mark (a signature).
+# In a URL: user and password up to the last @, and everything after the question mark (a signature).
 _IN_URL = re.compile(
     r"""(?<=://)[^\s"'/:@]*:[^\s"']*@|(?<=://)[^/\s@"']*@|[^/\s@:"']+:(?!//)[^\s"']+@|(?<=[\w/])\?[^\s"']+"""
 )
@@ -62,19 +64,19 @@ _WORDS_OF_SECRETS = frozenset({
 })  # fmt: skip
 _PUBLIC_NAMES = frozenset({"run_key", "run-key"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*")
-# A name, and that a value follows it: name=…, name: …, "name": …, and Bearer ….
+# A name that is followed by a value: name=…, name: …, "name": …, and Bearer ….
 _NAMED = re.compile(rf"""(?P<name>{_NAME.pattern})(?:["']?\s*[=:]\s*["']?|(?<=[Bb]earer)\s+)""")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# A key or a token as services make them: long, letters and digits in one word.
+# A key or a token as services make them: one long word of letters and digits.
 _RANDOM = re.compile(r"(?=[A-Za-z+=]*[0-9])(?=[0-9+=]*[A-Za-z])[A-Za-z0-9+=]{20,}")
 
 
 class ClientError(Exception):
-    """What a client raised, in words without secrets: the cause of our error in a traceback."""
+    """A client's exception as text without secrets: the cause of our error in a traceback."""
 
 
 class Redactor:
-    """Take the secrets of these options out of texts and errors."""
+    """Remove the secrets of some options from texts and errors."""
 
     def __init__(self, options: Mapping[str, Any]):
         values = {value for name, value in _texts("", options) if _hides(name)}
@@ -90,7 +92,7 @@ class Redactor:
         return without_secrets(text)
 
     def cause(self, error: BaseException) -> ClientError:
-        """Return what stands for a client's error, and for all that is behind it."""
+        """Return a ClientError in place of a client's error and all of its causes."""
         kind = type(error)
         return ClientError(self.text(f"{kind.__module__}.{kind.__qualname__}: {error}"))
 
@@ -101,11 +103,11 @@ def without_secrets(text: str) -> str:
 
 
 def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets, and rather without too much than with one.
+    """Return a command line without secrets; in doubt, remove more.
 
     Hidden are what follows the name of a secret (--token=…, TOKEN=…, "token": …, --token …), users and passwords of
-    URLs, and what looks like a key: 20 or more letters and digits in one word. A name is a secret's by its words:
-    `api-key` and `HF_TOKEN` are, `max_tokens` is not.
+    URLs, and what looks like a key: 20 or more letters and digits in one word. The words of a name decide:
+    `api-key` and `HF_TOKEN` name secrets, `max_tokens` does not.
     """
     shown, hides_next = [], False
     for argument in arguments:
@@ -116,7 +118,7 @@ def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_named(argument: str) -> str:
-    """Cut an argument off behind the first name of a secret that a value follows."""
+    """Cut an argument off after the first name of a secret that has a value."""
     for match in _NAMED.finditer(argument):
         if _is_of_a_secret(match["name"]):
             return argument[: match.end()] + _HIDDEN
@@ -129,13 +131,13 @@ def _is_of_a_secret(name: str) -> bool:
 
 
 def secret_options(options: Mapping[str, Any] | None, where: str = "storage_options") -> list[str]:
-    """List which options hold secrets, by their path."""
-    found = []
+    """List the paths of options that hold secrets."""
+    paths = []
     for path, text in _texts(where, options or {}):
         name = path.rpartition(".")[2]
         if (name in _SECRET_OPTIONS and text not in _PUBLIC_TOKENS) or without_secrets(text) != text:
-            found.append(path)
-    return [*dict.fromkeys(found)]
+            paths.append(path)
+    return [*dict.fromkeys(paths)]
 
 
 def _hides(path: str) -> bool:
@@ -144,20 +146,20 @@ def _hides(path: str) -> bool:
 
 def _passwords(text: str) -> set[str]:
     """Return the parts of a text that are secret as a URL's or a connection string's."""
-    found = set()
+    secrets = set()
     if "://" in text and "@" in text:
-        found |= {*text.partition("://")[2].rpartition("@")[0].partition(":")[::2]}
+        secrets |= {*text.partition("://")[2].rpartition("@")[0].partition(":")[::2]}
     if "?" in text:
-        found.add(urlsplit(text).query)
+        secrets.add(urlsplit(text).query)
     for part in text.split(";"):
         name, _, value = part.partition("=")
         if name.strip().lower() in ("accountkey", "sharedaccesssignature"):
-            found.add(value)
-    return found
+            secrets.add(value)
+    return secrets
 
 
 def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield every text within options, and where it is."""
+    """Yield (path, text) for every text in the options."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts(f"{where}.{key}" if where else str(key), item)

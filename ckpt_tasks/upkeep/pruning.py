@@ -1,12 +1,12 @@
-"""Prune as an owner does it: decide, read back what must be known to be good, retire, delete, sweep.
+"""Prune as the owner: decide, verify one checkpoint that stays, retire, delete, sweep.
 
-The entry that commits a checkpoint retires what may go by then (`with_commit`). What is left goes on after the commit,
-in a thread of its own: a save is done when it is committed, and what prune meets is logged.
+The entry that commits a checkpoint also retires what may go by then (`with_commit`). The rest follows after the commit,
+in its own thread: a save is done when it is committed, and errors of the prune are logged.
 
 Invariants
 
 1. A checkpoint whose objects a save under way may reuse is not retired.
-2. Nothing is retired or deleted on behalf of a restore, a release or an end: they cancel what runs.
+2. A restore, a release and the interpreter's end never retire or delete anything: they cancel a running prune.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from ckpt_tasks.upkeep.upkeep import (
 
 __all__ = ["Background", "CancelledWorkError", "Pruner"]
 
-_MOST_ORPHANS = 20_000  # in one entry, of 100 bytes each; the next prune takes more
-_MOST_NOTES = 16  # of saves that failed one after the other; the log has all
+_MOST_ORPHANS = 20_000  # per entry, of 100 bytes each; the next prune takes more
+_MOST_NOTES = 16  # of consecutive failed saves; the log has all
 _log = logging.getLogger("ckpt_tasks")
 _T = TypeVar("_T")
 
 
 class Pruner:
-    """Remember, for one owner, which checkpoints are known to be good and which retired objects are gone.
+    """Prune for one owner; remember which checkpoints are known to be good and which retired objects are deleted.
 
-    `verified` holds the identities of checkpoints that this process read from storage; `deleted` names what the next
-    entry can strike off the ledger's list of retired objects. `unnoted` holds the newest events for the run's history
-    that wait for a store which has failed to take a checkpoint. `in_use` returns the checkpoints whose objects saves
-    under way may reuse; a save holds `retiring` while it chooses one.
+    `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
+    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait to be
+    recorded until the store takes a checkpoint again. `in_use` returns the checkpoints whose objects saves under way
+    may reuse; a save holds `retiring` while it chooses one.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):
@@ -71,7 +71,7 @@ class Pruner:
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
-        """Decide what stays and why; `going_on_from` is the checkpoint that training was restored from or committed."""
+        """Return a verdict on each checkpoint; `going_on_from` is the digest of the one in use by training."""
         return self._plan(self._history.head().state, going_on_from)
 
     def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
@@ -80,38 +80,38 @@ class Pruner:
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 
     def _agreed(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
-        """Plan, and remove nothing unless one that stays is known to be good."""
+        """Plan; keep everything if no checkpoint that stays is known to be good."""
         verdicts = self._plan(state, going_on_from, base)
         return verdicts if self._knows_good(verdicts) else []
 
     def with_commit(self, state: State, checkpoint: Checkpoint) -> Retirement:
-        """Prepare what the entry retires that commits a checkpoint upon `state`.
+        """Prepare the retirement in the entry that commits a checkpoint upon `state`.
 
-        The checkpoint that was the newest stays: until the entry stands, other saves choose it to reuse its objects.
+        The previous newest checkpoint stays: until the entry is put, other saves may choose it to reuse its objects.
         """
         store, after = self._history.store, state.with_checkpoint(checkpoint, frozenset())
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted)
-        except CkptError:  # no list of names, say: the prune behind the commit meets that too, and logs it
+        except CkptError:  # for example a list that fails: the prune after the commit meets that too, and logs it
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
-        """Look for what dead owners left once more: the directory was another's in between."""
+        """Sweep for leftovers of dead owners again: the directory had another owner in between."""
         self._swept = False
 
     # ── behind a commit ──────────────────────────────────────────────────────────────────────────────────────
 
     def follow(self, owner: Owner, state: State) -> None:
-        """Prune soon, after a commit that led to `state`; what fails is logged, and tried again after the next one."""
+        """Prune soon, in the background, after the commit of `state`; errors are logged, and retried after the next."""
         self._behind.request((owner, state))
 
     def finish(self, limit_s: float) -> None:
-        """Wait at most `limit_s` for the prune that follows the last commit; what is left is the next owner's."""
+        """Wait at most `limit_s` for the prune after the last commit; the next owner does the rest."""
         self._behind.finish(limit_s)
 
     def cancel(self, limit_s: float) -> None:
-        """Stop the prune that follows the last commit, and wait at most `limit_s` until it has."""
+        """Cancel the prune after the last commit, and wait at most `limit_s` for its end."""
         self._behind.cancel(limit_s)
 
     def _follow(self, request: tuple[Owner, State]) -> None:
@@ -123,11 +123,13 @@ class Pruner:
             with self._one:
                 newest = state.live[-1].manifest_digest
                 if self._swept and all(v.keep for v in plan_prune(state, self._policy, restored_from=newest)):
-                    self._delete(state.retired, self._behind.check)  # by the commit; nothing else is to be asked
+                    self._delete(
+                        state.retired, self._behind.check
+                    )  # the commit has retired all: no more requests are needed
                 else:
                     self._prune(owner, self._newest(owner), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
-            return  # not wanted any more; the next save meets the new owner
+            return  # cancelled, or fenced: the next save will raise
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
             if not self._failed:
                 _log.warning("Older checkpoints were not removed (%s); this is tried again after each save", error)
@@ -138,9 +140,9 @@ class Pruner:
     # ── a prune ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
-        """Remove what the policy no longer keeps, and what dead attempts left; return every checkpoint's verdict.
+        """Remove what the policy no longer keeps, and what dead attempts left; return a verdict on each checkpoint.
 
-        Raises FencedError if the directory is another's by now; nothing is deleted then.
+        Raises FencedError if the directory has another owner; nothing is deleted then.
         """
         with self._one:
             state = self._newest(owner)
@@ -153,9 +155,9 @@ class Pruner:
         return head.state.sparing(head.spared_epochs)
 
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
-        """Prune the newest state; `check` stops it by what it raises. The caller holds `_one`."""
-        # Of those that the policy keeps one must be known to be good; one that stays only as the newest verified
-        # does not count, or nothing newer would ever be read.
+        """Prune the newest state; what `check` raises stops it. The caller holds `_one`."""
+        # One that the policy keeps must be known to be good; one that stays only as the newest verified one does not
+        # count, or no newer one would ever be read.
         wanted = plan_prune(state, self._policy, restored_from=going_on_from)
         if not all(v.keep for v in wanted):
             self._warn_of_best(state)
@@ -168,7 +170,7 @@ class Pruner:
             plan = partial(self._agreed, going_on_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed)
             if unnamed or retirement.checkpoints:
-                # Before the first delete: this process may stall, and others commit what it is about to delete.
+                # Before the first delete: if this process stalls here, others may commit what it is about to delete.
                 given_up = retire(self._history, owner, retirement)
                 self.deleted -= retirement.deleted
         self._delete((*state.retired, *given_up), check)
@@ -177,28 +179,28 @@ class Pruner:
             self._swept = len(unnamed) < _MOST_ORPHANS
 
     def _delete(self, retired: Iterable[str], check: Callable[[], None]) -> None:
-        """Delete what an entry has given up; it may go at any time."""
+        """Delete objects that an entry has given up."""
         left = [name for name in unfold(retired) if name not in self.deleted]
         self.deleted |= delete_retired(self._history.store, left, check)
         if left:
-            check()  # a cancelled prune may not hold the directory any more
+            check()  # a cancelled prune may no longer own the directory
             self._history.store.keep_room()  # the entry above may have used it
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
-        """Keep the checkpoint of a step whatever the policy says; leave it to the policy again without a reason.
+        """Pin the checkpoint of a step; without a `reason`, unpin it.
 
-        Raises CheckpointNotFoundError if it is not live, or is pruned while this is written.
+        Raises CheckpointNotFoundError if it is not live, or is pruned meanwhile.
         """
         put_pin(self._history, Run(self._history, None).find(step), reason, owner)
 
     def remove(self, owner: Owner, checkpoint: Checkpoint, going_on_from: str | None) -> Verdict:
-        """Take a checkpoint out of the run and delete its objects, unless `plan_removal` keeps it.
+        """Remove a checkpoint and delete its objects, unless `plan_removal` keeps it.
 
         Raises CheckpointNotFoundError, and NoGoodCheckpointError if no checkpoint verifies; nothing is removed then.
         """
         with self._one, self.retiring:
             state, digest = self._newest(owner), checkpoint.manifest_digest
-            if all(one.manifest_digest != digest for one in state.live):
+            if all(live.manifest_digest != digest for live in state.live):
                 raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
             self.verified.add(newest_good(self._history.store, state).manifest_digest)
             verified = frozenset(self.verified)
@@ -212,7 +214,7 @@ class Pruner:
             return next(v for v in plan(state) if v.manifest_digest == digest)
 
     def _orphans(self, state: State) -> list[str]:
-        """List what dead owners left, so many at once as fit into an entry; one look is enough while it shrinks."""
+        """List leftovers of dead owners, as many as fit into an entry."""
         return [name for name in orphans(self._history.store, state) if not state.has_retired(name)][:_MOST_ORPHANS]
 
     def _warn_of_best(self, state: State) -> None:
@@ -230,7 +232,7 @@ class Pruner:
         except StoreError as error:
             if error.transient:
                 raise
-            # Not every store lists unfinished uploads, nor to everybody who may write: the rest is pruned all the same.
+            # Not every store lists unfinished uploads, or lets every writer list them: prune the rest anyway.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
     def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> None:
@@ -247,19 +249,19 @@ def _kept(verdict: Verdict) -> Verdict:
 
 
 def is_older(name: str, epoch: int) -> bool:
-    """Say whether an object's name is an attempt's of an owner before `epoch`."""
+    """Say whether an object's name belongs to an attempt of an owner before `epoch`."""
     attempt = parse_attempt(name)
     return attempt is not None and attempt.epoch < epoch
 
 
 class CancelledWorkError(Exception):
-    """The work is not wanted any more; only the thread that did it sees this."""
+    """The background work was cancelled; only its own thread sees this."""
 
 
 class Background(Generic[_T]):
     """Run `work` for the newest request, in a daemon thread that ends when there is none.
 
-    `work` calls `check` wherever it can stop.
+    `work` must call `check` wherever it can stop.
     """
 
     def __init__(self, work: Callable[[_T], None], name: str):
@@ -271,7 +273,7 @@ class Background(Generic[_T]):
         self._cancelled = False
 
     def request(self, argument: _T) -> None:
-        """Have the work done soon; a request that still waits is dropped for this one."""
+        """Request the work; this replaces a request that still waits."""
         with self._changed:
             self._requested = [argument]
             if not self._running:
@@ -279,19 +281,19 @@ class Background(Generic[_T]):
                 self._running = True
 
     def check(self) -> None:
-        """Raise CancelledWorkError if the work that runs was cancelled."""
+        """Raise CancelledWorkError if the running work was cancelled."""
         if self._cancelled:
             raise CancelledWorkError
 
     def finish(self, limit_s: float) -> None:
-        """Wait until nothing is left to do, at most `limit_s`; then cancel what is left."""
+        """Wait at most `limit_s` until all work is done; then cancel the rest."""
         with self._changed:
             if self._changed.wait_for(lambda: not self._running, limit_s):
                 return
         self.cancel(0)
 
     def cancel(self, limit_s: float) -> None:
-        """Drop what waits, cancel what runs, and wait at most `limit_s` for its end."""
+        """Drop a waiting request, cancel running work, and wait at most `limit_s` for its end."""
         with self._changed:
             self._requested = []
             self._cancelled = self._running

@@ -1,9 +1,9 @@
-"""Verify and prune: what is damaged, what nothing names, and what policy no longer keeps.
+"""Verify and prune: find what is damaged or orphaned, and what the policy no longer keeps.
 
-Prune writes top-down what save wrote bottom-up: first the ledger says which checkpoints are gone and which objects are
-given up, orphans included, so that no later commit names one; then the objects are deleted, the manifest first. A
-process that stalls here and is fenced may delete what it gave up at any later time. A crash between leaves names in
-`retired`, and the next owner deletes them.
+A save writes bottom-up, a prune removes top-down: first a ledger entry says which checkpoints are gone and which
+objects are given up, orphans included, so that no later commit names one; then the objects are deleted, the manifest
+first. A process that stalls here and is fenced may still delete what it gave up at any later time. After a crash in
+between the names are in `retired`, and the next owner deletes the objects.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FAR_REQUESTS = 8
 
 @dataclass(frozen=True)
 class RunFaults:
-    """What is wrong in a run directory: faults by checkpoint, other damaged objects, and objects that nothing names."""
+    """Faults in a run directory: by checkpoint, other damaged objects, and orphans."""
 
     checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
     damaged: tuple[str, ...]
@@ -67,15 +67,15 @@ class RunFaults:
 
     @property
     def good(self) -> bool:
-        """Whether every checkpoint verifies and the ledger is whole; orphans are no fault."""
+        """Whether every checkpoint and the ledger verify; orphans are not a fault."""
         return not self.damaged and not any(faults for _, faults in self.checkpoints.values())
 
 
 def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], None] | None = None) -> list[str]:
     """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
 
-    `check` is called before every read, and stops the verification by what it raises. Raises StoreError if the store
-    does not answer: that says nothing about the checkpoint.
+    `check` is called before every read; what it raises stops the verification. Raises StoreError if the store does not
+    answer, which does not mean damage.
     """
     check = check or (lambda: None)
     try:
@@ -100,7 +100,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
 
 
 def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
-    """Read and digest runs, several at a time where the store is far away; an object is given up at its first error."""
+    """Read and digest runs, several at a time from a remote store; stop reading an object at its first error."""
     buffers, given_up = threading.local(), set[str]()
 
     def faults_of(run: list[IndexRow]) -> list[str]:
@@ -108,7 +108,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
         name, begin, end = run[0].object, run[0].begin, run[-1].end
         if name in given_up:
             return []
-        if not hasattr(buffers, "one"):  # one for all: fresh memory costs more than the reads
+        if not hasattr(buffers, "one"):  # reused: new memory costs more than the reads
             buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
         try:
             store.read(name, begin, buffers.one[: end - begin])
@@ -125,25 +125,25 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 def verify_run_directory(history: History) -> RunFaults:
     """Verify every live checkpoint and look for damaged ledger entries and orphans.
 
-    The run may be training: what could not be read because it was pruned meanwhile is left out.
+    The run may be training: a checkpoint that is pruned meanwhile is left out.
     """
     head = history.head()
-    found = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
-    if any(faults for _, faults in found.values()):
+    results = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
+    if any(faults for _, faults in results.values()):
         live = {c.manifest_digest for c in history.head().state.live}
-        found = {digest: one for digest, one in found.items() if digest in live or not one[1]}
-    return RunFaults(found, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
+        results = {digest: result for digest, result in results.items() if digest in live or not result[1]}
+    return RunFaults(results, tuple(record_faults(history)), tuple(orphans(history.store, head.state)))
 
 
 def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
     try:
         return tuple(verify_checkpoint(store, checkpoint))
-    except StoreError as error:  # the others are looked at all the same
+    except StoreError as error:  # verify the others anyway
         return (f"it cannot be read now: {error}",)
 
 
 def record_faults(history: History) -> list[str]:
-    """List what is wrong beside the checkpoints, with why: ledger entries, old ones too, format.json, evaluations."""
+    """List faults outside of the checkpoints: in ledger entries, also old ones, format.json and evaluations."""
     head = history.head()
     faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
     numbers = {n for name in history.store.names(LEDGER_PREFIX) if (n := parse_ledger_name(name)) is not None}
@@ -155,7 +155,7 @@ def record_faults(history: History) -> list[str]:
         except (IntegrityError, StoreError) as error:
             faults.append(f"{ledger_name(n)}: {error.message}")
     for before, after in pairwise([-1, *sorted(numbers)]):
-        if after > before + 1:  # numbers are dense, unless somebody made a name of a high one
+        if after > before + 1:  # numbers are dense, unless somebody has added a name with a high one
             more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
             faults.append(f"{ledger_name(before + 1)}{more}: no such object")
     tables += [(evaluation.table, evaluation.table_digest) for evaluation in head.state.evaluations]
@@ -169,9 +169,9 @@ def record_faults(history: History) -> list[str]:
 
 
 def orphans(store: Store, state: State) -> list[str]:
-    """List the objects of attempts that were never committed or are no longer live, and that none that is live reuses.
+    """List orphans: objects of attempts that are not live, and that no live checkpoint reuses.
 
-    Attempts of the present owner's epoch may be under way and do not count; nor do names that are not ours.
+    Attempts of the present owner's epoch may be under way and are left out, as are foreign names.
     """
     epoch = state.owner.epoch if state.owner else 0
     found = []
@@ -185,17 +185,19 @@ def orphans(store: Store, state: State) -> list[str]:
 
 
 def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
-    """Name the objects that checkpoints reuse which only a damaged ledger entry may have listed."""
-    found: set[str] = set()
+    """Return the objects reused by checkpoints that only a damaged ledger entry may have listed."""
+    reused: set[str] = set()
     for name in store.names("") if state.spared_epochs else ():
         attempt = parse_attempt(name)
         if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or state.keeps(name):
             continue
         if attempt.epoch <= state.spared_epochs:
-            with suppress(IntegrityError, ObjectNotFoundError):  # a checkpoint without its manifest is no loss more
+            with suppress(IntegrityError, ObjectNotFoundError):  # without its manifest the checkpoint is lost anyway
                 data = store.get(name, MAX_MANIFEST_BYTES)
-                found |= {one.name for one in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects}
-    return frozenset(found)
+                reused |= {
+                    record.name for record in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects
+                }
+    return frozenset(reused)
 
 
 def plan_prune(
@@ -205,7 +207,10 @@ def plan_prune(
     verified: frozenset[str] = frozenset(),
     restored_from: str | None = None,
 ) -> list[Verdict]:
-    """Decide what stays and why; reads nothing and changes nothing."""
+    """Return a verdict on each live checkpoint by the policy; reads and changes nothing.
+
+    `verified` are digests that are known to be good; `restored_from` is that of the checkpoint in use by training.
+    """
     now = time.time()
     return plan_retention(
         lineage(state.live),
@@ -221,9 +226,9 @@ def plan_prune(
 def plan_removal(
     state: State, digest: str, verified: frozenset[str], restored_from: str | None = None
 ) -> list[Verdict]:
-    """Decide whether one checkpoint may go because a person says so; every other one stays.
+    """Return a verdict on each live checkpoint if a person removes one (`digest`); all others stay.
 
-    The newest, the newest of those that are `verified` to be good, pinned and leased ones may not go.
+    The newest, the newest of the `verified` ones, pinned and leased checkpoints cannot be removed.
     """
     everything = RetentionPolicy(max_num_checkpoints=0)
     verdicts = plan_prune(state, everything, verified=verified, restored_from=restored_from)
@@ -238,7 +243,7 @@ def plan_removal(
 
 
 def newest_good(store: Store, state: State) -> Checkpoint:
-    """Return the newest checkpoint that verifies, after reading it; raise NoGoodCheckpointError if none does."""
+    """Read checkpoints, newest first, and return the first that verifies; raise NoGoodCheckpointError if none does."""
     reasons = []
     for checkpoint in lineage(state.live):
         faults = verify_checkpoint(store, checkpoint)
@@ -251,7 +256,7 @@ def newest_good(store: Store, state: State) -> Checkpoint:
 
 
 def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
-    """Say which metrics there are where the policy keeps the best by another one; None if it has what it needs."""
+    """Return a message if the policy keeps the best by a metric that no checkpoint has; None otherwise."""
     if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
         return None
     known = ", ".join(sorted(state.metric_names)) or "none at all"
@@ -259,10 +264,10 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
 
 
 class Retirement:
-    """What one ledger entry takes out of a run: the checkpoints that `plan` removes, and their objects.
+    """What one ledger entry removes from a run: the checkpoints that `plan` removes from `state`, and their objects.
 
-    The objects are listed here, of what the plan removes from `state`; `unnamed` ones, which no checkpoint names, are
-    given up with them. `deleted` names what was given up before and is gone.
+    Making one lists these objects. `unnamed` objects, which no checkpoint names, are given up with them. `deleted`
+    names objects that were given up before and are deleted by now.
     """
 
     def __init__(
@@ -283,13 +288,13 @@ class Retirement:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The identities of what the plan removes."""
+        """The identities of the checkpoints that the plan removes."""
         return sorted(self._objects)
 
     def apply(self, state: State) -> State:
-        """Return the state after the entry, and remember as `given_up` what may be deleted then, manifests first.
+        """Return the state after the entry; set `given_up` to the objects that may be deleted then, manifests first.
 
-        What the plan would keep by now stays: it has been leased, pinned or evaluated meanwhile.
+        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays.
         """
         gone = _going(self._plan(state)).intersection(self._objects) if self._objects else frozenset()
         after = state.retire(gone, (), self.deleted)
@@ -300,9 +305,9 @@ class Retirement:
 
 
 def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str, ...]:
-    """Take checkpoints out of the ledger in an entry of its own; return the objects to delete, manifests first.
+    """Put an entry that removes checkpoints; return the objects to delete, manifests first.
 
-    None of them may be deleted before this returns.
+    No object may be deleted before this returns. Raises FencedError and StoreError.
     """
     event = {"kind": "retire", "checkpoints": retirement.checkpoints}
     history.append(event, lambda state, n: retirement.apply(state), owner=owner)
@@ -310,9 +315,9 @@ def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str,
 
 
 def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None] = lambda: None) -> frozenset[str]:
-    """Delete retired objects, manifests first, and return those that are gone; the others are left to a later try.
+    """Delete retired objects, manifests first; return those that are deleted. A later call tries the others again.
 
-    `check` stops it by what it raises.
+    What `check` raises stops it.
     """
 
     def delete(name: str) -> str | None:
