@@ -219,10 +219,12 @@ def module_names(module: nn.Module, group: str) -> list[str]:
 
 
 def takes_part(module: nn.Module) -> bool:
+    for name in _HOOKS:
+        hooks = getattr(module, name, None)
+        if hooks and not all(map(_is_torchs, hooks.values())):
+            return True
     kind: Any = type(module)
-    return any(not _is_torchs(hook) for name in _HOOKS for hook in getattr(module, name, {}).values()) or _overrides(
-        kind
-    )
+    return _overrides(kind)
 
 
 def _is_torchs(hook: Any) -> bool:

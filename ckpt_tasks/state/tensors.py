@@ -89,8 +89,8 @@ class TensorSet:
         if self._of_rank and self.world is not None:
             group, _, rest = key.partition("/")
             key = f"{group}/{self.world.rank:05d}/{rest}"
-        refuse(tensor, key, exact=exact)
         local = local_of(tensor)
+        _refuse(local, key, exact=exact and local is tensor)
         if local is not tensor:
             return new_ref((self._first(tensor, local, key, _identity(tensor, local)), False, None, False))
         flag = tensor.requires_grad
@@ -137,8 +137,10 @@ class TensorSet:
 def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
     """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
     local = local_of(tensor)
-    if local is not tensor:
-        tensor, exact = local, False
+    _refuse(local, key, exact=exact and local is tensor)
+
+
+def _refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
     kind = type(tensor)
     if (
         (kind is torch.Tensor or kind is torch.nn.Parameter)
