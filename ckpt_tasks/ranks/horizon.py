@@ -38,6 +38,7 @@ class Horizon:
         self._done = step
         self._asked = [""]  # this rank's wishes so far; the last one may not be granted yet
         self._heard: dict[int, int] = {}  # in rank 0: how many wishes of each rank it has granted
+        self._newest: bytes | None = None  # in rank 0: the last word on whose wish is the newest
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
@@ -77,6 +78,11 @@ class Horizon:
         self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
 
     def _hear(self) -> list[str]:
+        """Return the wishes since the last call; where there are none, one word says so for any number of ranks."""
+        newest = self._exchange.look(f"wish/{self._begun}")
+        if newest == self._newest:
+            return []
+        self._newest = newest
         wishes = []
         for rank in range(1, self._exchange.size):
             number, _, wish = (self._exchange.look(f"wish/{self._begun}/{rank}") or b"0").decode().partition(" ")
@@ -88,7 +94,9 @@ class Horizon:
     def _ask(self, step: int, wish: str | None) -> None:
         if wish and wish != self._asked[-1]:
             self._asked.append(wish)
-            self._exchange.post(f"wish/{self._begun}/{self._exchange.rank}", f"{len(self._asked)} {wish}".encode())
+            rank, number = self._exchange.rank, len(self._asked)
+            self._exchange.post(f"wish/{self._begun}/{rank}", f"{number} {wish}".encode())
+            self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())  # after it: rank 0 looks here
         end_s = time.monotonic() + self._deadline_s
         while step > self._until or time.monotonic() - self._looked_s > _LOOK_S:
             self._looked_s = time.monotonic()

@@ -1,0 +1,42 @@
+"""ranks/horizon.py: what one rank wishes falls on one step in all ranks, and costs nothing while there is no wish."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from ckpt_tasks.ranks.exchange import StoreExchange
+from ckpt_tasks.ranks.horizon import Horizon
+
+
+class Counting(StoreExchange):
+    """Count how often this rank looks for a word."""
+
+    looks = 0
+
+    def look(self, topic: str) -> bytes | None:
+        self.looks += 1
+        return super().look(topic)
+
+
+@pytest.mark.parametrize("size", [2, 1000])
+def test_rank_0_looks_for_wishes_once_whatever_the_number_of_ranks(size: int) -> None:
+    """A wish of the last rank becomes an order for all at one step; before and after it a look is one request."""
+    store = dist.HashStore()
+    exchange = Counting(store, 0, size, "run")
+    first, last = Horizon(exchange, 60), Horizon(StoreExchange(store, size - 1, size, "run"), 60)
+
+    def looks(step: int) -> int:
+        before, first._looked_s = exchange.looks, 0.0  # as if it had not looked for long
+        assert first.at(step, None) is None
+        return exchange.looks - before
+
+    assert [looks(step) for step in (1, 2)] == [1, 1]
+    last.at(1, "save")
+    assert looks(3) == size  # each rank's own word, once
+    assert looks(4) == 1
+    last._looked_s = 0.0
+    until = first._until
+    orders = [[(step, horizon.at(step, None)) for step in range(5, until + 1)] for horizon in (first, last)]
+    assert orders[0] == orders[1]
+    assert [order for _, order in orders[0] if order] == ["save"]
