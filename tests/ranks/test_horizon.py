@@ -22,7 +22,7 @@ class Counting(StoreExchange):
 @pytest.mark.parametrize("size", [2, 1000])
 def test_rank_0_looks_for_wishes_once_whatever_the_number_of_ranks(size: int) -> None:
     """A wish of the last rank becomes an order for all at one step; before and after it a look is one request."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     exchange = Counting(store, 0, size, "run")
     first, last = Horizon(exchange, 60), Horizon(StoreExchange(store, size - 1, size, "run"), 60)
 
