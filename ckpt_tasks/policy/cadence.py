@@ -1,12 +1,12 @@
-"""When to save: a pure decision from the steps, epochs and seconds since the last save, and how often is best.
+"""When to save: a pure decision from the steps, epochs and seconds since the last save; and the best interval.
 
-Saving costs time: training waits `stall_s` at every save. Failing costs time as well: what was trained since the newest
-committed snapshot is done again. The longer the interval, the less of the one and the more of the other. What is here
-knows neither clocks nor stores: `AutoCadence` turns what a run has measured of itself into an interval.
+Saving costs time: training waits `stall_s` at every save. Failures cost time as well: the training since the newest
+committed snapshot is repeated. A longer interval costs less of the former and more of the latter. `AutoCadence` turns a
+run's measurements into an interval; nothing here reads a clock or a store.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531;
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006) 303–312.
-docs/CADENCE.md derives and tests what is added to them: flushes beside training, and a failure rate that is learnt.
+docs/CADENCE.md derives and tests our additions: flushes during training, and a failure rate that is learnt.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "trade_off_at",
 ]
 
-OVERHEAD_CAP = 0.03  # training waits for saves this part of its time at most
+OVERHEAD_CAP = 0.03  # the largest share of its time that training may wait for saves
 PRIOR_MTBF_S = 86_400.0
-PRIOR_FAILURES = 0.1  # what the prior weighs: a whole failure would take days to unlearn where training fails often
-HYSTERESIS = 0.25  # the optimum is flat: an interval that is off by a quarter costs 2.5 % of what the best one costs
-FIRST_INTERVAL_S = 60.0  # the first save comes soon, and tells what a save costs
+PRIOR_FAILURES = 0.1  # the weight of the prior: with a whole failure it would take days to unlearn
+HYSTERESIS = 0.25  # the optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best
+FIRST_INTERVAL_S = 60.0  # the first save comes soon, to measure what a save costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class SavePolicy:
     save_interval_secs: float | None = None
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a save is due, given the last one (or where training began).
+        """Say whether a save is due at `now`; `last` is the last save (or the start of training).
 
         Steps and epochs count from 0, not from the last save, so that a resumed run saves at the same steps as an
-        uninterrupted one; a step reported in larger strides is due when it crosses a multiple.
+        uninterrupted one; if steps are reported in larger strides, a save is due when a multiple is crossed.
         """
         if now.step <= last.step:
             return False
@@ -80,11 +80,11 @@ class SavePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What a run has measured of itself.
+    """A run's own measurements.
 
     `step_s` is the time of a step without saves (None: not known yet), `stall_s` how long training waits at a save,
-    `flush_s` how long it takes from the snapshot to the commit: medians, in seconds. `failures` counts how often
-    training was lost in `trained_s` seconds of it.
+    `flush_s` how long it takes from the snapshot to the commit: medians, in seconds. `failures` counts the
+    failures in `trained_s` seconds of training.
     """
 
     step_s: float | None
@@ -98,9 +98,9 @@ class Observed:
 class Recommendation:
     """How often to save, and why.
 
-    `interval_s` is what is trained between two saves, `steps` the same in steps (None: the time of a step is unknown).
-    `optimum_s` is Daly's interval for `mtbf_s`; `least_s` is as short as the flush and the overhead cap allow.
-    `decided_by` is "optimum", or what made the interval longer: "flush" or "cap".
+    `interval_s` is the training between two saves, `steps` the same in steps (None: the time of a step is unknown).
+    `optimum_s` is Daly's interval for `mtbf_s`; `least_s` is the shortest that flush and overhead cap allow.
+    `decided_by` is "optimum", or the limit that made the interval longer: "flush" or "cap".
     """
 
     interval_s: float
@@ -115,8 +115,8 @@ class Recommendation:
 class TradeOff:
     """What one interval costs, each as a part of all time.
 
-    `overhead` is spent waiting for saves, `expected_loss` on doing again what failures undo; restarts, which cost the
-    same at every interval, are left out. `total` is the sum, and the goodput is what it leaves of 1.
+    `overhead` is spent waiting for saves, `expected_loss` on repeating lost training; restarts, which cost the same at
+    every interval, are left out. `total` is the sum; goodput is 1 - total.
     """
 
     interval_s: float
@@ -127,9 +127,9 @@ class TradeOff:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoCadence:
-    """Save as often as is best for what the run has measured so far; a value, which `updated` replaces.
+    """Save as often as is best by the run's measurements so far; an immutable value, which `updated` replaces.
 
-    `interval_s` holds until something is measured, and then is ours to move. Raises ConfigError, a ValueError.
+    `interval_s` is the first interval, until there are measurements. Raises ConfigError, a ValueError.
     """
 
     interval_s: float = FIRST_INTERVAL_S
@@ -141,9 +141,9 @@ class AutoCadence:
         _check_options(self.overhead_cap, self.prior_mtbf_s)
 
     def updated(self, observed: Observed) -> AutoCadence:
-        """Return the cadence for what is known now: this one, unless it is off by more than a quarter.
+        """Return the cadence for new measurements: this one if its interval is off by less than a quarter.
 
-        An interval that the flush or the cap forbids by now is left at once, however little it is off.
+        An interval that the flush or the cap now forbids is changed at once, even if it is off by little.
         """
         wanted = recommend(observed, overhead_cap=self.overhead_cap, prior_mtbf_s=self.prior_mtbf_s)
         margin = 1 + HYSTERESIS
@@ -166,7 +166,7 @@ def recommend(
 ) -> Recommendation:
     """Recommend an interval: Daly's optimum, but not below the flush time and with an overhead under the cap.
 
-    `mtbf_s`, where it is given, takes the place of what the run's own history says. Raises ConfigError.
+    `mtbf_s`, if given, replaces the estimate from the run's own history. Raises ConfigError for invalid numbers.
     """
     _check_options(overhead_cap, prior_mtbf_s)
     if mtbf_s is None:
@@ -188,11 +188,12 @@ def recommend(
 
 
 def estimate_mtbf_s(failures: int, trained_s: float, prior_mtbf_s: float = PRIOR_MTBF_S) -> float:
-    """Estimate the mean time between failures: before there is one the prior decides, afterwards the data.
+    """Estimate the mean time between failures: by the prior before the first failure, afterwards by the data.
 
-    The rate of failures has a Gamma prior of mean 1 / `prior_mtbf_s` that weighs as a tenth of a failure; this is one
-    over the mean of the posterior (NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.6). Losses are linear in the
-    rate to first order, so the interval that is best for the posterior's mean has the least expected cost.
+    The rate of failures has a Gamma prior of mean 1 / `prior_mtbf_s` with the weight of a tenth of a failure; the
+    result is one over the mean of the posterior (NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.6). Losses are
+    linear in the rate to first order, so the interval that is best for the posterior's mean has the least expected
+    cost.
     """
     return (PRIOR_FAILURES * prior_mtbf_s + trained_s) / (PRIOR_FAILURES + failures)
 
@@ -200,8 +201,8 @@ def estimate_mtbf_s(failures: int, trained_s: float, prior_mtbf_s: float = PRIOR
 def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
     """Return how long to train between two saves: Daly's estimate (2006, eq. 37); Young's is sqrt(2 stall MTBF).
 
-    What a failure costs besides work since the last save (the flush under way, the restart) is the same at every
-    interval and does not move the optimum.
+    The other costs of a failure (the flush under way, the restart) are the same at every interval and do not move the
+    optimum.
     """
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
@@ -210,10 +211,10 @@ def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return which part of all time goes into training that is kept, with failures of a constant rate.
+    """Return the share of all time that goes into training that is kept, at a constant failure rate.
 
-    After every failure `restart_s` seconds pass (a failure in them begins them anew), then intervals and stalls take
-    turns. A save counts once it is committed, `flush_s` after its stall: flushing is like a longer restart.
+    After every failure `restart_s` seconds pass (a failure meanwhile restarts them), then intervals and stalls
+    alternate. A save counts once it is committed, `flush_s` after its stall: flushing acts like a longer restart.
     """
     beat = (interval_s + stall_s) / mtbf_s
     if beat <= 0:
@@ -236,9 +237,9 @@ def trade_off(
 ) -> list[TradeOff]:
     """Return the curve: what intervals cost, from 1/`reach` to `reach` times the optimum and the recommended one.
 
-    Intervals rise by a constant factor. Those below `recommended.least_s` are there as well, though none is saved at.
+    Intervals grow by a constant factor. Those below `recommended.least_s` are included, although they are not allowed.
     """
-    ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]  # neither may be 0: a ratio follows
+    ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]  # not 0: they are divided
     first_s, last_s = min(ends) / reach, max(ends) * reach
     ratio = last_s / first_s
     return [trade_off_at(first_s * ratio ** (n / (points - 1)), observed, recommended.mtbf_s) for n in range(points)]

@@ -1,7 +1,7 @@
-"""What `ckpt doctor` concludes from what was seen: what is well, what is not, and what to do about it.
+"""The judgements of `ckpt doctor`: what is well, what is not, and what to do about it.
 
-Pure decisions over plain facts; other modules collect the facts (orchestration/doctor.py,
-cli/doctor.py). The numbers are explained in docs/OPERATING.md.
+Pure decisions over plain facts, which other modules collect (orchestration/doctor.py, cli/doctor.py).
+docs/OPERATING.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _PREFIX = "ckpt-tasks: "
 _ZOMBIES = f"{_PREFIX}zombie flow runs are crashed"
 _RESUMES = f"{_PREFIX}crashed flow runs are resumed"
 
-_REPEATED = ("evaluate", "upkeep", "watch")  # flows of ours whose next run does what an ended one left undone
+_REPEATED = ("evaluate", "upkeep", "watch")  # flows of ours whose next run completes what the last one left
 
 _BEATS = 3  # a healthy process may be late twice
 _HEARTBEAT_S = 30  # the smallest that Prefect takes
 _DEFAULT_HEARTBEAT_S = 180  # Prefect's own
 _SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
-_SKEW_S, _MOST_SKEW_S = 2.0, 30.0  # of 120 s after which a silent owner may be taken over from
+_SKEW_S, _MOST_SKEW_S = 2.0, 30.0  # a silent owner may be taken over from after 120 s
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: how it is, what was seen, and what to do where it is not well."""
+    """One check: its verdict, what was seen, and what to do if it is not well."""
 
     name: str
     verdict: Verdict
@@ -76,7 +76,7 @@ class AutomationFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What starts a flow run: a deployment's job variables over its pool's, or the pool's alone (not `deployed`)."""
+    """How flow runs start: a deployment's job variables over its pool's, or the pool's alone (not `deployed`)."""
 
     name: str
     command: str | None = None
@@ -99,7 +99,7 @@ class PoolFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What Prefect's server said; None stands for what it did not say, `failure` for why.
+    """The answers of Prefect's server; None for those that it did not give, `failure` says why.
 
     `url` is None if every process starts an embedded server. `ahead_s` is how far its clock is ahead of ours, to
     within `within_s`.
@@ -127,7 +127,7 @@ class DiskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Where snapshots would lie: bytes free there, and what two snapshots need; `fits` is what a run would decide."""
+    """The memory for snapshots: bytes free, bytes that two snapshots need; `fits` is what a run would decide."""
 
     directory: str
     there: bool
@@ -141,7 +141,7 @@ class MemoryFacts:
 
 
 def judge_server(facts: ServerFacts) -> Check:
-    """Say whether there is a server that lives longer than one process, and one that this client understands."""
+    """Judge whether there is a server that outlives a process, of a version that this client understands."""
     if facts.url is None:
         return Check(
             "server",
@@ -162,7 +162,7 @@ def judge_server(facts: ServerFacts) -> Check:
 
 
 def judge_fastapi(facts: ServerFacts) -> Check:
-    """Say whether a server that is started from this environment would run; a remote one's packages are not seen."""
+    """Judge whether a server started from this environment would run; a remote server's packages are unknown."""
     name, version = "fastapi", facts.fastapi_version
     found = _numbers(version or "")
     if not found:
@@ -199,7 +199,7 @@ def judge_leases(facts: ServerFacts, jobs: Sequence[JobFacts] = ()) -> Check:
 
 
 def judge_automations(facts: ServerFacts) -> list[Check]:
-    """Say whether somebody notices a process that is gone, and starts a crashed run again."""
+    """Judge whether the automations notice a dead process and start a crashed run again."""
     do = "python -m deployments.automations apply"
     if facts.automations is None:
         return [Check("automations", "not checked", "the server does not say")]
@@ -257,7 +257,7 @@ def _allowed(within_s: float | None) -> float:
 
 
 def judge_pool(pool: PoolFacts | None, *, asked: bool) -> Check:
-    """Say whether somebody picks up what is scheduled; `asked`: the pool was named by the user."""
+    """Judge whether a worker picks up scheduled runs; `asked`: the user named the pool."""
     if pool is None:
         return Check("work pool", "not checked", "the server does not say")
     if pool.type is None:
@@ -273,8 +273,8 @@ def judge_pool(pool: PoolFacts | None, *, asked: bool) -> Check:
 
 
 def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
-    """Say whether a flow run that gets SIGTERM is scheduled again, which has to be configured."""
-    if pool.type not in ("process", "docker"):  # Kubernetes' worker asks for it itself
+    """Judge whether a flow run that gets SIGTERM is scheduled again, which must be configured."""
+    if pool.type not in ("process", "docker"):  # a Kubernetes worker requests it by itself
         return Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
     jobs = [job for job in jobs if not _is_repeated(job)]
     if not jobs:
@@ -291,7 +291,7 @@ def judge_stopping(pool: PoolFacts, jobs: Sequence[JobFacts]) -> Check:
 
 
 def judge_threads(jobs: Sequence[JobFacts]) -> Check:
-    """Say whether OpenMP's threads leave the cores to other processes while they wait; it reads its environment."""
+    """Judge whether waiting OpenMP threads free their cores, by the environment variable that OpenMP reads."""
     unset = [job.name for job in jobs if not job.env.get(WAIT_POLICY)]
     if not unset:
         return Check("threads", "ok", f"{WAIT_POLICY} is set: {_some([job.name for job in jobs])}")
@@ -317,9 +317,9 @@ def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
 
 
 def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -> Check:
-    """Say whether two clocks agree: a silent owner's heartbeat is compared with the time of who would take over.
+    """Judge whether two clocks agree: a take-over compares the owner's heartbeat with its own clock.
 
-    `ahead_s` is how far theirs is ahead of ours, to within `within_s`; only what is certain counts.
+    `ahead_s` is how far theirs is ahead of ours, with an error of `within_s`; only a certain difference counts.
     """
     if ahead_s is None:
         return Check(name, "not checked", f"{whose} tells no time")
@@ -333,7 +333,7 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
 
 
 def judge_disk(facts: DiskFacts) -> Check:
-    """Say whether the next save has the right and the room to write."""
+    """Judge whether the next save has permission and room to write."""
     seen = f"{_gib(facts.free_bytes)} free"
     if facts.unwritable is not None:
         do = "Mount it for writing, or give its directories and files to the user who trains."
@@ -350,7 +350,7 @@ def judge_disk(facts: DiskFacts) -> Check:
 
 
 def judge_memory(facts: MemoryFacts) -> Check:
-    """Say whether the next process on this host would find the snapshots of one that was killed."""
+    """Judge whether the next process on this host would find the snapshots of a killed one."""
     if not facts.there:
         do = "Mount a tmpfs at /dev/shm, or name a memory_dir; without one a restart goes back to storage."
         return Check("memory", "warning", f"no {facts.directory}: snapshots end with their process", do)

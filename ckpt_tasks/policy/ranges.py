@@ -1,4 +1,4 @@
-"""Which bytes of an object to request together: another request costs time, and so do unneeded bytes."""
+"""Which bytes of an object to request together: requests cost time, and so do unneeded bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def merge_spans(
 ) -> list[Span]:
     """Merge spans into reads, in order; every span lies within one read.
 
-    Gaps of up to `gap_bytes` are read too, the smallest first, as long as all of them together are at most `waste` of
-    what is wanted. A read has at most `max_bytes`, unless one span alone has more, or there would be more than `most`
-    reads: a server is not asked without end.
+    Gaps of up to `gap_bytes` are read too, the smallest first, as long as together they are at most `waste` times the
+    wanted bytes. A read has at most `max_bytes`, unless a single span has more, or there would be more than `most`
+    reads.
     """
     spans = sorted(set(wanted))
     if not spans:

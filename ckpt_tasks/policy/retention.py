@@ -1,7 +1,7 @@
 """Which checkpoints stay, and why: a pure function from facts to verdicts.
 
-Whatever the policy: the newest checkpoint, the newest verified one, the one that training was restored from, pinned
-and leased ones stay. Rules add up: a checkpoint stays when any rule wants it. The form (plan with reasons, then
+Whatever the policy, these stay: the newest checkpoint, the newest verified one, the one that training was restored
+from, pinned and leased ones. Rules add up: a checkpoint stays if any rule keeps it. The form (plan with reasons, then
 execute) follows restic's forget.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["Candidate", "RetentionPolicy", "Verdict", "plan_retention", "rank_be
 
 
 class Candidate(Protocol):
-    """The facts of a checkpoint that retention decides by."""
+    """The facts of a checkpoint on which retention depends."""
 
     @property
     def step(self) -> int: ...
@@ -34,7 +34,7 @@ class Candidate(Protocol):
 class RetentionPolicy:
     """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
 
-    Interim checkpoints fill up the newest where there are too few others; they never push one of those out.
+    Interim checkpoints count among the newest only if there are too few others; they never displace one of those.
     """
 
     max_num_checkpoints: int | None = None
@@ -50,7 +50,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one checkpoint: `reasons` say why it stays, or the one reason why it goes."""
+    """The decision on one checkpoint: `reasons` say why it stays, or have the one reason why it goes."""
 
     step: int
     manifest_digest: str
@@ -70,9 +70,9 @@ def plan_retention(
 ) -> list[Verdict]:
     """Decide for each checkpoint, newest first as given.
 
-    `pins` and `leased` map identities (manifest digests) to reasons; `verified` holds those whose bytes this process
-    has seen to be good; `metrics` adds evaluation results to a checkpoint's own metrics. Draws nothing from a clock:
-    the order is the order of commits.
+    `pins` and `leased` map identities (manifest digests) to reasons; `verified` holds the identities
+    that this process has verified; `metrics` adds evaluation results to a checkpoint's own metrics. No clock is used:
+    the order is that of the commits.
     """
     best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
     limit = policy.max_num_checkpoints
@@ -104,7 +104,7 @@ def rank_best(
 ) -> list[Candidate]:
     """Return the best `keep_best` checkpoints, best first; ties go to the newer.
 
-    One without a finite value, or that was saved with a metric that is not finite, is never among them.
+    A checkpoint without a finite value, or with any metric that is not finite, is never among them.
     """
     if not policy.keep_best or policy.best_metric is None:
         return []

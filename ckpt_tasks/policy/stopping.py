@@ -1,7 +1,7 @@
-"""When evaluations no longer get better: a pure function from what was measured to a count.
+"""Early stop: a pure function from evaluations to the number of those since the best one.
 
-Evaluations are looked at in the order of their steps, whenever they came in: the newest checkpoint is often evaluated
-first. The rule (patience, min_delta, mode) is that of Keras' EarlyStopping.
+Evaluations count in the order of their steps, not of their arrival: the newest checkpoint is often evaluated first. The
+rule (patience, min_delta, mode) is that of Keras' EarlyStopping.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["EarlyStop", "Standing", "kept", "standing"]
 class EarlyStop:
     """Stop a run once `patience` evaluations in a row have not made `metric` better than its best.
 
-    Better is smaller where `mode` is "min", larger where it is "max", by more than `min_delta`; NaN is never better.
+    Better means smaller if `mode` is "min", larger if it is "max", by more than `min_delta`; NaN is never better.
     Only evaluations by `suite` count. Raises ConfigError, a ValueError.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there as well.
+    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     metric: str
@@ -47,7 +47,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands: its best value and the step of that (None: there is none), and how many came since."""
+    """The state of a run: its best value, the step of that (None: there is none), and the evaluations since."""
 
     best: float | None
     best_step: int | None
@@ -55,10 +55,10 @@ class Standing:
 
 
 def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int = -1) -> Standing:
-    """Say where a run stands by the `rule`, from the value of its metric by step.
+    """Return the standing of a run by the `rule`, from the values of its metric by step.
 
-    Evaluations up to the step `let_go_on_at` do not count: somebody let the run go on from there all the same. The best
-    value is that of all evaluations.
+    Evaluations up to the step `let_go_on_at` do not count as "since": a person resumed the run there. The best value is
+    that of all evaluations.
     """
     sign = 1.0 if rule.mode == "min" else -1.0
     best, best_step, since = math.nan, None, 0
@@ -71,6 +71,6 @@ def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int 
 
 
 def kept(values: Mapping[int, float], rule: EarlyStop) -> dict[int, float]:
-    """Return the values from the best on: they say the same of where the run stands, with later ones as well."""
+    """Return the values from the best one on: they are enough to compute `standing`, also with later values."""
     best_step = standing(values, rule).best_step
     return {step: value for step, value in values.items() if best_step is None or step >= best_step}

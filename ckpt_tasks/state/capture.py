@@ -25,24 +25,23 @@ from ckpt_tasks.state.values import pack
 
 __all__ = ["Captured", "GroupState", "RestorePlan", "capture", "may_draw", "plan_restore"]
 
-# Memory that two groups share belongs to the first of these, so that a module can be restored from its own files.
-# A data loader may draw from a generator where its state is asked for, so generators come after it.
+# Memory that two groups share belongs to the first of these kinds, so that a module is restored from its own files.
+# A data loader may draw from a generator in its state_dict(), so generators come after it.
 _ORDER = ("module", "optimizer", "stateful", "generator", "plain")
 
 
 def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
-    Draws no random number and changes nothing. Other threads may draw meanwhile: streams are put back only around an
-    object of the user's own that is asked for its state, and only those that moved. Tensors that are one (same memory,
-    dtype, shape and strides) are stored once, also across groups.
-    In a `world` of many ranks the tensors are what this rank writes. Raises UnsupportedStateError with the path
-    ("group/name/…") of what cannot be stored.
+    Draws no random number and changes nothing. A user's own state_dict() may draw: the streams that it moved are put
+    back, and only those, because other threads may draw meanwhile. Tensors with the same memory, dtype, shape and
+    strides are stored once, also across groups. In a `world` of many ranks the tensors are those that this rank
+    writes. Raises UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
     reshard(modules_of(state).values())
     tensors = TensorSet(world)
-    found: dict[str, GroupState] = {}
+    captured: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
         parameters = named_parameters(modules_of(state))
@@ -50,8 +49,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
             by_torch = not may_draw(state[name])
             with nullcontext() if by_torch else preserved_rng():
-                found[name] = _capture_group(state[name], name, names, tensors, by_torch=by_torch)
-    groups = {name: found[name] for name in state}
+                captured[name] = _capture_group(state[name], name, names, tensors, by_torch=by_torch)
+    groups = {name: captured[name] for name in state}
     if rng:
         with tensors.of_rank():
             groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
@@ -60,7 +59,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
 
 
 def may_draw(value: Any) -> bool:
-    """Say whether code that is neither torch's nor ours gives the state of a value."""
+    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
     kind = kind_of(value)
     if kind == "module":
         return any(takes_part(module) for module in unwrapped(value).modules())

@@ -1,7 +1,7 @@
 """Copies into live tensors: which live tensor takes which stored one, and whether shared memory can hold the values.
 
-Two live tensors may show the same memory, whole or in part. One restore uses one `Copies` for the whole target, so that
-a conflict between two groups is seen as well as one within a group.
+Two live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole target, so that it also
+finds a conflict between two groups.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Wanted(NamedTuple):
 
 
 class Copies:
-    """Copies into live tensors: collected, checked, and then made at once.
+    """Copies into live tensors: collected, checked, and then made all at once.
 
-    `bind` says which live tensor will hold a stored one; `home` finds it again, for a place that shared its memory when
-    the state was saved.
+    `bind` reserves a live tensor for a stored one; `home` finds it again for a place that shared its memory when the
+    state was saved.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Copies:
         self._offered: list[tuple[torch.Tensor, str]] = []
 
     def offer(self, live: torch.Tensor, key: str) -> None:
-        """Name a live tensor that will hold a stored one; nothing is done until a plain value asks."""
+        """Offer a live tensor as the place of a stored one; it is bound only when a plain value asks for it."""
         self._offered.append((live, key))
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
-        """Reserve the memory of a live tensor for a stored one; say whether it was free, or the same one's."""
+        """Reserve a live tensor's memory for a stored tensor; return False if another one has it."""
         self._take_offers()
         known = _shown(live)
         if known is not None and self._keys.setdefault(known, key) != key:
@@ -58,26 +58,26 @@ class Copies:
         return True
 
     def is_bound(self, live: torch.Tensor) -> bool:
-        """Say whether the memory of a live tensor takes a stored one."""
+        """Say whether a live tensor's memory is reserved."""
         self._take_offers()
         return _shown(live) in self._keys
 
     def home(self, key: str) -> torch.Tensor | None:
-        """Return the live tensor that will hold a stored one."""
+        """Return the live tensor that will hold a stored one, None if there is none."""
         self._take_offers()
         return self._homes.get(key)
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
-        """Reserve a container for its new contents; False if it stands in two places that differ."""
+        """Reserve a container for its new contents; return False if it is at two places with different contents."""
         first = self._contents.setdefault(id(container), tree)
         return first is tree or _contents(first, stored) == _contents(tree, stored)
 
     def want(self, place: str, live: torch.Tensor, ref: TensorRef) -> None:
-        """Ask for a copy; `place` is for the error."""
+        """Request a copy into a live tensor; `place` is for the error."""
         self._wanted.append(_Wanted(place, live, ref.key))
 
     def prepare(self, source: TensorSource) -> None:
-        """Raise StateMismatchError if memory that is shared would get two values."""
+        """Check the copies; raise StateMismatchError if shared memory would get two different values."""
         self._source = source
         first: dict[Any, _Wanted] = {}
         different: list[_Wanted] = []
@@ -85,7 +85,7 @@ class Copies:
             known = _shown(wanted.live)
             before = first.setdefault(known, wanted) if known else wanted
             if before is wanted:
-                different += [] if is_sharded(wanted.live) else [wanted]  # shards are memory of their own
+                different += [] if is_sharded(wanted.live) else [wanted]  # shards share no memory
             elif before.key != wanted.key and not same_bits(source.read(wanted.key), source.read(before.key)):
                 why = f"it is tied to {before.place} here, but they differ in the checkpoint"
                 raise StateMismatchError(why, key=wanted.place)
@@ -94,11 +94,11 @@ class Copies:
 
     @property
     def pairs(self) -> list[tuple[torch.Tensor, str]]:
-        """What `write` copies: the live tensors, each with its key."""
+        """The copies that `write` makes: (live tensor, key)."""
         return [(live, key) for _, live, key in self._wanted]
 
     def write(self) -> None:
-        """Copy."""
+        """Make the copies."""
         wanted, self._wanted = self._wanted, []
         self._source.copy([(live, key) for _, live, key in wanted])
 
@@ -108,24 +108,24 @@ class Copies:
             self.bind(live, key)
 
     def _check(self, cluster: list[_Wanted]) -> None:
-        """Write the values into scratch memory of the same layout, and see whether all of them can be read back."""
+        """Write the values into scratch memory of the same layout; raise if they cannot all be read back."""
         base = cluster[0].live.data_ptr() & ~(_ALIGNED - 1)
-        size_bytes = max(one.live.data_ptr() + _extent(one.live) for one in cluster) - base
+        size_bytes = max(wanted.live.data_ptr() + _extent(wanted.live) for wanted in cluster) - base
         scratch = torch.zeros(size_bytes + _ALIGNED, dtype=torch.uint8)
         pairs = []
-        for one in cluster:
-            begin = one.live.data_ptr() - base
-            view = scratch[begin : begin + _extent(one.live)].view(one.live.dtype)
-            view = view.as_strided(one.live.shape, one.live.stride(), view.storage_offset())
-            value = _in_memory(self._source.read(one.key), one.live)
-            expanded(view).copy_(expanded(value, one.live.stride()))
-            pairs.append((one, view, value))
-        for one, view, value in pairs:
+        for wanted in cluster:
+            begin = wanted.live.data_ptr() - base
+            view = scratch[begin : begin + _extent(wanted.live)].view(wanted.live.dtype)
+            view = view.as_strided(wanted.live.shape, wanted.live.stride(), view.storage_offset())
+            value = _in_memory(self._source.read(wanted.key), wanted.live)
+            expanded(view).copy_(expanded(value, wanted.live.stride()))
+            pairs.append((wanted, view, value))
+        for wanted, view, value in pairs:
             if not same_bits(view, value):
                 how = "overlaps another tensor"
-                if may_overlap(one.live):
-                    how = "is expanded" if 0 in one.live.stride() else "overlaps itself"
-                raise StateMismatchError(f"it {how} here, but its values differ in the checkpoint", key=one.place)
+                if may_overlap(wanted.live):
+                    how = "is expanded" if 0 in wanted.live.stride() else "overlaps itself"
+                raise StateMismatchError(f"it {how} here, but its values differ in the checkpoint", key=wanted.place)
 
 
 def _shown(live: torch.Tensor) -> Any:
@@ -134,36 +134,37 @@ def _shown(live: torch.Tensor) -> Any:
 
 
 def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return what the memory of a live tensor holds where it shows a value: the other sign for a flagged view."""
+    """Return the value as a live tensor's memory holds it: conjugated or negated for a view with that flag."""
     value = value.conj_physical() if live.is_conj() else value
     return -value if live.is_neg() else value
 
 
 def _contents(tree: Any, stored: Stored) -> str:
-    # As text, where NaN equals itself and 1 is not True. Tensors without elements have no memory to be one in.
+    # As text, in which NaN equals itself and 1 differs from True. Empty tensors share no memory.
     return repr(unpack(tree, lambda ref, _: ref if all(stored[ref.key][1]) else stored[ref.key]))
 
 
 def _extent(live: torch.Tensor) -> int:
-    """Return how many bytes lie between the first and the last element that a tensor shows."""
+    """Return the bytes from a tensor's first to its last element in memory."""
     last = sum((size - 1) * step for size, step in zip(live.shape, live.stride(), strict=True))
     return (last + 1) * live.element_size()
 
 
 def _clusters(different: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Group tensors whose memory may overlap; one that overlaps nothing, not even itself, is in no group."""
+    """Yield groups of tensors whose memory may overlap; a tensor without overlaps, even with itself, is left out."""
     cluster: list[_Wanted] = []
     device, end = None, 0
-    for one in sorted(
-        (one for one in different if one.live.numel()), key=lambda one: (one.live.get_device(), one.live.data_ptr())
+    for wanted in sorted(
+        (wanted for wanted in different if wanted.live.numel()),
+        key=lambda wanted: (wanted.live.get_device(), wanted.live.data_ptr()),
     ):
-        start = one.live.data_ptr()
-        if one.live.device == device and start < end:
-            cluster.append(one)
+        start = wanted.live.data_ptr()
+        if wanted.live.device == device and start < end:
+            cluster.append(wanted)
         else:
             yield from _suspects(cluster)
-            cluster, device, end = [one], one.live.device, 0
-        end = max(end, start + _extent(one.live))
+            cluster, device, end = [wanted], wanted.live.device, 0
+        end = max(end, start + _extent(wanted.live))
     yield from _suspects(cluster)
 
 

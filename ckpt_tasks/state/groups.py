@@ -1,8 +1,8 @@
-"""A state whose values are containers of objects, as one group for each object.
+"""Flatten containers of objects in a state: one group for each object.
 
-``{"optimizers": [one, other]}`` is captured and restored as ``{"optimizers_0": one, "optimizers_1": other}``. So is a
-tuple, a dict with names for keys, and a dataclass: each that holds a module, an optimizer or another object with a
-state. A container of plain values alone is a value, and stays one group.
+``{"optimizers": [a, b]}`` is captured and restored as ``{"optimizers_0": a, "optimizers_1": b}``. The same holds for a
+tuple, a dict with names as keys and a dataclass, if it contains a module, an optimizer or another object with a state.
+A container of plain values only is a value, and stays one group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST_LEVELS = 20
 
 
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with one group for each object; the same one where no value is a container of objects.
+    """Return a state with one group for each object; return the same state if no value is a container of objects.
 
-    What is assigned to a group is assigned where it came from. Raises UnsupportedStateError for a name that no group
-    can have, and for a number or a text in a tuple or a frozen dataclass, where a restore could not put it.
+    Assigning to a group assigns to its place in the container. Raises UnsupportedStateError for an invalid group name,
+    and for a number or a text in a tuple or a frozen dataclass, to which a restore cannot assign.
     """
     checked_state(state)
     if not any(_is_split(value) for value in state.values()):
@@ -47,7 +47,7 @@ def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield every value of a state, and those inside of its containers and dataclasses; raises nothing."""
+    """Yield every value of a state, and those in its containers and dataclasses; never raises."""
     waiting = [*state.values()]
     seen: set[int] = set()
     while waiting:
@@ -63,7 +63,7 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class _Flat(MutableMapping[str, Any]):
-    """Groups that live in several containers."""
+    """Groups whose values are in several containers."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}

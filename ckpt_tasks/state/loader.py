@@ -1,11 +1,11 @@
-"""A data loader with a position: for loops that iterate epoch by epoch, as Lightning's and most of our users' do.
+"""A data loader with a position: for loops that iterate epoch by epoch, such as Lightning's.
 
-What it keeps, beside what the sampler does:
+Invariants, beside those of the sampler:
 
-1. `len` is that of a whole epoch, wherever the position is.
+1. `len` is that of a whole epoch, whatever the position.
 2. Nothing here draws from a global random stream or leaves one changed: the data set and `collate_fn` draw from streams
    that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
-3. As with any loader, `iter` begins a new epoch; only the first one after a restore goes on with the epoch restored.
+3. As with any loader, `iter` begins a new epoch; only the first `iter` after a restore continues the restored epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OURS = {"batch_sampler", "sampler", "generator"}
 
 
 class ResumableLoader:
-    """Load a data set as DataLoader does, and go on in the middle of an epoch after a restore.
+    """Load a data set as DataLoader does, and continue in the middle of an epoch after a restore.
 
     ::
 
@@ -33,7 +33,7 @@ class ResumableLoader:
         state = {"model": model, "optimizer": optimizer, "data": loader}
         step = ckpt.restore(state)
         for epoch in range(loader.epoch, 3):
-            for batch in loader:  # what is left of the epoch
+            for batch in loader:  # the rest of the epoch
                 ...
 
     The data set has a length and samples by number. `options` are those of DataLoader (`num_workers`, `pin_memory`,
@@ -41,7 +41,7 @@ class ResumableLoader:
     `collate_fn` draws from the streams of Python, NumPy or torch depend on `seed`, the epoch and the batch alone.
     Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank.
 
-    Raises ConfigError for a data set without length, a size that makes no batch, and a sampler of your own.
+    Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ResumableLoader:
         return self.sampler.epoch_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a new epoch, or go on with the one that was restored."""
+        """Begin a new epoch, or continue the restored one."""
         self._take_place()
         if not self._restored:
             self.sampler.begin_epoch()
@@ -94,21 +94,21 @@ class ResumableLoader:
         return self._hand_out(self.sampler.iterate(self._loader))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the batches handed out."""
+        """Return the position after the batches handed out."""
         return self.sampler.state_dict()
 
     def state_before(self) -> dict[str, Any]:
-        """Return the position before the batch handed out last, for a save while that batch is not trained yet."""
+        """Return the position before the last batch handed out, for a save before that batch is trained."""
         return self._in_hand
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position; the next `iter` goes on from there. Raises StateMismatchError as the sampler does."""
+        """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict(state_dict)
         self._in_hand = self.sampler.state_dict()
         self._restored = True
 
     def _take_place(self) -> None:
-        """Be the loader of this rank: frameworks begin their process group after the loader is made."""
+        """Take this rank's part: frameworks start their process group after the loader is made."""
         if distributed.is_available() and distributed.is_initialized():
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
@@ -121,7 +121,7 @@ class ResumableLoader:
 
 
 class _Batches(Dataset[Any]):
-    """Make whole batches, collated, on random streams of their own."""
+    """Make whole, collated batches, each on its own random streams."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""Copy many tensors at once, at the speed of memory whatever else the machine is doing."""
+"""Copy many tensors at once at the speed of memory, even if other processes use the cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 
 __all__ = ["LARGE_BYTES", "THREADS", "Move", "copy_tensors", "is_plain"]
 
-LARGE_BYTES = 64 << 10  # what is smaller is not worth a call of its own
+LARGE_BYTES = 64 << 10  # smaller ones are not worth their own call
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
-THREADS = max(2, min(8, os.cpu_count() or 2))  # two nearly fill the bus of a small machine; a server has room for more
+THREADS = max(
+    2, min(8, os.cpu_count() or 2)
+)  # two nearly saturate the memory of a small machine; a server can use more
 
 Move = tuple[int, int, int]  # bytes in memory: to, from, how many
 
@@ -24,9 +26,9 @@ Move = tuple[int, int, int]  # bytes in memory: to, from, how many
 def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], moves: Iterable[Move] = ()) -> None:
     """Copy tensors of equal shapes pair by pair, and the bytes of `moves`.
 
-    Large contiguous ones on the CPU go by memcpy in threads of our own: torch's copies wait for all of its threads at
-    every tensor, and where another process takes one of their cores, ten times as long (3 s instead of 0.2 s for
-    625 MiB). The rest goes by torch: small tensors in one call and one thread, while the others copy.
+    Large contiguous CPU tensors are copied by memcpy in our own threads: torch's copy waits for all of its threads at
+    every tensor, and takes ten times as long if another process uses one of their cores (3 s instead of 0.2 s for
+    625 MiB). torch copies the rest: small tensors in one call and one thread, while the other threads copy.
     """
     moves = [*moves]
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -45,13 +47,13 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], m
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's memory, byte by byte, is its values in C order."""
+    """Say whether a tensor's memory is exactly its values in C order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 @contextmanager
 def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
-    """Have other threads make copies as well, where there are many: each takes the next one until none is left."""
+    """Yield an iterator of moves that several threads share if there are many: each takes the next one."""
     shared = iter(moves)
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         yield shared
@@ -59,14 +61,14 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
     others = [threading.Thread(target=_move, args=(shared,), name="ckpt-copy", daemon=True) for _ in range(THREADS - 1)]
     started = []
     try:
-        with suppress(RuntimeError):  # no further thread can be had: this one makes all the copies
+        with suppress(RuntimeError):  # no more threads can be started: this one makes all copies
             for other in others:
                 other.start()
                 started.append(other)
         yield shared
     finally:
         for other in started:
-            other.join()  # the memory is the caller's again
+            other.join()  # now the caller may use the memory
 
 
 def _move(moves: Iterable[Move]) -> None:
@@ -81,7 +83,7 @@ def _by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _cut(moves: Iterable[Move]) -> list[Move]:
-    """Cut copies into pieces, so that one large tensor does not leave a thread without work."""
+    """Cut copies into pieces, so that one large tensor does not leave other threads idle."""
     return [
         (to + at, source + at, min(_PIECE_BYTES, size_bytes - at))
         for to, source, size_bytes in moves

@@ -1,9 +1,9 @@
 """Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
 
-A wrapper (DistributedDataParallel, DataParallel, torch.compile) leaves no trace in the names, so that what was saved
-wrapped restores bare. What a state_dict leaves out is not part of the state here either: buffers that are not
-persistent, and the requires_grad flags. load_state_dict takes time in the square of the number of submodules, so it is
-called only where a module's own code takes part (hooks, extra state, an overridden method), and then under a guard.
+Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
+restores into a bare one. As in a state_dict, non-persistent buffers and requires_grad flags are not part of the state.
+load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
+(hooks, extra state, an overridden method), and then under a guard.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Par
 
 
 def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Name every parameter by id(), by the first of its names in order of text."""
+    """Return each parameter's name by id(): of several names, the first in alphabetical order."""
     names: dict[int, str] = {}
     for name, parameter in named:
         first = names.setdefault(id(parameter), name)
@@ -83,10 +83,10 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
 
 
 def capture_module(module: nn.Module, group: str, tensors: TensorSet, *, is_plain: bool = False) -> dict[str, Any]:
-    """Turn a module's state into a tree: name → TensorRef, or what a get_extra_state returned.
+    """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
-    `is_plain`: only torch's own code gives it, which may be asked for the live tensors: to detach a DTensor takes
-    longer than all else that is done with it here.
+    `is_plain`: only torch's own code is involved, so live tensors are used: detaching a DTensor takes longer than all
+    else that is done here.
     """
     return {
         name: tensors.add(value, f"{group}/{name}", exact=False)
@@ -147,7 +147,7 @@ class ModulePart:
         self._compare_ties(differences)
 
     def prepare(self, source: TensorSource) -> None:
-        """Look up what to copy; make a whole state for load_state_dict where the module's own code takes part."""
+        """Request the copies; make a whole state for load_state_dict if the module's own code takes part."""
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
@@ -159,11 +159,11 @@ class ModulePart:
             for name, live in own.items()
         )
         self._value = type(own)(values)
-        if hasattr(own, "_metadata"):  # the versions of the submodules' states
+        if hasattr(own, "_metadata"):  # version numbers of the submodules' states
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
-        """Hand the state to load_state_dict, where the module's own code takes part."""
+        """Call load_state_dict if the module's own code takes part."""
         if self.guard is None:
             return
         self._module.load_state_dict(self._value)
@@ -177,7 +177,7 @@ class ModulePart:
                 )
 
     def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
-        """Say whether only the shape differs, and code of the tensor's own module may change that, as in QAT."""
+        """Say whether only the shape differs and the owning module's own code may change it, as in QAT."""
         dtype, shape = stored
         if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
             return False
@@ -193,13 +193,13 @@ class ModulePart:
         for name, key in refs.items():
             live = self._state[name]
             known = identity(live) if isinstance(live, torch.Tensor) else None
-            # Buffers come apart when a module moves to a device, so only parameters must stay tied.
+            # Buffers lose their ties when a module moves to a device, so only parameters must stay tied.
             if known and first.setdefault(key, known) != known and known in parameters:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a tensor without what torch.compile puts into it."""
+    """Return a tensor's name without the parts that torch.compile adds."""
     return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
 
 
@@ -228,14 +228,14 @@ def takes_part(module: nn.Module) -> bool:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Say whether torch.distributed has set a hook: FSDP's put the parameters into shards, and change no value."""
-    function = getattr(hook, "hook", hook)  # torch wraps those that get the module
+    """Say whether a hook is torch.distributed's: FSDP's hooks shard the parameters, and change no value."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 
 @cache
 def _overrides(kind: Any) -> bool:
-    # torch's own overrides read older versions of a state; they do nothing for one that has every name.
+    # torch's own overrides read old versions of a state; they change nothing in a complete one.
     for name in _METHODS:
         home = getattr(getattr(kind, name), "__module__", "")
         if not home.startswith("torch.nn.modules."):
@@ -246,8 +246,8 @@ def _overrides(kind: Any) -> bool:
 class Gradients:
     """Save and restore the gradients that a module has accumulated.
 
-    A module's state has no gradients: what `backward` has added up since the last optimizer step is lost with the
-    process. A loop that saves at optimizer steps needs nothing. One that saves between them puts this beside it::
+    A module's state has no gradients: what `backward` has accumulated since the last optimizer step is lost with the
+    process. A loop that saves at optimizer steps does not need this. One that saves between them adds it to the state::
 
         state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
 
@@ -258,15 +258,15 @@ class Gradients:
         self._module = module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the gradients there are, by the names of their parameters; they are live, not copies."""
+        """Return the existing gradients by parameter name; they are live, not copies."""
         return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the gradient of every parameter, None where `state` has none.
 
-        One that is there already is copied into, since a bucket of DistributedDataParallel may own its memory. Raises
-        StateMismatchError, before anything is set, for an unknown name or another shape.
+        An existing gradient keeps its memory and gets new values, since DistributedDataParallel may own the memory.
+        Raises StateMismatchError, before anything is set, for an unknown name or another shape.
         """
         parameters = self._parameters()
         unknown = tuple(name for name in state if name not in parameters)

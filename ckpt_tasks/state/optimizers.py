@@ -1,9 +1,9 @@
 """Optimizers: their state by the names of the parameters, not by their positions.
 
-torch numbers parameters in the order in which the optimizer got them, and restores by number alone: reorder or freeze
-one, and moments attach to the wrong parameters without a word (github.com/pytorch/pytorch issue 192202). Here every
-parameter has a name: of a module in the same state ("model/head.weight"), else of the optimizer's `param_names`, else
-its place ("#0.3", group 0, position 3). Values are copied as they are, never cast to the parameter's dtype.
+torch numbers parameters in the order in which the optimizer got them, and restores by number alone: after a parameter
+is reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). Here
+every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
+`param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentu
 def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
     """Turn an optimizer's state into a tree.
 
-    `names` are the parameters' by id(). The tree: `state` by parameter (of those that have one), `shared` (what is kept
-    for no parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes` of
-    parameters that no module of the state has, and `on_cpu`: which entries are on the CPU where the parameters are not.
+    `names` maps id() of a parameter to its name. The tree has `state` (by parameter), `shared` (entries of no
+    parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes` of
+    parameters that no module of the state has, and `on_cpu`: the entries that are on the CPU though the parameter is
+    not. Raises UnsupportedStateError for an optimizer whose state_dict is not in torch's format.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -68,7 +69,7 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
 
 
 class OptimizerPart:
-    """Restore one optimizer, in its own order of parameters; those in `kept` keep what it holds for them."""
+    """Restore one optimizer, in its own order of parameters; those in `kept` keep their present state."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class OptimizerPart:
         self.guard = None if is_ordinary(optimizer) else Rollback(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
-        """Compare which parameters there are, in which group each is, and the shapes that no module answers for."""
+        """Compare the parameters, their param groups, and the shapes of those that no module of the state has."""
         here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members if name not in self._kept}
         there = {name: n for n, saved in enumerate(self._tree["param_groups"]) for name in saved["params"]}
         differences.names(self._group, set(here), set(there))
@@ -106,7 +107,7 @@ class OptimizerPart:
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
-        if lost and lacking:  # one of them alone: another version of torch
+        if lost and lacking:  # only one of the two: just another version of torch
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
         if not self._optimizer.state:
@@ -120,7 +121,7 @@ class OptimizerPart:
                 differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
 
     def prepare(self, source: TensorSource) -> None:
-        """Make every new value; a tensor that is there already with its shape and dtype will be copied into."""
+        """Make every new value; an existing tensor of the same shape and dtype will be copied into."""
         self._source, self._make = source, Maker(source)
         if self.guard is not None:
             self._value = self._numbered()
@@ -143,7 +144,7 @@ class OptimizerPart:
             self._options.append({**self._optimizer.defaults, **made})
 
     def write(self) -> None:
-        """Attach; param groups stay the dicts that they are, since schedulers and graphs hold on to them."""
+        """Set the state; param groups stay the same dicts, since schedulers and CUDA graphs refer to them."""
         if self.guard is not None:
             self._optimizer.load_state_dict(self._value)
             return
@@ -183,13 +184,13 @@ class OptimizerPart:
             return False
         known = identity(live)
         if known in self._copied_into or live.requires_grad:
-            return False  # two entries in one tensor here may be two tensors in the checkpoint
+            return False  # two entries that share a tensor here may be two tensors in the checkpoint
         if known:
             self._copied_into.add(known)
         return True
 
     def _numbered(self) -> dict[str, Any]:
-        # As torch's own state_dict has it, in the target's numbers.
+        # As in torch's own state_dict, with the target's numbers.
         make = self._make
         own = self._optimizer.state_dict()
         numbers = {name: n for n, name in _numbers(own, self._named).items()}
@@ -267,7 +268,7 @@ def _on_cpu(per_name: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> li
 
 
 def _device(key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None) -> torch.device:
-    # Where it was, or where torch would have it if all of it was on the CPU: a step counts on the CPU unless a kernel
+    # On its old device; if all was on the CPU, where torch would keep it: `step` is on the CPU unless a kernel
     # reads it.
     if on_cpu is None:
         aside = key == "step" and not (options.get("fused") or options.get("capturable"))

@@ -1,8 +1,8 @@
-"""Where the part of a tensor that this rank holds lies in the whole tensor. The only module that knows DTensor.
+"""The place of this rank's part in the whole tensor. The only module that knows DTensor.
 
 A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
-of equal extent, the last ones shorter or empty. Where FSDP has cut what tensor parallelism had cut before, torch marks
-that by a `_StridedShard`, and the cuts were made from right to left. There torch's own offset is wrong for uneven
+of equal extent, the last ones shorter or empty. If FSDP has cut what tensor parallelism had cut before, torch marks it
+by a `_StridedShard`, and the cuts were made from right to left. For these torch's own offset is wrong with uneven
 shards (github.com/pytorch/pytorch issue 161368). So the box is computed here and compared with the extent of the part
 itself; a part that does not agree is refused.
 
@@ -39,11 +39,11 @@ __all__ = [
     "share",
 ]
 
-_CUT_BYTES = 1 << 18  # a replicated box below this is written by one rank, a larger one is cut
+_CUT_BYTES = 1 << 18  # one rank writes a replicated box below this; a larger box is cut
 
 
 class World(NamedTuple):
-    """This rank and how many there are."""
+    """This rank's number, and the number of ranks."""
 
     rank: int
     size: int
@@ -53,9 +53,9 @@ ALONE = World(0, 1)
 
 
 class Place(NamedTuple):
-    """The shape of a whole tensor, this rank's box of it, and which of how many replicas of the box this rank has.
+    """The shape of a whole tensor, this rank's box in it, this rank's number among the replicas, and their count.
 
-    A rank outside of the tensor's mesh has none of 0.
+    A rank outside of the tensor's mesh has no box, and the count 0.
     """
 
     full_shape: tuple[int, ...]
@@ -65,9 +65,9 @@ class Place(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank writes of a tensor: of the whole one of `full_shape` the part at `offset`, None where it is whole.
+    """What this rank writes of a tensor of `full_shape`: the part at `offset` (None: the whole tensor).
 
-    `cut` is a range of what the rank holds: (axis, begin, extent); None where it writes all that it holds.
+    `cut` is a range of the rank's own part, (axis, begin, extent); None if it writes all of its part.
     """
 
     full_shape: tuple[int, ...]
@@ -75,23 +75,23 @@ class Share(NamedTuple):
     cut: tuple[int, int, int] | None
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return this share of what the rank holds, in the same memory."""
+        """Return this share of the rank's part, as a view."""
         if 0 in self.full_shape:  # a part of it may be smaller still
             return local.new_empty(self.full_shape)
         return local if self.cut is None else local.narrow(*self.cut)
 
 
 class Shares:
-    """What this rank of a world writes, tensor by tensor; found once for all that lie alike, as most of them do."""
+    """What this rank writes of each tensor; computed once for all tensors with the same placement, as most are."""
 
     def __init__(self, world: World):
         self._world = world
         self._found: dict[Any, tuple[Share | None, Place | None]] = {}
 
     def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> Share | None:
-        """Return what this rank writes of a tensor, of which it holds `local`; None where it writes nothing of it.
+        """Return what this rank writes of a tensor, given its `local` part; None if it writes nothing of it.
 
-        Raises UnsupportedStateError with the key where it cannot be proved where that lies.
+        Raises UnsupportedStateError with the key if the part's place cannot be proved.
         """
         alike: Any = (tensor.shape, tensor.dtype)
         if local is not tensor:
@@ -107,13 +107,13 @@ def is_sharded(value: Any) -> bool:
     """Say whether a value is a DTensor; imports nothing."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
-        return False  # nearly all of them: there may be 10⁵
+        return False  # the usual case, up to 10⁵ times
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    """Return this rank's part of a DTensor; return any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -125,9 +125,9 @@ def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[tor
 
 
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
-    """Return where this rank's part of a tensor lies; a plain tensor is whole on every rank of the world.
+    """Return the place of this rank's part of a tensor; a plain tensor is whole on every rank of the world.
 
-    Raises UnsupportedStateError with the key where that cannot be proved.
+    Raises UnsupportedStateError with the key if the place cannot be proved.
     """
     shape = tuple(tensor.shape)
     if not is_sharded(tensor) or 0 in shape:
@@ -154,16 +154,16 @@ def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], loca
 
 
 def share(place: Place, key: str, itemsize: int) -> Box | None:
-    """Return the part of a box that this replica writes; None where it writes nothing of it.
+    """Return the part of a box that this replica writes; None if it writes nothing.
 
-    A large box is cut into as many parts as it has replicas; a small one is written by one of them, chosen by the key.
+    A large box is cut into one part per replica; a small one is written by one replica, which the key chooses.
     """
     box, dealt = _divided(place, itemsize)
     return None if dealt and not _is_dealt(key, place) else box
 
 
 def _divided(place: Place, itemsize: int) -> tuple[Box | None, bool]:
-    """Return this replica's part of a box that is cut, or the whole box and that it is dealt to one of them."""
+    """Return (this replica's part, False) of a box that is cut, or (the whole box, True) if one replica writes it."""
     offset, shape = place.box
     replica, replicas = place.replica, place.replicas
     if not replicas or (0 in shape and 0 not in place.full_shape):
@@ -184,7 +184,7 @@ def _is_dealt(key: str, place: Place) -> bool:
 
 
 def _shared(place: Place, itemsize: int) -> tuple[Share | None, Place | None]:
-    """Return what this rank writes of a tensor at a place; also the place, where the key decides whether it does."""
+    """Return what this rank writes of a tensor at a place, and the place if the key decides whether it does."""
     box, dealt = _divided(place, itemsize)
     if box is None:
         return None, None
@@ -197,7 +197,7 @@ def _shared(place: Place, itemsize: int) -> tuple[Share | None, Place | None]:
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Make a tensor with a DTensor's mesh, placements and shape of a new local part."""
+    """Make a DTensor of a new local part, with the mesh, placements and shape of `model`."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(model, DTensor)
@@ -207,7 +207,7 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Put the parameters of FSDP modules back into shards, as they are between steps."""
+    """Reshard the parameters of FSDP modules, as they are between steps."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -218,7 +218,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:
-    """List the mesh dimensions that cut a tensor's dimension, in the order in which they did."""
+    """List the mesh dimensions that cut a tensor's dimension, in the order of the cuts.
+
+    Raises UnsupportedStateError if the order is unknown.
+    """
     for placement in placements:
         if not (placement.is_replicate() or placement.is_shard() or _is_strided(placement)):
             raise UnsupportedStateError(
@@ -245,7 +248,7 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Return which of how many replicas this rank is, over all mesh dimensions that do not cut the tensor."""
+    """Return (this rank's number, count) of replicas, over all mesh dimensions that do not cut the tensor."""
     replica, replicas = 0, 1
     for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
         if placement.is_replicate():
@@ -256,9 +259,9 @@ def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) ->
 
 @lru_cache(maxsize=64)
 def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
-    """Return which of how many meshes beside each other this rank's is, that were sliced from one, perhaps flattened.
+    """Return (number, count) of this rank's mesh among the sibling meshes that were sliced from one, perhaps flattened.
 
-    A mesh equals those beside it, and says the ranks of this process's own.
+    Sibling meshes compare equal, but each names the ranks of its own process.
     """
     root = mesh._get_root_mesh()
     coordinates = torch.isin(root.mesh, mesh.mesh.reshape(-1)).nonzero()

@@ -1,16 +1,15 @@
-"""Plain values: restored into the objects that the program already holds, as far as they can be.
+"""Plain values: restored into the objects that the program already holds, as far as possible.
 
-A dict, list, set or deque stays the object that it is and gets new contents. A tensor or an array keeps its memory: a
-`state_dict()` of a module, whose tensors are the module's own, restores the module. Three kinds of tensor must have the
-stored shape and dtype: one that the state gives by itself, one that requires a gradient (an optimizer holds it), and
-one that belongs to a live module or optimizer. Any other one that does not fit is replaced. A number, a string or a
-tuple is assigned to its place.
+A dict, list, set or deque stays the same object and gets new contents. A tensor or an array keeps its memory. Three
+kinds of tensor must have the stored shape and dtype: a group that is itself a tensor, a tensor that requires a gradient
+(an optimizer holds it), and one that belongs to a live module or optimizer. Any other tensor that does not fit is
+replaced. A number, a string or a tuple is assigned to its place.
 
-`module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's is
-not: its numbers are copies, and its tensors come with the first step. A restore into it would restore nothing, so it is
-refused, and so are the state_dicts of schedules and scalers.
+`module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's
+state_dict is not: its numbers are copies, and its tensors come with the first step. A restore into it would restore
+nothing, so it is refused, as are the state_dicts of schedules and scalers.
 
-The holders of a tensor are not searched for: a list of all live objects from the garbage collector makes
+The holders of a tensor are not searched for: listing all live objects with the garbage collector makes
 `tuple(x for x in …)` fail in every other thread, and takes half a second in a large process.
 """
 
@@ -42,7 +41,7 @@ _OF_OTHERS = {
 
 
 def belongs_to_another(value: Any) -> bool:
-    """Say whether a tensor is another one's whole memory under a second name, as `state_dict()` gives parameters."""
+    """Say whether a tensor is a detached alias of another one, as `state_dict()` returns for parameters."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
@@ -55,9 +54,9 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
-    """Raise UnsupportedStateError if a plain value holds what a `state_dict()` gave and a restore cannot give back.
+    """Raise UnsupportedStateError if a plain value contains a `state_dict()` through which a restore reaches nothing.
 
-    A copy of an optimizer's state that a program keeps for itself has tensors that no live optimizer holds.
+    A program's own copy of an optimizer's state is allowed: no live optimizer holds its tensors.
     """
     for what, keys in _OF_OTHERS.items():
         if type(value) in DICTS and keys <= value.keys():
@@ -99,7 +98,7 @@ def _is_of_an_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_live(value: Mapping[Any, Any]) -> bool:
-    """Say whether a live optimizer holds what it keeps for its parameters, or has none yet to keep."""
+    """Say whether a live optimizer holds the state's tensors, or the state has no tensors yet."""
     entries = value["state"]
     return not entries or max(_references(entries)) > max(_references({0: {}}))
 
@@ -124,19 +123,21 @@ class PlainPart:
         self._tree = tree
         self._live = state[name]
         self._copies = copies
-        self._kept: dict[_Place, torch.Tensor | None] = {}  # a view of what keeps its memory; None: of an odd array
+        self._kept: dict[
+            _Place, torch.Tensor | None
+        ] = {}  # a view of each tensor or array that keeps its memory; None: an array that torch cannot view
         self._refills: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], Any]] = []
         self._value: Any = None
         self._stored: Stored = {}
-        pack(self._live, name, TensorSet())  # what could not be saved from here is refused here too
+        pack(self._live, name, TensorSet())  # refuse a target that could not be saved
         refuse_copies_of_state(self._live, name)
         if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *REFILLED)):
             hint = "Give the state as a dict: a number or a string is restored by assigning it there."
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
     def compare(self, differences: Differences) -> None:
-        """Compare what must fit: what the state gives by itself, and what requires a gradient."""
+        """Compare the tensors that must fit: a group that is a tensor, and those that require a gradient."""
         top, self._stored = (self._name,), differences.stored
         strict = {place: live for place, live in _tensors(self._live, top) if _must_fit(place, live)}
         if top in strict:
@@ -154,7 +155,7 @@ class PlainPart:
         differences.missing += [_text(place) for place in strict if place != top]
 
     def compare_rest(self, differences: Differences) -> None:
-        """Decide for every other tensor whether it keeps its memory; what a live module owns has to."""
+        """Decide for every other tensor whether it keeps its memory; one that a live module owns must."""
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not _must_fit(place, live)}
         for place, ref, _, beside in _refs(self._tree, self._live, top):
@@ -175,11 +176,11 @@ class PlainPart:
         differences.missing += [_text(place) for place, live in rest.items() if self._must_keep(live)]
 
     def prepare(self, source: TensorSource) -> None:
-        """Make what is new, and ask for the copies."""
+        """Make new values, and request the copies."""
         self._value = self._made(self._tree, self._live, (self._name,), Maker(source))
 
     def write(self) -> None:
-        """Refill and assign; the tensors have been copied into."""
+        """Refill containers and assign values, after the copies into tensors."""
         for array, values in self._arrays:
             np.copyto(array, values)
         for live, content in self._refills:
@@ -235,7 +236,7 @@ class PlainPart:
         return content if type(content) is kind else kind(content)
 
     def _content(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
-        """Make what a container holds: a dict, a list or a set."""
+        """Make the contents of a container: a dict, a list or a set."""
         kind = type(tree)
         if kind in DICTS:
             inside = live if type(live) in DICTS else {}
@@ -263,7 +264,7 @@ class PlainPart:
             else:
                 self._copies.want(_text(place), view, ref)
             return live
-        home = self._copies.home(ref.key)  # it shared memory when it was saved, and does so again
+        home = self._copies.home(ref.key)  # it shared memory when it was saved, so it does again
         if home is not None and (not isinstance(live, torch.Tensor) or live.device == home.device):
             if ref.array and home.is_cpu:
                 return home.detach().numpy()
@@ -318,7 +319,7 @@ def _refs(tree: Any, live: Any, place: _Place, beside: Any = ()) -> Iterator[tup
 def _refill(live: Any, content: Any) -> None:
     live.clear()
     if isinstance(live, dict):
-        for key, value in content.items():  # dict.update empties an OrderedDict, a Counter's own adds
+        for key, value in content.items():  # dict.update would break an OrderedDict, and Counter.update adds
             live[key] = value
     elif isinstance(live, set):
         live.update(content)

@@ -1,20 +1,20 @@
 """What belongs to one process: its threads, and what a forked child must not have.
 
-`fork` copies a process with all that it maps and all that it has open, but with one thread. A child (a DataLoader's
-worker, a member of a Pool) could write into images that its parent is saving, would keep memory that the parent has let
-go of, and has the objects of threads that do not run there.
+`fork` copies a process with all its mappings and open files, but only one thread. A child (a DataLoader's worker, a
+member of a Pool) could write into images that its parent is saving, would keep memory that the parent has freed, and
+has objects of threads that do not run in it.
 
 Invariants
 
-1. No page of map_memory() is in a child: not to write to, not to read, and not to keep. MADV_DONTFORK says so to the
-   kernel. It holds for a child that C code forks, too.
+1. A child has no page of map_memory(): it can neither write nor read nor keep one. MADV_DONTFORK tells the kernel so,
+   also for a child that C code forks.
 2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
-4. No fork comes between the making of a page or descriptor and its mark.
+4. No fork happens between the creation of a page or descriptor and its mark.
 
-Threads that share work are daemon threads and not an executor's: Python shuts executors down before it waits for
-threads that still train and before it calls atexit functions. From then on they refuse work, and they wait for work
-that has begun, however long it takes.
+Threads that share work are daemon threads, not an executor's: Python shuts executors down before it waits for threads
+that still train, and before it calls atexit functions. From then on executors refuse new work, and wait without limit
+for running work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "open_nameless",
 ]
 
-_DONTFORK = 10  # MADV_DONTFORK: the mmap module of a Python that was built elsewhere may lack the name
+_DONTFORK = 10  # MADV_DONTFORK, which the mmap module of some Python builds lacks
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,11 +70,11 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and none that was forked from it."""
+        """Whether this is that process, not a fork of it."""
         return self.pid == os.getpid()
 
     def check(self) -> None:
-        """Raise ConfigError in a process that was forked from the one in which the object was made."""
+        """Raise ConfigError in a fork of the process in which the object was made."""
         if not self.is_here:
             raise ConfigError(
                 f"this Checkpointer belongs to process {self.pid}, which made it; process {os.getpid()} was forked "
@@ -84,11 +84,10 @@ class Process:
 
 
 def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
-    """Map zeroed memory of this process, or a file: what is written lands in the file where the mapping is `shared`.
+    """Map zeroed memory of this process, or a file; writes reach the file if the mapping is `shared`.
 
-    It is unmapped when the last view of it goes. Raises OSError if there is no memory. Not mmap.mmap: that keeps a
-    descriptor of its own for each file, which children inherit, and unmaps addresses that a child may use for something
-    else by then.
+    The mapping ends with its last view. Raises OSError if there is no memory. Not mmap.mmap: that keeps its own
+    descriptor for each file, which children inherit, and unmaps addresses that a child may have reused.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     with _forking:
@@ -113,9 +112,9 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def open_nameless() -> int:
-    """Make a file in memory that has no name, and so is gone with the last process that has it open or mapped.
+    """Make a file in memory without a name: it disappears with the last process that has it open or mapped.
 
-    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if a system has no such
+    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if the system has no such
     files. Close it with close_descriptor().
     """
     with _forking:
@@ -134,7 +133,7 @@ def close_descriptor(fd: int) -> None:
 
 
 def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
-    """Call a function when `owner` goes, in this process alone, and not at its end: the kernel takes back the rest."""
+    """Call a function when `owner` is freed, only in this process, and not at its end: the kernel frees the rest."""
     end = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
     end.atexit = False
     return end
@@ -160,17 +159,17 @@ def _after_in_child() -> None:
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)
 
 
-_NICER = 10  # with 19 or 0 a copy cost training no less, and 19 may wait long for a core that others use as well
+_NICER = 10  # with 19 or 0 a copy cost training no less, and with 19 it may wait long on a busy machine
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
-    """Return `work(item)` for every item, in their order; raise the first error, and begin no further item after it.
+    """Return `work(item)` for every item, in order; after an error start no more items, and raise it.
 
-    The calling thread is one of the `threads`. It does all the work where the process may start none: at the
-    interpreter's end from Python 3.12 on.
+    The calling thread is one of the `threads`. It does all the work if no thread can be started: at the interpreter's
+    end from Python 3.12 on.
     """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 
@@ -187,7 +186,7 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
 
     started: list[threading.Thread] = []
     for _ in range(min(threads, len(left)) - 1):
-        # With the context of the caller, so that what a store has taken counts as progress of the caller's write.
+        # In the caller's context, so that a store's progress counts for the caller's write.
         thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
         try:
             thread.start()
@@ -203,8 +202,8 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
 
 
 def lower_priority() -> None:
-    """Let the calling thread run when the process does not want the core: nicer than that by 10, up to 19."""
-    if sys.platform == "linux":  # elsewhere niceness is the process', not the thread's
+    """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
+    if sys.platform == "linux":  # elsewhere niceness belongs to the process, not to the thread
         with suppress(OSError):
             niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

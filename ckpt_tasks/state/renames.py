@@ -1,4 +1,4 @@
-"""Parts of a module that have other names than in a checkpoint, found by their shapes: for the hint of an error."""
+"""Find renamed parts of a module by their shapes, for the hint of an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def renamed_places(
     stored: Mapping[str, Described],
     groups: Sequence[str],
 ) -> dict[str, str]:
-    """Return what `restore(state, only=…)` has to be given if parts of modules were only renamed; {} if it is not so.
+    """Return the argument for `restore(state, only=…)` if parts of modules were only renamed, else {}.
 
-    `here` has what the modules of the state have and the checkpoint lacks; `groups` are all that a restore takes. What
-    is left on both sides must fit one to one, by shape, dtype and the last part of the name.
+    `here` has the tensors of the state's modules that the checkpoint lacks; `groups` are all that a restore takes. The
+    unmatched tensors of both sides must fit one to one, by shape, dtype and the last part of the name.
     """
     pairs: dict[str, str] = {}
     left = [name for name in unexpected if name in stored]
@@ -38,13 +38,13 @@ def renamed_places(
 
 
 def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
-    """Say whether all else that is missing is what optimizers have for these very parameters."""
+    """Say whether all other missing entries are optimizer state of exactly these parameters."""
     rest = [name for name in missing if name not in here]
     return all(name.partition("/")[2] in here for name in rest)
 
 
 def _prefixes(new: str, old: str) -> tuple[str, str]:
-    """Cut the same end off two names: model/top.weight and model/head.weight become model/top and model/head."""
+    """Cut the common end off two names: model/top.weight and model/head.weight become model/top and model/head."""
     while "." in new and "." in old and _last(new) == _last(old):
         new, old = new.rpartition(".")[0], old.rpartition(".")[0]
     return new, old

@@ -1,7 +1,7 @@
-"""Settings that a restore brings back with other values than the program has just made its objects with.
+"""Settings that a restore replaces: the checkpoint has other values than the program has just set.
 
-A learning rate on the command line is gone after a restore, as it should be: the optimizer goes on with its own. Who
-meant to change it has to be told. Only new objects are looked at, which have not taken a step.
+A new learning rate on the command line is gone after a restore: the optimizer continues with its old one. A user who
+meant to change it must be told. Only new objects, which have not taken a step, are compared.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, Protocol
 __all__ = ["replaced_options", "replaced_settings"]
 
 _SCALARS = (bool, int, float, str)
-# What schedules change in param groups while they run: `initial_lr` says what the rate was made with.
+# Changed by schedules in param groups as they run: `initial_lr` has the original rate.
 _MOVED = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _CYCLED = frozenset({"betas", "momentum"})
-# Of a schedule: where it is, and the rates that its optimizer's `initial_lr` says already.
+# Of a schedule: its position, and the rates that `initial_lr` of the optimizer shows already.
 _POSITIONS = frozenset({
     "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "min_lrs", "max_lrs"
 })  # fmt: skip
 
 
 class Noting(Protocol):
-    """Where a difference is noted."""
+    """Takes notes of differences."""
 
     def replace(self, place: str, here: object, there: object) -> None: ...
 
@@ -30,7 +30,7 @@ class Noting(Protocol):
 def replaced_options(
     name: str, live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], noting: Noting
 ) -> None:
-    """Note which options of a new optimizer's param groups the checkpoint has with other values."""
+    """Note the options of a new optimizer's param groups that have other values in the checkpoint."""
     for n, (here, there) in enumerate(zip(live, saved, strict=False)):
         shared = here.keys() & there.keys()
         left_out = _MOVED | ({"lr"} if "initial_lr" in there else set())
@@ -42,7 +42,7 @@ def replaced_options(
 
 
 def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, noting: Noting) -> None:
-    """Note which settings of a new schedule the checkpoint has with other values."""
+    """Note the settings of a new schedule that have other values in the checkpoint."""
     if not isinstance(saved, Mapping) or live.get("last_epoch") != 0:
         return
     for key in sorted(live.keys() & saved.keys() - _POSITIONS):

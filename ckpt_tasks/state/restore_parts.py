@@ -1,4 +1,4 @@
-"""The parts of a restore: where its tensors come from, and what each group of a state needs."""
+"""The interfaces of a restore: the source of its tensors, and the part that restores one group."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ __all__ = [
 class TensorSource(Protocol):
     """The tensors of one checkpoint by full key.
 
-    New tensors are filled and everything else is verified by `fetch`; until then nothing of the target may change, and
-    after it `copy` has nothing left to fail at but the hardware.
+    `fetch` fills new tensors and verifies everything else. Until then nothing of the target may change; after it `copy`
+    can fail only by hardware.
     """
 
     def like(self, key: str) -> torch.Tensor:
         """Return a tensor without values (on the meta device) of the stored dtype and shape."""
 
     def read(self, key: str) -> torch.Tensor:
-        """Return the verified values at once, on the CPU, to look at only."""
+        """Return the verified values at once, on the CPU; the caller must not change them."""
 
     def fill(self, into: torch.Tensor, key: str) -> None:
-        """Fill a new tensor, which is not visible yet, by the end of `fetch`."""
+        """Request that a new tensor, which the program cannot see yet, is filled by `fetch`."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fill, and verify whatever is not filled; raise IntegrityError or StoreError. `pairs` will be copied."""
+        """Fill the requested tensors and verify all others; raise IntegrityError or StoreError. `copy` gets `pairs`."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         """Copy into live tensors of the stored shapes, on any device."""
@@ -68,7 +68,7 @@ class HeldTensors:
         self.copy([(into, key)])
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Do nothing: everything is here."""
+        """Do nothing: all tensors are in memory."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
@@ -94,7 +94,7 @@ class GroupState:
 
 
 class Saved(Protocol):
-    """One group of a checkpoint; its tree may be decoded when it is asked for, and be malformed (IntegrityError)."""
+    """One group of a checkpoint; `tree` may be decoded on access, and raises IntegrityError if it is malformed."""
 
     @property
     def kind(self) -> str: ...
@@ -104,10 +104,10 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Captured:
-    """A state as it is now: the trees of its groups, and its live tensors by full key, detached and not copied.
+    """A captured state: the trees of its groups, and its live tensors by full key, detached and not copied.
 
-    `frozen` are the keys of parameters that take no gradient: they lie in files of their own, which need not be written
-    again. `places` has the whole tensor's shape and the offset of each tensor that is a part of one.
+    `frozen` are the keys of parameters without gradient: they are in separate files, which need not be written again.
+    `places` has, for each tensor that is a part of a sharded one, the shape of the whole and the offset in it.
     """
 
     groups: dict[str, GroupState]
@@ -118,7 +118,7 @@ class Captured:
 
 @dataclass
 class Differences:
-    """Collect in what a checkpoint and a target differ; `stored` has the dtype and shape of every stored tensor."""
+    """Collect the differences of a checkpoint and a target; `stored` has dtype and shape of every stored tensor."""
 
     stored: Stored
     missing: list[str] = field(default_factory=list)
@@ -126,13 +126,13 @@ class Differences:
     different: list[str] = field(default_factory=list)
     hint: str | None = None
     loose: bool = False
-    groups: tuple[str, ...] = ()  # that are restored
+    groups: tuple[str, ...] = ()  # the groups that are restored
     lacking: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # missing tensors: dtype and shape
-    other_dtypes: int = 0  # how many of `different` are a tensor of another dtype, and nothing else
+    other_dtypes: int = 0  # how many of `different` are only another dtype
     replaced: list[str] = field(default_factory=list)
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
-        """Compare names: what only the target has is missing, what only the checkpoint has is unexpected."""
+        """Compare names: those only in the target are missing, those only in the checkpoint unexpected."""
         self.missing += sorted(f"{group}/{name}" for name in here - there)
         self.unexpected += sorted(f"{group}/{name}" for name in there - here)
 
@@ -141,7 +141,7 @@ class Differences:
         self.different.append(f"{place} ({why})")
 
     def tensor(self, place: str, live: torch.Tensor, ref: Any) -> None:
-        """Compare a live tensor with what the checkpoint has in its place."""
+        """Compare a live tensor with the checkpoint's value at its place."""
         if type(ref) is not TensorRef:
             self.differ(place, "a tensor here, another value in the checkpoint")
         elif why := difference(live, *self.stored[ref.key]):
@@ -149,7 +149,7 @@ class Differences:
             self.differ(place, why)
 
     def replace(self, place: str, here: object, there: object) -> None:
-        """Note a setting that the program has made with another value than the one that a restore brings back."""
+        """Note a setting of the program that the restore replaces by another value."""
         self.replaced.append(f"{place} {there!r} (not {here!r}, as this program has it)")
 
     def raise_any(self) -> None:
@@ -176,9 +176,9 @@ class Differences:
 class RestorePart(Protocol):
     """The restore of one group.
 
-    `compare` notes every difference, before a tensor is read. `prepare` makes what has to be made, whose values come
-    with the source's `fetch`, and changes nothing; `write` changes the target. What runs code of the user's has a
-    `guard`, to be undone when it raises.
+    `compare` notes every difference, before a tensor is read. `prepare` makes new values, which the source's `fetch`
+    fills, and changes nothing; `write` changes the target. A part that runs the user's code has a `guard`, which undoes
+    it if it raises.
     """
 
     guard: Rollback | None
@@ -204,12 +204,12 @@ class Rollback:
             self._kept = {key: tensor.clone() for key, tensor in self._live.tensors.items()}
 
     def undo(self) -> None:
-        """Give the old state back to the object."""
+        """Restore the object's old state."""
         self._target.load_state_dict(unpack(self._tree, Maker(HeldTensors(self._kept)), self._state))
 
 
 class Maker:
-    """Make new tensors, and arrays, for refs. Equal refs get one tensor, so that what was tied comes back tied."""
+    """Make new tensors and arrays for refs. Equal refs get the same tensor, so that ties are restored."""
 
     def __init__(self, source: TensorSource):
         self._source = source
@@ -218,9 +218,9 @@ class Maker:
     def __call__(
         self, ref: TensorRef, live: Any, device: torch.device | None = None, model: torch.Tensor | None = None
     ) -> Any:
-        """Make one: on `device`, or else where the live tensor in its place is, or else on the CPU.
+        """Make a tensor: on `device`, else on the device of the live tensor at its place, else on the CPU.
 
-        Where a DTensor is in its place, or `model` is one of its shape, a DTensor with the same placements.
+        If a DTensor is at its place, or `model` is a DTensor of its shape, make a DTensor with the same placements.
         """
         model = live if is_sharded(live) else model
         if model is not None and is_sharded(model) and model.shape == self._source.like(ref.key).shape:

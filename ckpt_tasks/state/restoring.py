@@ -3,10 +3,9 @@
 Invariants
 
 1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
-2. `RestorePlan.apply` first makes every value that has to be made and verifies every byte; what fails until then has
-   changed nothing.
-3. Code of the user's (load_state_dict of his own objects) runs first, each call under a copy of the old state; when one
-   raises, all that ran are put back. What runs after it only copies and assigns.
+2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure until then has changed nothing.
+3. The user's code (load_state_dict of own objects) runs first, each call with a copy of the old state; if one raises,
+   all that ran are undone. After that there are only copies and assignments.
 4. The random streams of the process come last.
 """
 
@@ -47,10 +46,10 @@ _KINDS = ("module", "optimizer", "stateful", "generator", "plain", "rng")
 
 
 class RestorePlan:
-    """What a restore will do; nothing has been changed yet.
+    """A planned restore; nothing has been changed yet.
 
     `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
-    `replaced` names settings of new optimizers and schedules that it brings back with other values.
+    `replaced` names settings of new optimizers and schedules that it will replace by other values.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class RestorePlan:
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
         """Restore from a source of the stored tensors.
 
-        `confirm` is called before anything is changed, and again once the code of the user's has run; what it raises
-        leaves the target as it was.
+        `confirm` is called before anything is changed, and again after the user's code has run; if it raises, the
+        target is unchanged.
 
-        Raises StateError if a load_state_dict of the user's raised, StateMismatchError or IntegrityError if
-        values do not fit or are damaged; the target is as it was then. A plan is applied once.
+        Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
+        fit or are damaged; the target is unchanged then. A plan can be applied once.
         """
-        parts, self._parts = self._parts, {}  # they hold what they made
+        parts, self._parts = self._parts, {}  # frees what they made
         with preserved_rng(), gc_paused():
             for part in parts.values():
                 part.prepare(source)
@@ -105,7 +104,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # it says itself what differs
+                raise  # its own message says what differs
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:
@@ -135,12 +134,12 @@ def plan_restore(
     rng: bool = True,
     selection: Selection | None = None,
 ) -> RestorePlan:
-    """Compare a target with a checkpoint and plan the restore; nothing is changed and nothing is drawn.
+    """Compare a target with a checkpoint and plan the restore; change nothing and draw no random number.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
     `state` names, and no random streams. `selection`: a loose restore takes this part. Raises StateMismatchError with
-    every difference, UnsupportedStateError if the target could not be saved either, IntegrityError if a tree is
-    not what capture makes.
+    every difference, UnsupportedStateError if the target itself could not be saved, IntegrityError if a tree is
+    malformed.
     """
     state = flat(state)
     differences = Differences(tensors)
@@ -225,9 +224,9 @@ class StatefulPart:
         self.guard: Rollback | None = Rollback(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
-        """Compare nothing but a GradScaler that is on with one that is off: it would ignore the state silently.
+        """Note a GradScaler that is on here and off in the checkpoint, or reverse: it would ignore the state silently.
 
-        What a new schedule was made with is noted where the checkpoint has something else.
+        Also note settings of a new schedule that the restore will replace.
         """
         if isinstance(self._target, LRScheduler):
             replaced_settings(self._name, self._live, self._tree, differences)
@@ -236,11 +235,11 @@ class StatefulPart:
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
     def prepare(self, source: TensorSource) -> None:
-        """Make the state, with tensors of its own, on the devices of the present ones."""
+        """Make the state with new tensors, on the devices of the present ones."""
         self._value = unpack(self._tree, Maker(source), self._live)
 
     def write(self) -> None:
-        """Hand it over; a data loader also makes its next iterator, which draws from the streams that are set last."""
+        """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""
         self._target.load_state_dict(self._value)
         if issubclass(type(self._target), DataLoader):
             self._target.state_dict()  # makes the iterator that the program's next iter() returns

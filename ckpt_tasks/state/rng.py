@@ -1,7 +1,7 @@
-"""Random streams: those of the process, and generators of the user's own.
+"""Random streams: those of the process, and the user's own generators.
 
-The streams of a process are Python's, NumPy's legacy global one, torch's on the CPU, and torch's on every CUDA device
-that the process uses. They are restored last, and reading them draws nothing.
+The streams of a process are Python's, NumPy's legacy global one, torch's CPU stream, and torch's stream of every CUDA
+device that the process uses. They are restored last; reading them draws no number.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Put every stream of the process back to where it was, for code of others that may draw from one.
+    """Restore every stream of the process at the end of the block, for foreign code that may draw from one.
 
-    What other threads draw meanwhile, they draw once more: keep it to the code that needs it.
+    Numbers that other threads draw meanwhile are drawn again later: use it only around the code that needs it.
     """
     before = current_streams()
     try:
@@ -54,11 +54,11 @@ def preserved_rng() -> Iterator[None]:
 
 
 class OwnStreams:
-    """Keep the random streams of training apart from those of the process around it.
+    """Separate the random streams of training from those of the rest of the process.
 
-    Whatever else lives in the process (Prefect draws names and delays from Python's stream) would otherwise decide
-    which numbers training gets, and training would not be the same twice. Threads that draw while a block runs are not
-    kept apart: they share the process's streams.
+    Otherwise other code in the process (Prefect draws names and delays from Python's stream) would change the numbers
+    that training gets, and training would not be reproducible. Threads that draw while a block runs are not separated:
+    they share the process's streams.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class OwnStreams:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Put training's streams in place for a block; the first block takes over those of the process."""
+        """Set training's streams for a block; the first block starts with those of the process."""
         outside = current_streams()
         set_streams(self._inside)
         try:
@@ -84,18 +84,18 @@ def seed_streams(seed: int) -> None:
 
 
 def current_streams() -> dict[str, tuple[Any, Any]]:
-    """Return the streams of the process by name, each with the state that it is in."""
+    """Return the streams of the process: name → (generator, its present state)."""
     return {name: (stream, _state(stream)) for name, stream in _streams().items()}
 
 
 def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
-    """Put streams of the process back to where current_streams() found them."""
+    """Set streams of the process to states that current_streams() returned."""
     for stream, state in streams.values():
         _set_state(stream, state)
 
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
-    """Turn the streams of the process, as current_streams() gives them, into a tree: python, numpy, torch, cuda:0 …"""
+    """Turn the result of current_streams() into a tree with the keys python, numpy, torch, cuda:0 …"""
     return {name: _tree(*taken, f"{RNG}/{name}", tensors) for name, taken in streams.items()}
 
 
@@ -125,13 +125,13 @@ class GeneratorPart:
             raise IntegrityError("the generator's tree is malformed", key=path)
 
     def compare(self, differences: Differences) -> None:
-        """Compare which kind of generator it is."""
+        """Compare the kind of generator."""
         here, there = _type(self._generator), self._tree["type"]
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
 
     def prepare(self, source: TensorSource) -> None:
-        """Try the state on a scratch generator, so that setting it cannot fail."""
+        """Try the state on a scratch generator, so that `write` cannot fail."""
         self._value = unpack(self._tree["state"], lambda ref, _: _values(source, ref))
         try:
             _set_state(_scratch(self._generator), self._value)
@@ -144,7 +144,7 @@ class GeneratorPart:
 
 
 class StreamsPart:
-    """Restore the streams of the process; one for a device that is not here is an error, one not stored stays."""
+    """Restore the streams of the process; a stored stream of a missing device is an error, one not stored stays."""
 
     guard: Rollback | None = None
 
@@ -189,7 +189,7 @@ def _streams(wanted: Any = ()) -> dict[str, Any]:
 
 
 def _in_use(device: int) -> bool:
-    # A process that sees eight devices and uses one can go on where there is one.
+    # A process that sees eight devices but uses one can resume on a host with one.
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(device))
 

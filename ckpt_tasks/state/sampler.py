@@ -1,9 +1,9 @@
-"""The position in the data: a batch sampler that goes on at any step, and random numbers that belong to a sample.
+"""The position in the data: a batch sampler that resumes at any step, and random numbers that belong to a sample.
 
-What it keeps:
+Invariants
 
 1. The order of an epoch depends on (seed, epoch, size) alone: not on the position, the ranks, the workers or the past.
-2. The position counts what the loop was handed, in samples of all ranks together; what workers prefetch moves nothing.
+2. The position counts the samples that the loop was handed, over all ranks; prefetching in workers does not move it.
 3. The position always has a batch after it: the last batch of an epoch moves it to the start of the next one.
 4. Nothing here draws from a global random stream, or leaves one changed.
 """
@@ -26,14 +26,14 @@ from ckpt_tasks.errors import ConfigError, StateMismatchError
 
 __all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
 
-ORDER_VERSION = 1  # of the order that a key gives: raise it with any change to Permutation, so that a resume notices
+ORDER_VERSION = 1  # of the order: raise it with any change to Permutation, so that a resume notices
 _ROUNDS = 12
 _MAX_SIZE = 2**62
 _MOST_EPOCHS = 2**63
 
 
 class SampleId(int):
-    """A sample's id that also says in which epoch it is asked for, in a worker process too."""
+    """A sample's id that also carries its epoch, even into a worker process."""
 
     epoch: int
 
@@ -44,7 +44,7 @@ class SampleId(int):
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """Give every sample of a data set once an epoch, in batches, and go on from any batch at once.
+    """Yield every sample of a data set once per epoch, in batches, and resume at any batch at once.
 
     ::
 
@@ -55,14 +55,14 @@ class ResumableSampler(Sampler[list[int]]):
             ...
 
     `batch_size` is per rank. A step takes the next batch_size x world_size samples of the epoch's order and deals them
-    out in turn, so a checkpoint can go on with another number of ranks (or another batch size): no sample of the epoch
+    out in turn, so a checkpoint can resume with another number of ranks (or another batch size): no sample of the epoch
     is lost or repeated, and while batch_size x world_size stays the same, every step sees the same samples.
 
-    All ranks make the same number of steps. `drop_last=True` leaves out what does not fill the last batch of all ranks
-    together; otherwise the last batches are smaller, as even as can be. Only where fewer samples are left than ranks
-    (`batch_size=1`, or after a change of the world size) do some ranks get an empty list.
+    All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill the last batch of all
+    ranks together; otherwise the last batches are smaller, as even as possible. If fewer samples than ranks are left
+    (`batch_size=1`, or after a change of the world size), some ranks get an empty list.
 
-    Raises ConfigError for arguments that are no sizes, or that would give an epoch without a batch.
+    Raises ConfigError for invalid sizes, or if an epoch would have no batch.
     """
 
     def __init__(
@@ -91,41 +91,41 @@ class ResumableSampler(Sampler[list[int]]):
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, bool(shuffle), seed
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
         self._epoch = self._samples = 0
-        self._loads = 0  # how often the position was set from outside: tells a running `follow` to start anew
+        self._loads = 0  # counts load_state_dict: a running `follow` then starts again
         self._ids_with_epoch = False
 
     @property
     def epoch(self) -> int:
-        """Epochs completed, which is also the number of the epoch that the next batch belongs to."""
+        """Epochs completed; also the number of the next batch's epoch."""
         return self._epoch
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that all ranks together were handed."""
+        """Samples of this epoch that all ranks together have been handed."""
         return self._samples
 
     def __len__(self) -> int:
-        """Count the batches that are left in this epoch, the same on every rank."""
+        """Return the number of batches left in this epoch, the same on every rank."""
         return self._count(self.size - self._samples)
 
     @property
     def epoch_batches(self) -> int:
-        """The batches of a whole epoch, the same on every rank."""
+        """The number of batches in a whole epoch, the same on every rank."""
         return self._count(self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
-        # Not a generator itself: the position is the one of now, not of whenever the first batch is asked for.
+        # Not itself a generator: it must take the position now, not when the first batch is requested.
         return self._batches(self._epoch, self._samples)
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches without end, and move the position as each is handed over.
+        """Yield the loader's batches without end, and move the position with each.
 
         The loader must have this sampler as its `batch_sampler`, else ConfigError. After `load_state_dict` the next
-        batch is the one at the new position, and what was prefetched is thrown away. The seed that a DataLoader
-        draws for its workers comes from the position here, and not from a global stream or the loader's generator.
-        Workers still draw one after the other from their own streams, which begin anew on a resume: wrap the data set
-        in `seeded` if it draws random numbers. Leave the `state_dict` of a loader that has one out of the state.
+        batch is the one at the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
+        workers comes from the position, not from a global stream or the loader's generator. Workers still draw from
+        their own streams, which start again on a resume: wrap the data set in `seeded` if it draws random numbers. If
+        the loader has a `state_dict`, leave it out of the state.
         """
         if loader.batch_sampler is not self:
             raise ConfigError("the loader draws its batches from another sampler", hint="Pass it batch_sampler=sampler")
@@ -142,12 +142,12 @@ class ResumableSampler(Sampler[list[int]]):
             loader.generator = theirs
 
     def begin_epoch(self) -> None:
-        """Move the position to the start of the next epoch, unless it is at the start of one."""
+        """Move the position to the start of the next epoch, if it is not at the start of one."""
         if self._samples:
             self._epoch, self._samples = self._epoch + 1, 0
 
     def name_epochs(self) -> None:
-        """Make the ids of samples say their epoch, from here on."""
+        """From now on yield ids that carry their epoch."""
         self._ids_with_epoch = True
 
     def advance(self) -> None:
@@ -156,7 +156,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._skip_empty_epoch()
 
     def skip_batches(self, count: int) -> None:
-        """Leave out the next `count` batches; a running `follow` throws away what was prefetched of them."""
+        """Skip the next `count` batches; a running `follow` discards prefetched ones."""
         check_count("count", count, least=0, most=_MAX_SIZE)
         for _ in range(count):
             self.advance()
@@ -165,15 +165,15 @@ class ResumableSampler(Sampler[list[int]]):
     def seeded(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
 
-        Augmentation is then the same after a resume and with any number of workers or ranks. It covers what draws from
-        the global streams of Python, NumPy and torch's CPU, leaves them as they were, and costs about 0.1 ms a sample.
-        Only this sampler's batches fit the wrapped data set: its ids become SampleId from here on.
+        Augmentation is then the same after a resume and with any number of workers or ranks. It works for code that
+        draws from the global streams of Python, NumPy and torch's CPU, does not change them, and costs about 0.1 ms a
+        sample. Only this sampler's batches fit the wrapped data set: from now on its ids are SampleIds.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on, plain numbers that are the same on every rank."""
+        """Return the position and what it depends on: plain numbers, the same on every rank."""
         return {
             "epoch": self._epoch,
             "samples": self._samples,
@@ -184,9 +184,9 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to the position of a `state_dict`, which may come from another number of ranks or batch size.
+        """Set the position from a `state_dict`, which may come from another number of ranks or batch size.
 
-        Raises StateMismatchError, with this sampler untouched, if it is for other data or another order.
+        Raises StateMismatchError, and changes nothing, if it is for other data or another order.
         """
         own = self.state_dict()
         missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())
@@ -223,7 +223,7 @@ class ResumableSampler(Sampler[list[int]]):
         global_batch = self.batch_size * self.world_size
         if left <= global_batch:
             return left if left == global_batch or not self.drop_last else 0
-        # A last batch with fewer samples than ranks takes some from the one before, so that no rank goes without.
+        # If the last batch would have fewer samples than ranks, it takes some from the batch before.
         if not self.drop_last and left - global_batch < self.world_size and left >= 2 * self.world_size:
             return left - self.world_size
         return global_batch
@@ -231,7 +231,7 @@ class ResumableSampler(Sampler[list[int]]):
     def _batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
         permutation = Permutation(self.size, f"{self.seed}/{epoch}") if self.shuffle else None
         steps = self._positions(samples)
-        # NumPy's cost is per call: a thousand samples at a time take 1 µs each, and one alone takes 300.
+        # NumPy's cost is per call: 1 µs a sample for a thousand at a time, 300 µs for one alone.
         while several := list(islice(steps, max(1, 1024 // self.batch_size))):
             order = permutation(np.concatenate(several)) if permutation else np.concatenate(several)
             for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
@@ -239,7 +239,7 @@ class ResumableSampler(Sampler[list[int]]):
                 yield [SampleId(i, epoch) for i in ids] if self._ids_with_epoch else ids
 
     def _positions(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Yield step by step the places in the epoch's order that are this rank's."""
+        """Yield, step by step, this rank's positions in the epoch's order."""
         while taken := self._taken(self.size - samples):
             yield np.arange(samples + self.rank, samples + taken, self.world_size, dtype=np.int64)
             samples += taken
@@ -273,7 +273,7 @@ def own_random_numbers(seed: int) -> Iterator[None]:
     try:
         random.seed(seed)
         np.random.seed([seed >> 32, seed & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds the accelerators as well
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds the accelerators
         yield
     finally:
         random.setstate(python)
@@ -286,15 +286,15 @@ def seed_of(text: str) -> int:
 
 
 def check_count(name: str, value: object, *, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:  # bool is an int, and True no size
+    if type(value) is not int or not least <= value <= most:  # bool is an int, but True is not a size
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
 
 
 class Permutation:
-    """Map range(size) onto itself in the order that `key` chooses, each position by itself in O(1) time and memory.
+    """Map range(size) onto itself in an order chosen by `key`; each position takes O(1) time and memory.
 
     A balanced Feistel network (Luby and Rackoff, 1988) over the fewest bits, in two equal halves, that hold `size`;
-    what falls outside the range is mapped again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with
+    a result outside the range is mapped again until it is inside (cycle walking: Black and Rogaway, "Ciphers with
     Arbitrary Finite Domains", 2002), fewer than four times on average. The round function is the finaliser of
     SplitMix64 (Steele, Lea and Flood, 2014). Feistel networks as a shuffle: Mitchell, Stokes, Frank and Holmes,
     "Bandwidth-Optimal Random Shuffling for GPUs", 2022. It is for data order and keeps nothing secret.

@@ -1,7 +1,8 @@
-"""Which part of a checkpoint a loose restore takes, by names alone; nothing is read or changed here.
+"""Choose the part of a checkpoint that a loose restore takes, by names alone; read and change nothing.
 
 A place is a full name: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an optimizer
-("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not one of "model/encoder.weight".
+("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not a prefix of
+"model/encoder.weight".
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Selection:
-    """What to take: `only` maps a place of the state to the checkpoint's place for it, None takes everything.
+    """What to take: `only` maps a place of the state to the checkpoint's place for it; None takes everything.
 
-    `keep`: what the checkpoint lacks keeps its value, and what the state lacks is left. `leave` names what is not
-    taken, in the state and in the checkpoint.
+    `keep`: places that the checkpoint lacks keep their values, and those that the state lacks are left. `leave` names
+    places that are not taken, in the state and in the checkpoint.
     """
 
     only: Mapping[str, str] | None
@@ -40,7 +41,10 @@ class Selection:
 
     @classmethod
     def of(cls, only: Only | None, missing: str, leave: Iterable[str]) -> Selection | None:
-        """Return what the arguments of a restore select; None for everything, strictly. Raises ConfigError."""
+        """Return the selection for the arguments of a restore; None for a strict restore of everything.
+
+        Raises ConfigError for a value or a name that is not valid.
+        """
         if missing not in _MISSING:
             raise ConfigError(f"missing must be 'error' or 'keep', not {missing!r:.80}")
         for name, value in (("only", only), ("leave", leave)):
@@ -58,7 +62,7 @@ class Selection:
         return cls(only, missing == "keep", left)
 
     def source_of(self, place: str) -> str | None:
-        """Return the checkpoint's place for one of the state; None if it is not taken."""
+        """Return the checkpoint's place for a place of the state; None if it is not taken."""
         if _is_in(place, self.leave):
             return None
         if self.only is None:
@@ -78,7 +82,7 @@ class Selection:
 class Chosen:
     """The groups to restore, by the state's names; `kept` are the keys in each that keep their value.
 
-    `taken` and `new` are places of the state, `left` of the checkpoint: whole groups where all of one is.
+    `taken` and `new` are places of the state, `left` of the checkpoint; a whole group appears by its name.
     """
 
     groups: dict[str, Saved] = field(default_factory=dict)
@@ -91,9 +95,9 @@ class Chosen:
 def choose(
     state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
 ) -> Chosen:
-    """Choose what to restore into a flat state, and note what should be there and is not.
+    """Choose what to restore into a flat state; note missing and unexpected places in `differences`.
 
-    Raises ConfigError for a name that stands for nothing.
+    Raises ConfigError for a name that matches nothing.
     """
     chooser = _Chooser(state, groups, selection, differences)
     for name in state:
@@ -137,14 +141,14 @@ class _Chooser:
         self._here[RNG] = [RNG]
 
     def finish(self) -> Chosen:
-        """Note what is left over, and check that every name stands for something."""
+        """Note unexpected places, and check that every name matches something."""
         self._check_names()
         if not self._taken - {RNG}:
             self._differences.missing += [name for name in self._here if name != RNG]
             self._differences.unexpected += [name for name in self._there if name != RNG]
         elif not self._selection.keep:
             for name, places in self._there.items():
-                self._differences.unexpected += [one for one in places if self._is_over(name, one)]
+                self._differences.unexpected += [one for one in places if self._is_unexpected(name, one)]
         chosen = self._chosen
         chosen.taken = _summed(self._here, self._taken)
         everywhere = {place for places in self._here.values() for place in places}
@@ -153,9 +157,9 @@ class _Chooser:
         chosen.left = _summed(self._there, there - self._used)
         return chosen
 
-    def _is_over(self, name: str, place: str) -> bool:
-        """Say whether a place of the checkpoint should have been taken, and the state has nothing for it."""
-        # What is left of a module is left of its optimizer, too.
+    def _is_unexpected(self, name: str, place: str) -> bool:
+        """Say whether a place of the checkpoint is unexpected: selected, but without a place in the state."""
+        # What `leave` names of a module is also left of its optimizer.
         parameter = place.partition("/")[2] if self._groups[name].kind == "optimizer" else ""
         of_left = _is_in(parameter, self._selection.leave)
         return place not in self._used and self._selection.covers(place) and not of_left
@@ -203,7 +207,7 @@ class _Chooser:
             self._chosen.kept[name] = frozenset(parameters) - taken.keys()
 
     def _optimizer_sources(self, name: str, parameters: list[str]) -> tuple[str, dict[str, str]]:
-        """Return the group that an optimizer's moments come from, and of which parameter there each of them is."""
+        """Return the checkpoint's group for an optimizer's moments, and the parameter there for each parameter here."""
         source_group, sources = "", {}
         for parameter in parameters:
             source = self._selection.source_of(f"{name}/{parameter}")
@@ -215,7 +219,7 @@ class _Chooser:
         return source_group, sources
 
     def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
-        """Return the optimizer of the checkpoint that is to be taken, or note why there is none."""
+        """Return the checkpoint's optimizer to take; None, with a note, if there is none."""
         saved = self._groups.get(source_group)
         if saved is not None and saved.kind == "optimizer":
             return saved
@@ -226,7 +230,7 @@ class _Chooser:
         return None
 
     def _check_shape(self, place: str, here: str, source: str) -> None:
-        """Note where the moments of a parameter would be of another shape than the parameter itself."""
+        """Note a parameter whose moments in the checkpoint have another shape."""
         group, _, key = here.partition("/")
         live = self._state[group].state_dict().get(key) if group in modules_of(self._state) else None
         stored = self._differences.stored.get(source)
@@ -243,7 +247,7 @@ class _Chooser:
             self._lack(name, source)
 
     def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
-        """Return the group of the checkpoint that a place comes from, and the value there."""
+        """Return the checkpoint's group for a place, and the value there."""
         group, _, key = (source or "").partition("/")
         saved = self._groups.get(group)
         if saved is not None and saved.kind != kind:
@@ -259,7 +263,7 @@ class _Chooser:
         self._used.add(source or "")
 
     def _lack(self, place: str, source: str | None) -> None:
-        """Note a place of the state that was to be taken, and is not in the checkpoint."""
+        """Note a place of the state that should be taken but is not in the checkpoint."""
         if source is not None and not self._selection.keep:
             self._differences.missing.append(place)
 
@@ -297,7 +301,7 @@ def _places(name: str, group: Saved) -> list[str]:
 
 
 def _of_taken(tree: Mapping[str, Any], taken: Mapping[str, str], known: Mapping[str, int]) -> dict[str, Any]:
-    """Return an optimizer's tree with the parameters that are taken alone, under the names that they have here."""
+    """Return an optimizer's tree with only the taken parameters, under their names in the state."""
     groups = [
         {"params": [one for one, source in taken.items() if known[source] == n], "options": members["options"]}
         for n, members in enumerate(tree["param_groups"])

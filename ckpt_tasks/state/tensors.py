@@ -1,8 +1,8 @@
-"""One tensor: whether it can be stored, with which others it shares its memory, how it is copied and comes back.
+"""One tensor: whether it can be stored, which others share its memory, how it is copied and restored.
 
-Strides. A checkpoint holds values in C order; a TensorRef adds the strides where they were others. A dense tensor
-(transposed, channels_last) comes back with its strides and an expanded one expanded; a slice comes back dense.
-What is copied into an existing tensor takes that tensor's strides.
+Strides. A checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
+(transposed, channels_last) gets its old strides and an expanded one is expanded again; a slice becomes dense. A restore
+into an existing tensor keeps that tensor's strides.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
     "tensor_at",
 ]
 
-# What can be stored, as far as this torch knows it.
+# The dtypes that can be stored, if this torch has them.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
 
-# What a complex dtype is stored as, pairs of it.
+# A complex dtype is stored as pairs of this.
 REAL_DTYPES = {"complex128": torch.float64, "complex32": torch.float16}
 
 _RESERVED = "__metadata__"  # not a tensor's name in a safetensors header
@@ -52,8 +52,8 @@ _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch
 class TensorSet:
     """Collect live tensors by their full keys, and every piece of memory once.
 
-    `tensors` are the live ones, detached and not copied. Two tensors with the same memory, dtype, shape and strides
-    are one: the second refers to the first one's key.
+    `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
+    only one is stored: the second refers to the first one's key.
 
     Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and its share of
     what several ranks hold. `places` has the whole tensor's shape and the offset of the part, where it is a part.
@@ -72,7 +72,7 @@ class TensorSet:
 
     @contextmanager
     def of_rank(self) -> Iterator[None]:
-        """Take what is added in the block as this rank's own, under keys with the rank's number."""
+        """Treat tensors added in the block as this rank's own, under keys with the rank's number."""
         self._of_rank = self.world is not None and self.world.size > 1
         try:
             yield
@@ -80,11 +80,11 @@ class TensorSet:
             self._of_rank = False
 
     def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
-        """Take a tensor in and return what stands for it in a tree.
+        """Add a tensor and return the TensorRef for the tree.
 
-        `exact`: it will have to be made anew, so its type must be torch.Tensor or Parameter and it must not be a result
-        that autograd still knows; else it is restored in place, and a subclass is fine as long as it holds its data
-        itself. Raises UnsupportedStateError with the key.
+        `exact`: a restore will make a new tensor, so its type must be torch.Tensor or Parameter, without autograd
+        history. Otherwise it is restored in place, and a subclass is allowed if it holds its own data. Raises
+        UnsupportedStateError with the key.
         """
         if self._of_rank and self.world is not None:
             group, _, rest = key.partition("/")
@@ -97,7 +97,7 @@ class TensorSet:
         if flag:
             tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
-            tensor = tensor.resolve_conj().resolve_neg()  # the sign is a flag of the view: not in the bytes
+            tensor = tensor.resolve_conj().resolve_neg()  # conjugation and sign are flags of the view, not in the bytes
         known = _identity(tensor, tensor)
         first = self._first(tensor, tensor, key, known)
         flag = flag and exact
@@ -106,7 +106,7 @@ class TensorSet:
         return TensorRef(first, array=array, stride=strides(tensor), requires_grad=flag)
 
     def _first(self, tensor: torch.Tensor, local: torch.Tensor, key: str, known: tuple[Any, ...] | None) -> str:
-        """Return the first key of this memory; take the tensor in where that is this one."""
+        """Return the first key of this memory; add the tensor if it is the first."""
         if known is None:
             return self._take(tensor, local, key)
         first = self._known.get(known)
@@ -155,7 +155,7 @@ def _refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
 
 
 def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
-    """Name the kind of tensor that cannot be stored, and what to do instead; "" for one that can."""
+    """Return why a tensor cannot be stored, and what to do instead; ("", "") if it can."""
     kind = type(tensor)
     if is_lazy(tensor):
         return "a parameter that is not initialised", "Run one forward pass first."
@@ -178,7 +178,7 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
 
 @cache
 def _holds_its_data(kind: type) -> bool:
-    # A subclass that changes neither what operators do nor where the values are: its bytes are all there is to it.
+    # A subclass that changes neither operators nor the place of its values: its bytes are all of it.
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # type: ignore[attr-defined]
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in _FUNCTIONS  # type: ignore[attr-defined]
 
@@ -202,7 +202,7 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | No
 def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides, in elements, that a copy must have; None for C order.
 
-    Dense ones are kept, zeros of expanded dimensions too; gaps of a slice are closed and its order of dimensions stays.
+    Dense strides and zeros of expanded dimensions are kept; gaps of a slice are closed, in its order of dimensions.
     """
     if tensor.is_contiguous():
         return None
@@ -216,7 +216,7 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.Tensor:
-    """Narrow every expanded dimension (stride 0, in `steps` or the tensor's own) to 1: each element of memory once."""
+    """Narrow every expanded dimension (stride 0, in `steps` or the tensor's own) to 1, so that no element repeats."""
     for dim, step in enumerate(tensor.stride() if steps is None else steps):
         if step == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -224,7 +224,7 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Say whether two elements of a tensor may lie in the same memory, as in an expanded or unfolded one."""
+    """Say whether two elements of a tensor may share memory, as in an expanded or unfolded one."""
     tensor = local_of(tensor)
     if tensor.is_contiguous():
         return False
@@ -237,7 +237,7 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are whatever is there.
+    """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are undefined.
 
     Raises IntegrityError on strides that no tensor of this shape can have, and StateError where it has no room.
     """
@@ -255,7 +255,7 @@ def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.
 
 
 def _sane(steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
-    # They decide how much memory is taken: never more than the values need.
+    # Strides decide how much memory is allocated: never more than the values need.
     if len(steps) != source.dim() or any(step < 0 for step in steps):
         raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}")
     if sum((size - 1) * step for size, step in zip(source.shape, steps, strict=True)) > max(source.numel() - 1, 0):
@@ -265,14 +265,14 @@ def _sane(steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
 
 @torch.no_grad()
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of every pair into the first, which has its shape and dtype, on any device."""
+    """Copy the second tensor of every pair into the first, of the same shape and dtype, on any device."""
     into: list[torch.Tensor] = []
     out_of: list[torch.Tensor] = []
     for target, source in pairs:
         steps = None if target.is_contiguous() else target.stride()
         to = target.detach() if steps is None else expanded(target.detach(), steps)
         values = source if steps is None else expanded(source, steps)
-        if to.is_conj() or to.is_neg():  # torch copies no list of tensors into these
+        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into these
             to.copy_(values)
             continue
         into.append(to)
@@ -283,7 +283,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare shape, dtype and every bit: NaN equals itself, and 0.0 is not -0.0."""
+    """Say whether shape, dtype and every bit are equal: NaN equals itself, 0.0 differs from -0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_bits(one), _bits(other))
@@ -302,7 +302,7 @@ def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str 
 
 
 def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
-    """View a tensor in a file's bytes; of a complex dtype that is not aligned for it, a copy."""
+    """View a tensor in a file's bytes; copy it if its dtype is complex and the bytes are not aligned for that."""
     shape = tuple(shape)
     stored = STORED_DTYPES[dtype]
     count = math.prod(shape) * math.prod(stored.suffix)

@@ -1,8 +1,8 @@
-"""What a state leaves out: looked for at the first save of a process, and said once.
+"""Warn of objects that a state leaves out: checked at the first save of a process, one warning each.
 
-The garbage collector lists loaders, optimizers and schedules: a training loop has its own in a variable, a program in
-an attribute. What an object of another kind holds is not known, so where the state has one nothing is said of
-optimizers and schedules.
+The garbage collector lists loaders, optimizers and schedules, in a variable of a training loop or an attribute of a
+program. An object of another kind may hold some of them, so if the state has one, there is no warning of optimizers and
+schedules.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["warn_of_unsaved"]
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _empty: set[tuple[str, type]] = set()  # by name: an object may have no hash, and no weak reference
-_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # one that is off; before the first gradient
+_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # a scaler that is off; gradients before the first backward
 
 
 def warn_of_unsaved(state: Mapping[str, Any]) -> None:
-    """Warn of what a resume would lose: loaders that shuffle, optimizers, schedules, and objects with an empty state.
+    """Warn of what a resume would lose: shuffling loaders, optimizers, schedules, and objects with an empty state.
 
-    An optimizer is one of the state's modules, and a schedule one of the state's optimizers.
+    Only optimizers of the state's modules count, and schedules of the state's optimizers.
     """
     state = flat(state)
     alive = _alive(DataLoader, Optimizer, LRScheduler)
@@ -52,7 +52,7 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
 
 
 def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
-    """Warn of optimizers of the state's parameters that no optimizer of the state has."""
+    """Warn of optimizers that train the state's parameters but are not in the state."""
     of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(modules_of(state))}
     for one in state.values():
         if isinstance(one, Optimizer):
@@ -68,7 +68,7 @@ def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -
 
 
 def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -> None:
-    """Warn of schedules of the state's optimizers that have none in the state."""
+    """Warn of schedules of the state's optimizers that are not in the state."""
     of = {id(one): name for name, one in state.items() if isinstance(one, Optimizer)}
     for one in state.values():
         if isinstance(one, LRScheduler):
@@ -98,15 +98,15 @@ def _warn_of_empty(state: Mapping[str, Any]) -> None:
 
 
 def _new(found: Iterable[Any]) -> list[Any]:
-    """Return those that no warning has named, and remember them."""
+    """Return the objects that no warning has named yet, and remember them."""
     new = [one for one in found if one not in _warned]
     _warned.update(new)
     return new
 
 
 def _alive(*classes: type) -> list[Any]:
-    """Return every object of these classes and of those derived from them."""
-    # Every object refers to its class. frame.f_locals would keep the variables of the loop alive: the batch and
+    """Return every live object of these classes and of their subclasses."""
+    # Every object refers to its class. frame.f_locals would instead keep the loop's variables alive: the batch and
     # the graph of this step.
     kinds: set[type] = set()
     new = [*classes]
@@ -117,7 +117,7 @@ def _alive(*classes: type) -> list[Any]:
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    # torchdata's loader has samplers of its own.
+    # torchdata's loader has its own samplers.
     return isinstance(vars(loader).get("sampler"), RandomSampler)
 
 
@@ -126,7 +126,7 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _may_hold_others(value: Any) -> bool:
-    """Say whether a value is an object of the user's own, or of a framework: an optimizer's state may be in its own."""
+    """Say whether a value is a user's or a framework's object: it may hold an optimizer's state."""
     return kind_of(value) == "stateful" and not type(value).__module__.startswith(("torch", "ckpt_tasks.state."))
 
 
@@ -141,7 +141,7 @@ def _saves_nothing(value: Any) -> bool:
 
 
 def _has_attributes(module: nn.Module) -> bool:
-    """Say whether a module has tensors that are neither parameters nor buffers, as metrics do: in lists, too."""
+    """Say whether a module has tensors that are neither parameters nor buffers, as metrics do, also in lists."""
     held = [value for name, value in vars(module).items() if not name.startswith("_")]
     held += [item for value in held if isinstance(value, list) for item in value]
     return any(isinstance(value, torch.Tensor) for value in held)

@@ -1,7 +1,7 @@
 """Nested values: from live ones to a tree with a TensorRef for every tensor, and back.
 
-A tree (`format/tree.py`) holds plain values only. `pack` copies every container, so that a tree stays as it is while
-training goes on; tensors and arrays are collected, not copied. `unpack` makes the value again, type by type.
+A tree (`format/tree.py`) holds plain values only. `pack` copies every container, so that a tree does not change while
+training continues; tensors and arrays are collected, not copied. `unpack` makes the value again, type by type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DICTS", "REFILLED", "SCALARS", "array_view", "has_state", "is_scalar
 
 SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
 DICTS = (dict, OrderedDict, Counter)
-REFILLED = (*DICTS, list, set, deque)  # they take new contents and stay the objects that they are
+REFILLED = (*DICTS, list, set, deque)  # these stay the same objects and get new contents
 _SETS = (set, frozenset)
 _SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _ARRAY_DTYPES = frozenset(
@@ -38,9 +38,9 @@ _ARRAY_DTYPES = frozenset(
 
 
 def has_state(value: Any) -> bool:
-    """Say whether an object gives its state and takes it back."""
+    """Say whether an object has state_dict() and load_state_dict()."""
     if isinstance(value, type):
-        return False  # a class has the methods too
+        return False  # a class itself also has the methods
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -82,7 +82,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
 
 
 def _part(key: Any, number: int) -> str:
-    # A tensor's name: what a person would look for, and nothing that a file's header cannot hold.
+    # A part of a tensor's name: readable, and without anything that a file's header cannot hold.
     if type(key) is str and len(key) <= 200 and (key.isascii() or _is_text(key)):
         return key
     return str(key) if type(key) in (int, bool) else f"item{number}"
@@ -117,17 +117,17 @@ def _pack_leaf(value: Any, path: str) -> Any:
             key=path,
             hint="Give it a name of its own at the top of the state.",
         )
-    encode(value, path)  # says what is wrong with it
+    encode(value, path)  # raises the reason
     return value
 
 
 def is_scalar(value: Any) -> bool:
-    """Say whether a value, of a live object or a tree, is a plain one without parts."""
+    """Say whether a value, live or in a tree, is a plain one without parts."""
     return type(value) in SCALARS
 
 
 def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor in the memory of an array; None if torch has no such view, or may not write into it."""
+    """Return a tensor that shares an array's memory; None if torch has no such view, or the array is read-only."""
     if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
         return None
     return torch.from_numpy(array)
@@ -144,8 +144,8 @@ def _as_tensor(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
 def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -> Any:
     """Turn a tree into the value.
 
-    `make` returns the tensor or array for a ref; it is also given what stands at the ref's place in `live`, a value of
-    like form, or None if nothing does.
+    `make(ref, live)` returns the tensor or array for a ref; its second argument is the value at the ref's place in
+    `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
     """
     kind = type(tree)
     if kind in SCALARS:
@@ -166,7 +166,7 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
 
 
 def unpack_key(tree: Any) -> Any:
-    """Turn what a tree has for a key, a set or a plain value into the value."""
+    """Turn the tree of a key, a set or a plain value into the value."""
     kind = type(tree)
     if kind in (tuple, set, frozenset):
         return kind(unpack_key(item) for item in tree)
