@@ -31,10 +31,10 @@ __all__ = ["PREFIX", "TAG", "Outcome", "apply", "build_automations", "main", "re
 TAG = "ckpt-tasks"
 PREFIX = "ckpt-tasks: "
 
-_BEATS = 3  # a flow run that missed this many heartbeats is taken for dead
+_BEATS = 3  # a flow run that misses this many heartbeats counts as dead
 _RESUME_AFTER_S = 20  # time for others to act on the crash first: a worker that retries, a person
 _GIVEN_UP_AFTER_S = 60  # the resuming automation has acted by then
-# After a crash, these states say that the flow run goes on, or that a person decided otherwise.
+# After a crash, these states mean that the flow run continues, or that a person decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
 _ENDED = ("Failed", "TimedOut")

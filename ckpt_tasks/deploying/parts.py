@@ -1,7 +1,7 @@
-"""What of a site was started here: which processes, and if they live, in one file that outlives them and the machine.
+"""The processes of a site that were started here, in a file that survives them and a reboot.
 
-A process is known by its id, its start and the boot: after a reboot, or when the id is used again, it is gone, and no
-other process is ever taken for it.
+A process is identified by its id, its start time and the boot, so after a reboot, or when the id is reused, no other
+process is mistaken for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process that was started here; `boot` and `start` tell it from another one with its id."""
+    """A process that was started here; `boot` and `start` distinguish it from others with the same id."""
 
     pid: int
     start: str
@@ -50,7 +50,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The API of a site, and those of its parts that were started here, by name."""
+    """The API of a site, and the processes that were started here, by name of the part."""
 
     url: str
     started: Mapping[str, Process] = field(default_factory=dict)
@@ -68,20 +68,20 @@ def read_site(path: Path) -> Site | None:
 
 
 def write_site(path: Path, site: Site) -> None:
-    """Replace the file at once: whoever is killed leaves the one of before, or this one."""
+    """Replace the file atomically: after a kill it is the old one or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(asdict(site), indent=2) + "\n", "utf-8")
     new.replace(path)
 
 
 def flow_runs(mark: str, worker: Process) -> list[Process]:
-    """Return the processes of flow runs: the topmost ones with `mark` in their environment, below a worker or orphaned.
+    """Return the processes of flow runs: the topmost ones with `mark` in their environment, except the worker.
 
-    A worker hands its environment down, so that a flow run is found although its worker was killed.
+    Processes inherit a worker's environment, so a flow run is found even if its worker was killed.
     """
     parents: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile, or is another user's
+        with suppress(OSError):  # it has ended, or is another user's
             if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
     parents.pop(worker.pid, None)
@@ -90,12 +90,12 @@ def flow_runs(mark: str, worker: Process) -> list[Process]:
 
 
 def end_all(processes: Iterable[Process], patience_s: float) -> None:
-    """Send SIGTERM to all, wait for them, and kill those that are left after so many seconds."""
-    waited_for = [one for one in processes if one.lives]
-    for one in waited_for:
-        one.send(signal.SIGTERM)
+    """Send SIGTERM to all, wait at most `patience_s` seconds, then kill the rest."""
+    waited_for = [process for process in processes if process.lives]
+    for process in waited_for:
+        process.send(signal.SIGTERM)
     deadline = time.monotonic() + patience_s
-    while any(one.lives for one in waited_for) and time.monotonic() < deadline:
+    while any(process.lives for process in waited_for) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-    for one in waited_for:
-        one.send(signal.SIGKILL)
+    for process in waited_for:
+        process.send(signal.SIGKILL)

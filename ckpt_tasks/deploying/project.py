@@ -21,7 +21,7 @@ def write_project(directory: Path, name: str | None = None) -> tuple[str, list[s
     """Write the project into a directory that is new or empty; return its name, and what was written.
 
     The name (default: the directory's) becomes the key of its run and the name of its deployments. Raises ConfigError,
-    and has written nothing then.
+    with nothing written.
     """
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", directory.absolute().name).strip("-.") or "project"
     if "/" in name or not is_run_key(name):
@@ -46,7 +46,7 @@ def _texts(name: str) -> dict[str, str]:
 
 
 def _deployments(name: str) -> str:
-    """Return our own deployments, made the project's: its program, its run, and its name."""
+    """Return our own prefect.yaml, adapted to the project's program, run and name."""
     text = (_HERE / "prefect.yaml").read_text("utf-8")
     text = text.replace(_EXAMPLE, PROGRAM).replace("byte-lm", name).replace("the byte-level model", name)
     tag = "          - { prefect.resource.role: tag, prefect.resource.id: prefect.tag.ckpt-tasks }\n"

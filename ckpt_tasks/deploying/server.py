@@ -29,7 +29,7 @@ _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 
 
 def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | None:
-    """Start a server and return its process id when it answers; None if one answers already. Raises SiteError."""
+    """Start a server and return its process id once it answers; None if one answers already. Raises SiteError."""
     url = api_url(host, port)
     if answers(url):
         return None

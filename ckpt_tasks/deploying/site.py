@@ -39,7 +39,7 @@ _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of the site and what became of it, in words for people."""
+    """A part of the site and its status, in words for people."""
 
     name: str
     status: str
@@ -114,8 +114,8 @@ def take_down() -> tuple[Part, ...]:
 
 
 def _end_worker(worker: Process, mark: str) -> str:
-    """End the worker, and let the flow runs end a step and commit; they are scheduled again, for the next worker."""
-    worker.send(signal.SIGSTOP)  # it starts no more of them
+    """Stop the worker; its flow runs finish their step, commit, and are scheduled again for the next worker."""
+    worker.send(signal.SIGSTOP)  # so that it starts no more flow runs
     found = flow_runs(mark, worker)
     worker.send(signal.SIGKILL)
     end_all(found, _PREEMPTED_S)
@@ -123,7 +123,7 @@ def _end_worker(worker: Process, mark: str) -> str:
 
 
 def _mark(home: Path) -> str:
-    """Return what a worker of this site, and what it starts, has in its environment."""
+    """Return the mark in the environment of this site's worker and of what it starts."""
     return f"CKPT_SITE={home}"
 
 
@@ -146,9 +146,9 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, Part]:
             f"no server answers at {site.url}", hint="PREFECT_API_URL names it: start it, or unset the variable."
         )
     if process is not None:
-        end_all([process], _STOP_S)  # it runs, and does not answer
+        end_all([process], _STOP_S)  # it runs, but does not answer
     pid = start_server(host, port)
-    assert pid is not None  # nothing answered a moment ago, and we are alone
+    assert pid is not None  # nothing answered a moment ago, and we hold the site
     site = replace(site, started={**site.started, "server": Process.of(pid)})
     return site, Part(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
 
@@ -195,7 +195,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
             start_new_session=True,  # closing the terminal does not end it
         )
     site = replace(site, started={**site.started, "worker": Process.of(worker.pid)})
-    write_site(path, site)  # before it is waited for: who is killed here leaves no worker that nobody knows
+    write_site(path, site)  # before waiting for it: a kill here must not leave an unknown worker
     deadline = time.monotonic() + _PATIENCE_S
     while _sign_of_life(client, name) == before:
         if worker.poll() is not None:
@@ -213,7 +213,7 @@ def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
 
 @contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """Hold the site for this process: two of them would start everything twice."""
+    """Hold the site for this process; two at once would start everything twice."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / "ckpt-up.lock").open("w") as lock:
         try:

@@ -1,4 +1,4 @@
-"""The flows in a terminal: one live line, a table at the end, an exit status, and no word of Prefect's log."""
+"""The flows in a terminal: one live line, a table at the end, an exit status, and nothing of Prefect's log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a terminal asks for: a program's run until `steps`, in tasks of `batch_steps` steps or of 30 s."""
+    """A request of the command line: train a program to `steps`, in tasks of `batch_steps` steps or 30 s."""
 
     program: str
     config: CheckpointConfig
@@ -45,9 +45,9 @@ class Training:
     fork_from: str | None = None
 
     def check(self) -> None:
-        """Find the program, compare it with the run, and see if its parameters fit: what takes no server.
+        """Check without a server: find the program, compare it with the run, and check its parameters.
 
-        Raises CkptError. A run that is to be forked is forked here.
+        Raises CkptError. Also makes the fork, if one is requested.
         """
         BatchLength(steps=self.batch_steps)
         check_program(self.config, self.program)
@@ -71,7 +71,7 @@ class Ended:
 
 
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
-    """Train a run and evaluate its newest checkpoint, shown on the screen; `again` is the command that goes on.
+    """Train a run and evaluate its newest checkpoint, shown on the screen; `again` is the command that resumes it.
 
     Raises CkptError, before a server is started if that can be known.
     """
@@ -189,7 +189,7 @@ def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 def _exit_status() -> Iterator[list[int]]:
     """Yield a list whose item becomes the exit status: 130 or 143 after a signal, else 0.
 
-    What a flow raises that is no CkptError, but a user's mistake, becomes one.
+    A flow's error that is a user's mistake becomes a CkptError.
     """
     status = [0]
     # Prefect forwards SIGTERM to the previous handler. The default handler would end the process at once and leave the

@@ -1,1 +1,1 @@
-"""Adapters for the loops of others; each module imports its framework, so import the one that you use."""
+"""Adapters for other frameworks' loops; each module imports its framework, so import only the one that you use."""

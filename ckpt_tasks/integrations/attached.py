@@ -20,7 +20,7 @@ def config_of(checkpoint: str | os.PathLike[str] | CheckpointConfig) -> Checkpoi
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a log is a number; a tensor stays on its device."""
+    """Return the numbers of a log; tensors stay on their devices."""
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in metrics.items()
@@ -29,7 +29,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the state with the user's own objects; raises ConfigError if one has a name that is taken."""
+    """Return the state with the user's own objects; raises ConfigError if a name is taken."""
     taken = sorted(state.keys() & (extra or {}).keys())
     if taken:
         raise ConfigError(f"{', '.join(taken)} in `state` is saved already", hint="Give other names to your objects.")

@@ -1,8 +1,8 @@
-"""What Lightning itself puts into a checkpoint, as one stateful: loops, callbacks, schedules, scaler, hooks, loaders.
+"""Lightning's own part of a checkpoint, as one stateful: loops, callbacks, schedules, scaler, hooks, loaders.
 
-Lightning's `dump_checkpoint` calls every hook, so whatever a module, data module or callback adds is in it. The weights
-and the optimizers are groups of their own; the dump keeps weights only where a hook has put others in their place. It
-is taken at the start of a batch that is not trained yet, so the loops, restored, begin with that batch.
+Lightning's `dump_checkpoint` calls every hook, so it has all that a module, data module or callback adds. Weights and
+optimizers are separate groups; the dump keeps weights only if a hook has replaced them. It is taken at the start of a
+batch that is not trained yet, so restored loops begin with that batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 class LoaderPositions:
     """The positions of the training loaders before the batch in hand.
 
-    A loader's own state counts what it handed out: the batch in hand, and one more where Lightning fetches ahead. So
+    A loader's own state counts the batches handed out: the batch in hand, and one more if Lightning fetches ahead. So
     the states of the last batches are kept.
     """
 
@@ -32,7 +32,7 @@ class LoaderPositions:
         self._seen: deque[list[Any]] = deque(maxlen=3)
 
     def note(self, trainer: Trainer, batch_idx: int) -> None:
-        """Remember where the loaders are, once a batch has been fetched."""
+        """Remember the positions of the loaders, after a batch was fetched."""
         if batch_idx == 0:
             self._seen.clear()
         if not all(isinstance(loader, ResumableLoader) for loader in _stateful(trainer)):
@@ -49,17 +49,17 @@ class LoaderPositions:
 
 
 def begin_streams(trainer: Trainer) -> None:
-    """Make streams of Hugging Face's datasets begin an epoch at their beginning.
+    """Make streams of Hugging Face's datasets start an epoch at their beginning.
 
-    One whose state has been restored begins every epoch where that one was, unless it is told of epochs: Lightning
-    tells samplers only.
+    A restored stream starts every epoch at the restored position, unless set_epoch() is called: Lightning calls it only
+    on samplers.
     """
     datasets = sys.modules.get("datasets")
     combined = trainer.fit_loop._combined_loader
     for loader in combined.flattened if combined is not None else []:
         stream = getattr(loader, "dataset", None)
         if datasets is not None and isinstance(stream, datasets.IterableDataset):
-            stream.load_state_dict({**stream.state_dict(), "epoch": -1})  # a state of another epoch counts for none
+            stream.load_state_dict({**stream.state_dict(), "epoch": -1})  # the state of another epoch is ignored
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
@@ -69,19 +69,19 @@ def _stateful(trainer: Trainer) -> list[Any]:
 
 
 class LightningState:
-    """A stateful over a Trainer; what it is given is applied by `apply`, once the weights are back."""
+    """A stateful over a Trainer; `apply` applies a restored state, after the weights are restored."""
 
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
         self._module = module
-        self.loaders: list[Any] | None = None  # positions to save; None: as the loaders say
+        self.loaders: list[Any] | None = None  # positions to save; None: the loaders' own states
         self._given: dict[str, Any] | None = None
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dump, without what other groups hold; until training has begun, what a restore gave.
+        """Return the dump without the other groups' parts; before training begins, return the restored state.
 
-        A restore from memory saves at once what storage lacks, before Lightning's loops are where they will be.
+        A restore from memory saves to storage at once, before Lightning's loops are restored.
         """
         if not self._begun:
             assert self._given is not None
@@ -95,7 +95,7 @@ class LightningState:
         loop = dump["loops"]["fit_loop"]
         if self.loaders is not None:
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
-        # The batch in hand may be the epoch's last one; restored so, the loop would take it for done.
+        # The batch in hand may be the epoch's last one: the restored loop would regard the epoch as done.
         loop["epoch_loop.batch_progress"] = {**loop["epoch_loop.batch_progress"], "is_last_batch": False}
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
@@ -105,11 +105,11 @@ class LightningState:
         return dump
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember what was saved."""
+        """Remember the saved state for `apply`."""
         self._given, self._begun = state, False
 
     def apply(self) -> None:
-        """Restore it through Lightning's own ways, as `ckpt_path` does; its own checkpoint, if any, is left aside."""
+        """Restore through Lightning's own functions, as `ckpt_path` does; ignore its own checkpoint, if any."""
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         own = self._given["ckpt_tasks"]
@@ -127,12 +127,12 @@ class LightningState:
         )
 
     def at_train_start(self) -> None:
-        """Count the batch in hand back: it is fetched again."""
+        """Undo the count of the batch in hand, which is fetched again."""
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
 
     def at_first_batch(self) -> None:
-        """Put back what Lightning counts anew when it begins."""
+        """Restore the counters that Lightning resets when training begins; call it at the first batch."""
         assert self._given is not None
         self._begun = True
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
@@ -140,7 +140,7 @@ class LightningState:
         epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])
 
     def after_first_batch(self) -> None:
-        """Add the sums of before to those that the first batch has begun: an epoch's mean is one of all batches."""
+        """Add the restored sums to those of the first batch: an epoch's mean must cover all of its batches."""
         assert self._given is not None
         sums, self._given = self._given["ckpt_tasks"]["sums"], None
         for name, metric in self._trainer.fit_loop.epoch_loop._results.items():

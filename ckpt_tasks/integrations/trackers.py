@@ -1,8 +1,8 @@
 """TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
 
-A tracker hears of a step when the step is committed, so it never has one that was trained and lost. A mark, one small
-file, says up to which step it has come. A restart goes on from there: what was committed and is not in the tracker (the
-process died in between) comes from the run itself. Where training goes back to an older checkpoint, the tracker is told
+A tracker gets a step when the step is committed, so it never has one that was trained and lost. A mark, one small file,
+says which step the tracker has reached. A restart continues there: steps that were committed but are not in the tracker
+(the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker is told
 which steps were left behind.
 """
 
@@ -28,9 +28,9 @@ _MOST_AT_ONCE = 900  # MLflow takes at most 1,000 metrics in one request
 
 
 class Tracker:
-    """What all trackers share; `directory` holds the mark, on a disk that the next process finds again.
+    """The base of all trackers; `directory` holds the mark, on a disk that the next process can read.
 
-    `write` takes steps, `left` hears that the steps from `first` to `last` were left behind.
+    Subclasses write steps in `write`, and mark the steps from `first` to `last` as left behind in `left`.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -38,16 +38,16 @@ class Tracker:
         self._mark = self.directory / f"ckpt-tasks-{type(self).__name__.lower()}.json"
 
     def follow(self, ckpt: Checkpointer) -> None:
-        """Write what this Checkpointer commits from now on. Call it before `restore`. Of many ranks, rank 0 writes."""
+        """Write the steps that this Checkpointer commits from now on. Call it before `restore`. Only rank 0 writes."""
         ckpt.listen(Listener(measured=self.measured, restored=lambda report: self.restored(ckpt, report)))
 
     def measured(self, steps: Sequence[StepMetrics]) -> None:
-        """Write steps that were committed, and remember how far this has come."""
+        """Write committed steps, and move the mark."""
         self.write(steps)
         self._remember(steps[-1].step)
 
     def restored(self, ckpt: Checkpointer, report: RestoreReport) -> None:
-        """Bring the tracker to where training goes on from."""
+        """Bring the tracker to the restored step: add missing steps, mark those left behind."""
         known = self.known_step
         if known > report.step:
             self.left(report.step + 1, known)
@@ -82,7 +82,7 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
-    """Scalars in a log directory of TensorBoard. What was left behind is purged: TensorBoard shows it no more."""
+    """Scalars in a log directory of TensorBoard. Steps left behind are purged: TensorBoard hides them."""
 
     def __init__(self, log_dir: str | os.PathLike[str]):
         super().__init__(log_dir)
@@ -106,16 +106,16 @@ class TensorBoard(Tracker):
     def _open(self, first: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        if self._writer is None:  # purged: a process that died between its write and its mark has written these
+        if self._writer is None:  # purge: a process that died between its write and its mark has written these
             self._writer = SummaryWriter(self.directory, purge_step=first)
         return self._writer
 
 
 class MLflow(Tracker):
-    """One run of MLflow for one run of training, however often that is resumed.
+    """One MLflow run for one run of training, however often that is resumed.
 
-    `directory` holds the mark. Where MLflow has no way to take back what was left behind, the tag
-    `ckpt_tasks.left_behind` names the steps, and later values of the same steps stand beside the earlier ones.
+    `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names steps that were
+    left behind; later values of the same steps are added to the earlier ones.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class MLflow(Tracker):
 class WandB(Tracker):
     """One run of Weights & Biases for one run of training; `settings` go to `wandb.init` (project, mode, …).
 
-    Metrics are drawn against `step`. Where training goes back, `line` counts up, so that both lines can be told apart,
-    and the summary `left_behind` names the steps.
+    Metrics are drawn against `step`. When training goes back, `line` is increased, so that the two lines differ, and
+    the summary `left_behind` names the steps.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, run_key: str, **settings: Any):
@@ -174,6 +174,6 @@ class WandB(Tracker):
             self.run.log({**metrics, "step": step, "line": self._line, "at_s": at_s})
 
     def left(self, first: int, last: int) -> None:
-        """Begin another line."""
+        """Start another line."""
         self._line += 1
         self.run.summary["left_behind"] = f"{first} to {last}"

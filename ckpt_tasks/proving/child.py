@@ -1,7 +1,7 @@
-"""Processes that train a program for `verify_resume`, record every bit of every step, and may kill themselves.
+"""Processes that train a program for `verify_resume`, record digests of every step, and may kill themselves.
 
-Started as `python -m ckpt_tasks.proving.child ORDERS`, a JSON list. Each order is carried out by a fork of a process
-that has imported torch and not the program.
+Started as `python -m ckpt_tasks.proving.child ORDERS`, a JSON list. A fork carries out each order: it has torch
+imported, but not the program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["train"]
 
 
 def train(order: Mapping[str, Any]) -> None:
-    """Train to the last step; save where ordered, and die within the step ordered, after its computation."""
+    """Train to the last step; save at the ordered steps, and die in the ordered step, after its computation."""
     never = order["steps"] + 1
     config = CheckpointConfig(checkpoint_dir=order["run"], step_interval=never, memory_dir=None)
     with Checkpointer(config) as ckpt, open(order["log"], "a", encoding="utf-8") as log:
@@ -85,13 +85,13 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(program: Any) -> dict[str, str]:
-    """Return the plain attributes of a program; what of them is not in its state starts anew in a new process."""
+    """Return the plain attributes of a program; those outside of its state start again in a new process."""
     plain = (bool, int, float, str)
     return {name: repr(value) for name, value in vars(program).items() if isinstance(value, plain)}
 
 
 def _unsaved(program: Any, state: Mapping[str, Any]) -> list[list[str]]:
-    """List objects with a state that the program holds and its state does not: path, class and kind."""
+    """List objects with a state that the program holds outside of its own state: path, class and kind."""
     known = {id(one) for one in objects_of(state)}
     for one in objects_of(state):
         if isinstance(one, torch.nn.Module):
@@ -128,7 +128,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _status_of(order: Mapping[str, Any]) -> int:
-    """Carry an order out in a fork; return the status with which it ended, negative for a signal's number."""
+    """Carry out an order in a fork; return its exit status, or the negative number of the signal that ended it."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -28,9 +28,9 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step that differs, what differs in it (the first one first), and the likely cause in words.
+    """The first step that differs, the names of the values that differ in it, and the likely cause in words.
 
-    `after_kills`: how many times the training had been killed by then; 0 means that it is not the resume's fault.
+    `after_kills`: how often the training had been killed by then; 0 means that the resume is not the cause.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared: steps, the steps within which a process was killed, values per step; and what differs."""
+    """The comparison: steps, steps in which a process was killed, values per step, and the first difference."""
 
     steps: int
     killed_within: tuple[int, ...]
@@ -55,7 +55,7 @@ class Proof:
 
 
 def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12) -> Proof:
-    """Train "module:Program" twice, once with two kills, in processes of its own; say whether they end the same.
+    """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
     Every value of the state, every metric and the random streams are compared after every step. Raises ConfigError for
     fewer than 6 steps, and ProgramError if the program cannot be built or fails.
@@ -84,8 +84,8 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
 
 
 def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Let processes carry the orders out, one after the other; return what each recorded."""
-    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # what can be imported here can be there
+    """Carry out the orders in processes, one after the other; return their records."""
+    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # the child can import what this process can
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_tasks.proving.child", json.dumps(orders)],
         env={**os.environ, "PYTHONPATH": places},
@@ -111,7 +111,7 @@ def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) ->
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Name what differs: random streams first, then what is neither weight nor moment, metrics, and the rest."""
+    """Return the names of values that differ: random streams, then what is neither weight nor moment, then others."""
     values = sorted(
         key
         for key in one["values"].keys() | other["values"].keys()
