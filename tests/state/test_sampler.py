@@ -124,6 +124,8 @@ def test_ranks_without_a_sample_still_step() -> None:
     samplers = gang(10, 1, 3, one.state_dict(), drop_last=False)
     assert [len(list(sampler)) for sampler in samplers] == [1, 1, 1]
     assert [len(next(iter(sampler))) for sampler in samplers] == [1, 1, 0]
+    whole = gang(3, 1, 2, None, drop_last=False)
+    assert [[len(batch) for batch in sampler] for sampler in whole] == [[1, 1], [1, 0]]  # the last batch alone
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
