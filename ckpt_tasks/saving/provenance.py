@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -67,15 +69,28 @@ def code_of(directory: str) -> str:
 
 def _git(directory: str, *arguments: str) -> str | None:
     """Return git's output; None if git is missing, does not answer in time, or finds no repository."""
+    git = shutil.which("git")
+    if git is None:
+        return None
     # Takes no lock, and runs no program that the repository's configuration names.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
+    command = [git, "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_S, check=False
-        )
+        # No pipe, for the output or inside Popen: this is a thread, and a loader's worker that training forks meanwhile
+        # would hold it open for as long as it lives. With a path and without close_fds, Popen spawns and needs none.
+        with tempfile.TemporaryFile() as said:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.DEVNULL,
+                close_fds=False,
+                timeout=_GIT_S,
+                check=False,
+            )
+            said.seek(0)
+            return said.read().decode().strip() if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _directory_of_program() -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -93,3 +96,31 @@ def test_code_without_a_repository_is_unknown(tmp_path: Path, monkeypatch: pytes
     assert code_of(str(tmp_path)) == "unknown"
     monkeypatch.setenv("PATH", "")
     assert code_of(str(ROOT)) == "unknown"
+
+
+def test_a_worker_forked_meanwhile_holds_nothing_up() -> None:
+    """A loader forks workers in one thread while another asks git: it does not wait until they end (they never may)."""
+    if shutil.which("git") is None:
+        pytest.skip("no git here")
+    workers: list[int] = []
+
+    def fork_as_git_is_started(frame: object, event: str, called: object) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") in {"fork_exec", "posix_spawn"}:
+            workers.append(os.fork())
+            if not workers[-1]:
+                time.sleep(60)
+                os._exit(0)
+
+    answers: list[str] = []
+    asking = threading.Thread(
+        target=lambda: (sys.setprofile(fork_as_git_is_started), answers.append(code_of(str(ROOT))))
+    )
+    asking.daemon = True
+    asking.start()
+    asking.join(20)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert len(workers) > 1
+    assert answers[0].startswith("git ")
+    assert "unknown" not in answers[0]
