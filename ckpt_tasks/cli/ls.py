@@ -1,14 +1,18 @@
-"""`ckpt ls`: list the checkpoints of a run."""
+"""`ckpt ls`: list the checkpoints of a run, or the runs of a directory."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from ckpt_tasks.cli.facts import RunArgument, kept_because, lineage_facts, params_line
+import typer
+
+from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
+from ckpt_tasks.cli.ls_runs import list_runs
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
@@ -24,32 +28,78 @@ _METRICS_SHOWN = 3
 _EVALUATIONS_SHOWN = 2
 
 
-def ls(directory: RunArgument, as_json: JsonOption = False) -> None:
-    """List the checkpoints of a run, newest first."""
-    from ckpt_tasks.format.ledger import lineage
+RootArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="a run directory, or one that holds runs", show_default=False)
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="NAME,NAME", help="the metrics to show (default: those that there is room for)"),
+]
+SortOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sort", metavar="NAME", help="of many runs: name, state, step, saved, checkpoints, size or a metric; -NAME"
+    ),
+]
+
+
+def ls(
+    directory: RootArgument, *, metrics: MetricsOption = None, sort: SortOption = None, as_json: JsonOption = False
+) -> None:
+    """List the checkpoints of a run, newest first, or the runs of a directory.
+
+    A run is in a row: its state, the step and the age of its newest checkpoint, how many live ones it has, their
+    size, and its last metrics; an evaluation's are called suite/metric. Exits with 1 if a run is damaged.
+    """
     from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out:
-        run = open_run(directory)
-        head = run.head()
-        kept = kept_because(head.state)
-        marks = _Marks.of(head.state)
-        rows = [_row(checkpoint, marks, kept[checkpoint.manifest_digest]) for checkpoint in lineage(head.state.live)]
-        owner = head.state.owner
-        out.data(
-            {
-                "run_key": run.run_key,
-                "checkpoint_dir": run.history.store.url,
-                "owner": None if owner is None else _owner(owner),
-                "best": {"metric": head.state.best_metric, "mode": head.state.best_mode},
-                **lineage_facts(head.state),
-                "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
-                "checkpoints": rows,
-            }
-        )
-        _print(out, run, head, rows)
-        if head.entry is None and head.damaged:
-            out.fail()
+        chosen = [name for name in (metrics or "").split(",") if name]
+        try:
+            run = open_run(directory)
+        except CheckpointNotFoundError:
+            if not _list_below(out, directory, chosen, sort):
+                raise
+            return
+        if sort is not None:
+            raise ConfigError("--sort is for a directory of many runs", hint="The checkpoints of one are newest first.")
+        _list_run(out, run, chosen)
+
+
+def _list_below(out: Output, directory: str, metrics: list[str], sort: str | None) -> bool:
+    """List the runs below a directory that is none; False if there are none."""
+    from ckpt_tasks.reading.overview import summaries_below
+    from ckpt_tasks.storage.locations import Location
+
+    store = Location(directory).open()
+    runs = summaries_below(store)
+    if runs:
+        list_runs(out, store.url, runs, metrics, sort)
+    return bool(runs)
+
+
+def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
+    from ckpt_tasks.format.ledger import lineage
+
+    head = run.head()
+    kept = kept_because(head.state)
+    marks = _Marks.of(head.state)
+    rows = [_row(checkpoint, marks, kept[checkpoint.manifest_digest]) for checkpoint in lineage(head.state.live)]
+    owner = head.state.owner
+    out.data(
+        {
+            "run_key": run.run_key,
+            "checkpoint_dir": run.history.store.url,
+            "owner": None if owner is None else _owner(owner),
+            "best": {"metric": head.state.best_metric, "mode": head.state.best_mode},
+            **lineage_facts(head.state),
+            "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
+            "checkpoints": rows,
+        }
+    )
+    _print(out, run, head, rows, metrics)
+    if head.entry is None and head.damaged:
+        out.fail()
 
 
 class _Marks(NamedTuple):
@@ -91,14 +141,15 @@ def _row(checkpoint: Checkpoint, marks: _Marks, kept: list[str]) -> dict[str, An
     }
 
 
-def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]]) -> None:
+def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]], metrics: list[str]) -> None:
     from rich.text import Text
 
     if out.as_json:
         return
     out.print(title(run))
-    columns = _metric_columns(rows)
-    choices = (_listing(rows, columns[:shown]) for shown in range(min(len(columns), _METRICS_SHOWN), -1, -1))
+    columns = [_column(name, rows) for name in metrics] or _metric_columns(rows)[:_METRICS_SHOWN]
+    fewest = len(columns) if metrics else 0
+    choices = (_listing(rows, columns[:shown]) for shown in range(len(columns), fewest - 1, -1))
     out.print(widest(choices) if rows else Text("\nThere is no checkpoint yet.\n"))
     out.print(Text(_holder(head.state.owner), style="dim"))
     origin = head.state.origin
@@ -151,8 +202,16 @@ def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
         for suite in suites
         for name in sort_metrics({name for row in rows for name in row["evaluations"].get(suite, {})})
     ]
-    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite comes first
-    return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:]]
+    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite before all else
+    return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:], *best[_EVALUATIONS_SHOWN:]]
+
+
+def _column(name: str, rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return (suite, metric) for a name; raise ConfigError if no checkpoint has it."""
+    known = {(f"{suite}/{one}" if suite else one): (suite, one) for suite, one in _metric_columns(rows)}
+    if name not in known:
+        raise ConfigError(f"no checkpoint has the metric {name!r:.80}", hint=f"There are {', '.join(known) or 'none'}.")
+    return known[name]
 
 
 def _metric(row: dict[str, Any], suite: str, name: str) -> str:

@@ -60,6 +60,7 @@ class Requests(Protocol):
     async def read(self, key: str, begin: int, into: memoryview) -> None: ...
     async def size(self, key: str) -> int: ...
     async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]: ...
+    async def folders(self, prefix: str) -> list[str]: ...
     async def delete(self, key: str) -> None: ...
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None: ...
 
@@ -186,6 +187,17 @@ class ObjectStore:
 
     def keep_room(self) -> None:
         """Do nothing: an object store does not fill up."""
+
+    def folders(self) -> list[str]:
+        """List the names directly below this place that have objects below them; many are one request."""
+        keys = self._run("", lambda requests: requests.folders(self._prefix))
+        return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
+
+    def below(self, name: str) -> ObjectStore:
+        """Return the place of this name below this one, with the same connections."""
+        store = ObjectStore(f"{self.url}/{name}", self._options)
+        store._opened = self._requests()
+        return store
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -338,6 +350,11 @@ class _Others:
             return []
         cut = len(self._path(""))
         return [path.lstrip("/")[cut:] for path in found]
+
+    async def folders(self, prefix: str) -> list[str]:
+        found = await self._do("ls", self._path(prefix.rstrip("/")), detail=True)
+        cut = len(self._path(""))
+        return [entry["name"].lstrip("/")[cut:] for entry in found if entry["type"] == "directory"]
 
     async def delete(self, key: str) -> None:
         await self._do("rm_file", self._path(key))

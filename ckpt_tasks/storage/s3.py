@@ -123,6 +123,17 @@ class S3Requests:
                 return found
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
+    async def folders(self, prefix: str) -> list[str]:
+        """List what keys below a prefix have up to the next slash, each once."""
+        found: list[str] = []
+        more: dict[str, Any] = {}
+        while True:
+            answer = await self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
+            found += [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+            if not answer.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": answer["NextContinuationToken"]}
+
     async def delete(self, key: str) -> None:
         """Delete an object; a missing one is not an error."""
         await self._call("delete_object", Key=key)

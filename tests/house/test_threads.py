@@ -5,7 +5,13 @@ from __future__ import annotations
 from tests.house.sources import ROOT, files, imports, parse
 
 # Commands, which end before the interpreter does.
-COMMANDS = {"copying/syncing.py", "copying/transfer.py", "ledger/timeline.py", "storage/measuring.py"}
+COMMANDS = {
+    "copying/syncing.py",
+    "copying/transfer.py",
+    "ledger/timeline.py",
+    "reading/overview.py",
+    "storage/measuring.py",
+}
 ROOMS = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
 PROBE = "storage/probe.py"  # before a run's directory is made
 

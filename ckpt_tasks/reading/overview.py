@@ -1,0 +1,117 @@
+"""Many runs side by side: what can be said of each from its newest ledger entry alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError
+from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX
+from ckpt_tasks.format.ledger import Evaluation, Owner, State, lineage
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ledger.ownership import Signs, identify, why_free
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.roots import stores_below
+
+__all__ = ["RunSummary", "summaries_below"]
+
+_THREADS = 16
+_TIMEOUT_S = 120.0  # what an owner has unless its configuration says otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run: its newest checkpoint, how many it has, and whether it is trained now.
+
+    `state` is running (its owner lives), ended (its owner has released it), silent (its owner has gone without a word),
+    new (nothing is saved yet), damaged or unreadable; `why` says more of the last four. `size_bytes` is the sum over
+    live checkpoints: objects that several of them use are counted for each. `metrics` are those of the newest
+    checkpoint, and of each evaluation suite its newest results, as "suite/metric".
+    """
+
+    name: str
+    url: str
+    state: str
+    why: str = ""
+    run_key: str | None = None
+    step: int | None = None
+    saved_at: str | None = None
+    checkpoints: int = 0
+    pinned: int = 0
+    size_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def summaries_below(store: Store) -> list[RunSummary]:
+    """Summarise every run whose directory lies in this one, by name; a damaged run is one of them, not an error.
+
+    Raises StoreError if the directory itself cannot be listed.
+    """
+    places, me = stores_below(store), identify(None)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-overview") as pool:
+        found = pool.map(partial(_summary, me), places, places.values())
+        return [summary for summary in found if summary is not None]
+
+
+def _summary(me: Owner, name: str, store: Store) -> RunSummary | None:
+    """Summarise one run; None for a directory that is none."""
+    history = History(store)
+    say = partial(RunSummary, name=name, url=store.url)
+    try:
+        run_key, missing = _run_key(history)
+        if missing and not store.names(LEDGER_PREFIX, limit=1):
+            return None
+        head = history.head()
+        state, why = _state(history, head, me)
+        if run_key is None:
+            state, why = "damaged", f"{FORMAT_NAME} is {'missing' if missing else 'damaged'}"
+    except IntegrityError as error:
+        return say(state="damaged", why=str(error))
+    except CkptError as error:
+        return say(state="unreadable", why=str(error))
+    newest_first = lineage(head.state.live)
+    newest = newest_first[0] if newest_first else None
+    return say(
+        state=state,
+        why=why,
+        run_key=run_key,
+        step=newest.step if newest else None,
+        saved_at=newest.saved_at if newest else None,
+        checkpoints=len(newest_first),
+        pinned=len(head.state.pins),
+        size_bytes=sum(checkpoint.size_bytes for checkpoint in newest_first),
+        metrics={**(newest.metrics if newest else {}), **_evaluated(head.state)},
+    )
+
+
+def _run_key(history: History) -> tuple[str | None, bool]:
+    """Return the run's key, None where format.json is damaged or missing, and whether it is missing."""
+    try:
+        return history.check(None), False
+    except CheckpointNotFoundError:
+        return None, True
+
+
+def _state(history: History, head: Head, me: Owner) -> tuple[str, str]:
+    if head.damaged:
+        entries = "1 ledger entry" if len(head.damaged) == 1 else f"{len(head.damaged)} ledger entries"
+        return "damaged", f"{entries} cannot be read"
+    owner = head.state.owner
+    if owner is None or owner.released:
+        return ("ended", "") if head.state.live else ("new", "nothing is saved yet")
+    free = why_free(owner, me, Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
+    return ("running", "") if free is None else ("silent", free)
+
+
+def _evaluated(state: State) -> dict[str, float]:
+    found: dict[str, float] = {}
+    by_digest: dict[str, list[Evaluation]] = {}
+    for evaluation in state.evaluations:
+        by_digest.setdefault(evaluation.manifest_digest, []).append(evaluation)
+    for checkpoint in lineage(state.live):
+        for evaluation in by_digest.get(checkpoint.manifest_digest, ()):
+            for name, value in evaluation.metrics.items():
+                found.setdefault(f"{evaluation.suite}/{name}", value)
+    return found

@@ -1,0 +1,179 @@
+"""`ckpt ls ROOT`: many runs side by side, whatever state each is in."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.cli.ls_runs import sort_runs
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.reading.overview import RunSummary, summaries_below
+from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.port import Store
+from tests.servers.s3 import S3Server
+from tests.support.cli_runs import ckpt, config, flip, save_steps
+
+SUMMARIES = [
+    RunSummary(name="a", url="", state="ended", step=3, saved_at="2026-01-03", size_bytes=1, metrics={"loss": 0.5}),
+    RunSummary(name="b", url="", state="running", step=9, saved_at="2026-01-01", size_bytes=3, metrics={"loss": 0.1}),
+    RunSummary(name="c", url="", state="ended", metrics={"loss": math.nan, "acc": 1.0}),
+]
+
+
+def rows(root: Path, *options: str) -> dict[str, Any]:
+    return {row["name"]: row for row in ckpt("ls", root, "--json", *options).data["runs"]}
+
+
+def test_a_run_is_a_row(tmp_path: Path) -> None:
+    """Name, state, newest step, age, live checkpoints, size, metrics and evaluations; what is no run is not shown."""
+    save_steps(tmp_path / "first", 1, 2)
+    save_steps(tmp_path / "second", 5, 50)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.txt").write_text("none")
+    with Checkpointer(config(tmp_path / "second")) as held:
+        held.acquire()
+        held.pin(5, "paper")
+    run = open_run(str(tmp_path / "second"))
+    run.record_evaluation(run.find(5), "quick", {"bits": 1.5})
+    answer = ckpt("ls", tmp_path)
+    assert answer.status == 0, answer.err
+    lines = [line.split() for line in answer.out.splitlines() if "ended" in line]
+    assert [line[0] for line in lines[:2]] == ["first", "second"]
+    assert "ended, 1 pinned" in answer.out
+    assert "quick/bits" in answer.out
+    assert "2 runs" in answer.out
+    assert "2 ended." in answer.out
+    found = rows(tmp_path)
+    assert [found["second"][name] for name in ("step", "checkpoints", "pinned", "run_key")] == [50, 2, 1, "second"]
+    assert found["second"]["metrics"] == {"loss": 1 / 51, "quick/bits": 1.5}
+    assert found["first"]["size_bytes"] == sum(c.size_bytes for c in open_run(str(tmp_path / "first")).checkpoints())
+
+
+def test_metrics_are_chosen_and_sorted_by(tmp_path: Path) -> None:
+    """--metrics names the columns, also of one run's checkpoints; --sort orders by any; a wrong name is told."""
+    save_steps(tmp_path / "long", 90)
+    save_steps(tmp_path / "short", 1)
+    shown = ckpt("ls", tmp_path, "--metrics", "loss", "--sort", "loss").out
+    assert shown.index("long") < shown.index("short")
+    assert [*rows(tmp_path, "--sort=-loss")] == ["short", "long"]
+    assert ckpt("ls", tmp_path / "long", "--metrics", "loss").status == 0
+    for wrong in (["--metrics", "acc"], ["--sort", "acc"]):
+        answer = ckpt("ls", tmp_path, *wrong)
+        assert answer.status == 1
+        assert "loss" in answer.err
+    assert "no checkpoint has the metric 'acc'" in ckpt("ls", tmp_path / "long", "--metrics", "acc").err
+    assert "many runs" in ckpt("ls", tmp_path / "long", "--sort", "loss").err
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        ("name", "abc"),
+        ("-name", "cba"),
+        ("step", "bac"),
+        ("saved", "abc"),
+        ("size", "bac"),
+        ("state", "acb"),
+        ("loss", "bac"),
+        ("-loss", "abc"),
+        ("acc", "cab"),
+    ],
+)
+def test_the_order(sort: str, order: str) -> None:
+    """The newest and the largest come first, the smallest of a metric; a run without a value comes last."""
+    assert "".join(run.name for run in sort_runs(SUMMARIES, sort)) == order
+    with pytest.raises(ConfigError, match="acc"):
+        sort_runs(SUMMARIES, "spell")
+
+
+def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
+    """P49: format.json gone or broken, all ledger entries broken, or the newest: each is a row beside the good one."""
+    runs = ("good", "format", "gone", "ledger", "newest")
+    save_steps(tmp_path / "good", 7)
+    for name in runs[1:]:
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+    flip(tmp_path / "format" / "format.json", 20)
+    (tmp_path / "gone" / "format.json").unlink()
+    for path in (tmp_path / "ledger" / "ledger").iterdir():
+        flip(path, 20)
+    flip(min((tmp_path / "newest" / "ledger").iterdir()), 20)  # the newest entry has the first name
+    answer = ckpt("ls", tmp_path)
+    assert answer.status == 1
+    assert "format: format.json is damaged" in answer.out
+    assert "gone: format.json is missing" in answer.out
+    assert "newest: 1 ledger entry cannot be read" in answer.out
+    assert "5 runs" in answer.out
+    assert "4 damaged" in answer.out
+    found = rows(tmp_path)
+    assert [found[name]["state"] for name in runs] == ["ended", *["damaged"] * 4]
+    assert [found[name]["step"] for name in runs] == [7, 7, 7, None, 7]
+
+
+def test_a_run_that_is_trained_now(tmp_path: Path) -> None:
+    """P34: to another process a run whose owner lives is running; one whose owner shows no life is silent, with why."""
+    command = [sys.executable, "-c", "from ckpt_tasks.cli import app; app()", "ls", str(tmp_path / "runs"), "--json"]
+    save_steps(tmp_path / "runs" / "one", 3)
+    with Checkpointer(config(tmp_path / "runs" / "one")) as held:
+        held.acquire()
+        shutil.copytree(tmp_path / "runs" / "one", tmp_path / "runs" / "other")
+        owner = open_run(str(tmp_path / "runs" / "other")).head().state.owner
+        assert owner is not None
+        sign = tmp_path / "runs" / "other" / heartbeat_name(owner.epoch)
+        sign.parent.mkdir(exist_ok=True)
+        sign.write_text(json.dumps({"at_s": time.time() - 1000}))
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    one, other = json.loads(done.stdout)["runs"]
+    assert (one["name"], one["state"]) == ("one", "running")
+    assert (other["state"], "no life for 100" in other["why"]) == ("silent", True)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """A directory without runs, or none at all, is the error that it is for one run."""
+    for place in (tmp_path, tmp_path / "none"):
+        answer = ckpt("ls", place)
+        assert answer.status == 1
+        assert "is not a run directory" in answer.err
+
+
+class Counting(ObjectStore):
+    """A place that counts what is asked of it and of the places below it."""
+
+    requests: list[str]
+
+    def _run(self, name: str, work: Any) -> Any:
+        self.requests.append(name)
+        return super()._run(name, work)
+
+    def below(self, name: str) -> ObjectStore:
+        store = super().below(name)
+        counting = Counting(store.url, self._options)
+        counting._opened, counting.requests = store._opened, self.requests
+        return counting
+
+
+def test_a_bucket_of_runs(ministack: S3Server, bucket: str, tmp_path: Path) -> None:
+    """A prefix that holds runs: one listing for all, then four requests for each, over the same connections."""
+    local = save_steps(tmp_path / "one", 4)
+    client = ministack.client()
+    for n in range(12):
+        for path in (path for path in local.rglob("*") if path.is_file()):
+            key = f"sweep/run-{n:02}/{path.relative_to(local)}"
+            client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+    client.put_object(Bucket=bucket, Key="sweep/notes/a.txt", Body=b"none")
+    root = Counting(f"s3://{bucket}/sweep", ministack.storage_options)
+    root.requests = []
+    store: Store = root
+    found = summaries_below(store)
+    assert [(run.name, run.step, run.state) for run in found] == [(f"run-{n:02}", 4, "ended") for n in range(12)]
+    assert len(root.requests) <= 1 + 12 * 4 + 2
