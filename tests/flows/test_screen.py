@@ -23,10 +23,13 @@ def test_the_line_says_where_training_is() -> None:
     """Step, metric, speed of the steps themselves, and time left."""
     out = Screen(file=io.StringIO(), width=200, color_system=None)
     line = LiveLine(out, 30)
-    for step in (1, 2):
-        progress = Progress(step=step, step_s=0.5, metrics={"loss": 2.5}, amount=64.0, unit="samples", commit=None)
-        line(progress)
-    assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(progress))
+    first, second = (
+        Progress(step=step, step_s=0.5, metrics={"loss": 2.5}, amount=64.0, unit="samples", commit=None)
+        for step in (1, 2)
+    )
+    line(first)
+    line(second)
+    assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,95 @@
+"""A room's private names are its own, and no two modules import each other."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT, files, imports, module_name, parse, where
+from tests.house.test_private_names import is_private
+
+SOURCES = files("ckpt_tasks")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "ckpt_tasks").parts[0]
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a module defines: functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        name: str | None = None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        if name is not None and is_private(name):
+            yield name
+
+
+def read_of_others(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of private names that are looked up on anything but self, or imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+
+
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """Return a module without what only type checkers import."""
+    kept = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def graph(sources: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return which modules each module imports, inside of functions too."""
+    found: dict[str, set[str]] = {name: set() for name in sources}
+    for name, tree in sources.items():
+        for _, imported in imports(at_run_time(tree)):
+            module = imported if imported in sources else imported.rpartition(".")[0]
+            if module in sources and module != name:
+                found[name].add(module)
+    return found
+
+
+def test_no_private_name_of_another_room_is_read() -> None:
+    """A name that begins with _ and is defined in one room is read in that room only."""
+    rooms = defaultdict(set)
+    for path in SOURCES:
+        for name in defined(parse(path)):
+            rooms[name].add(room_of(path))
+    wrong = [
+        f"{where(path, line)}: {name} belongs to {', '.join(sorted(rooms[name]))}/"
+        for path in SOURCES
+        for line, name in read_of_others(parse(path))
+        if name in rooms and room_of(path) not in rooms[name] and name not in OF_TORCH
+    ]
+    assert wrong == [], "give the other room a public name for what you need"
+
+
+# Names of torch's that a room of ours happens to define as well.
+OF_TORCH = {"_modules"}
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Imports make no circle, not even one that a function closes when it runs."""
+    modules = {module_name(path): parse(path) for path in SOURCES if path != ROOT / "ckpt_tasks" / "__init__.py"}
+    graphlib.TopologicalSorter(graph(modules)).prepare()
+
+
+def test_a_circle_is_seen() -> None:
+    """Also where one of the imports is inside of a function; what only a type checker imports closes none."""
+    later = ast.parse("def f():\n    from a import x")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph({"a": ast.parse("import b"), "b": later})).prepare()
+    checked = ast.parse("if TYPE_CHECKING:\n    from a import x")
+    graphlib.TopologicalSorter(graph({"a": ast.parse("import b"), "b": checked})).prepare()
