@@ -315,7 +315,10 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
-    """Raise the owner's epoch above those of the copied attempts, so that leftovers of them are orphans."""
+    """Append an owner entry with an epoch above those of the copied attempts, so that leftovers of them are orphans.
+
+    Does nothing if the owner's epoch is high enough. Raises ConfigError if a copied epoch is absurdly high.
+    """
     attempts = [parse_attempt(c.manifest) for c in plan.diff.ranked]
     epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
     if owner.epoch > epoch:

@@ -140,7 +140,10 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
 
 @contextmanager
 def _prefect(out: Console) -> Iterator[None]:
-    """Start the embedded server if needed, and keep Prefect's log off the screen unless the user set its level."""
+    """Start the embedded server if needed; in the block print only warnings of tasks, not the rest of Prefect's log.
+
+    If the user has set Prefect's log level, its log stays as it is.
+    """
     if get_current_settings().api.url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
     start_embedded_server()

@@ -1,10 +1,10 @@
 """Arrow files, read as if an attacker had written them.
 
-A file is a stream of messages between two magic words, and is read as that stream: the footer, which could point to
-other places, is not looked at. Of a message only its numbers are read: how many rows, and where a column's bytes lie.
-Columns are then views of the file's own bytes. Arrow's reader sees the schema alone: what decompresses, swaps or
-copies buffers there is never reached, whatever the metadata of a message asks for. So a table takes no more memory than
-its file. Offsets and texts are validated in full: Arrow itself follows bad offsets out of its memory.
+A file is a stream of messages between two magic words, and is read as that stream: the footer, which could point
+elsewhere, is ignored. Only the numbers of a message are read: its row count, and the places of its columns' bytes.
+Columns are then views of the file's own bytes. Arrow's reader gets only the schema: its code that decompresses, swaps
+or copies buffers is never reached, whatever a message's metadata says. So a table takes no more memory than its file.
+Offsets and texts are validated in full: Arrow itself would follow bad offsets out of its memory.
 Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """
 
@@ -45,7 +45,7 @@ class _Message(NamedTuple):
 
 
 def read_arrow(data: bytes | memoryview, schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Read a table of this very schema; raise one of FAULTS if the bytes are no such file or hold more rows."""
+    """Read a table of exactly this schema; raise one of FAULTS if the bytes are no such file or have more rows."""
     if data[:_START] != _MAGIC + b"\0\0" or data[-len(_MAGIC) :] != _MAGIC:
         raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
@@ -105,7 +105,7 @@ def _check_schema(message: _Message, schema: pa.Schema) -> None:
 
 
 class _Batch:
-    """The columns of one message, taken one after the other as the schema has them."""
+    """The columns of one message, read one after the other in the order of the schema."""
 
     def __init__(self, header: _Table, body: pa.Buffer):
         if header.has(3):
@@ -141,7 +141,7 @@ class _Batch:
         length, nulls = next(self._nodes, (-1, 0))
         if length < 0 or nulls:
             raise ValueError("a column is missing, or a value in one")
-        self._buffer()  # which values are missing: none
+        self._buffer()  # the bitmap of missing values: none are missing
         buffers = [None, self._buffer()]
         children = []
         if pa.types.is_string(kind):
@@ -164,7 +164,7 @@ class _Batch:
 
 
 class _Table:
-    """A table of a flatbuffer: `at` is where it begins in `data`."""
+    """A table of a flatbuffer, at offset `at` of `data`."""
 
     def __init__(self, data: bytes | memoryview, at: int):
         self._data = data
@@ -173,24 +173,24 @@ class _Table:
 
     @classmethod
     def root(cls, data: bytes | memoryview) -> _Table:
-        """Return the table that a flatbuffer begins with."""
+        """Return the root table of a flatbuffer."""
         return cls(data, _read(data, "<I", 0))
 
     def has(self, field: int) -> bool:
-        """Say whether a field is there."""
+        """Say whether a field is present."""
         return self._place(field) is not None
 
     def number(self, field: int, form: str) -> int:
-        """Return a number, 0 where it is left out."""
+        """Return a number field, 0 if it is absent."""
         place = self._place(field)
         return 0 if place is None else _read(self._data, form, place)
 
     def table(self, field: int) -> _Table:
-        """Return a table."""
+        """Return the table in a field."""
         return _Table(self._data, self._follow(field))
 
     def pairs(self, field: int) -> Iterator[tuple[int, int]]:
-        """Yield a list of pairs of whole numbers of 64 bits."""
+        """Yield the (int64, int64) pairs of a list field; nothing if it is absent."""
         if not self.has(field):
             return
         at = self._follow(field)
@@ -226,7 +226,7 @@ def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> byt
 
 
 def read_metrics(data: bytes) -> dict[str, float]:
-    """Read what `write_metrics` wrote; the bytes are verified before. Raises IntegrityError on anything else."""
+    """Read the bytes of `write_metrics`, verified by the caller. Raises IntegrityError if they are malformed."""
     try:
         table = read_arrow(data, _METRICS, _MAX_METRICS)
         names, values = table.column("metric"), table.column("value")

@@ -1,4 +1,4 @@
-"""The columns of an index as arrays of numbers; each raises one of arrow.FAULTS where a value makes no sense."""
+"""The columns of an index as arrays of numbers; each raises one of arrow.FAULTS if a value makes no sense."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ __all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
 
 MAX_REGIONS = 1 << 20
 MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
-_MAX_ELEMENTS = 2.0**57  # of a region: as many bytes as a number of 64 bits counts, whatever the dtype
+_MAX_ELEMENTS = 2.0**57  # of a region: its bytes fit into an int64 with any dtype
 _HUGE = 2.0**200
 
 
 class Words:
-    """A column of few words: each once (`words`), its place there (`code`), and that of every row's word (`codes`)."""
+    """A column of few distinct words: `words`, the position of each (`code`), and every row's position (`codes`)."""
 
     def __init__(self, column: pa.DictionaryArray):
         words = column.dictionary.to_pylist()
         if len(words) > len(column):
             raise ValueError("a dictionary with words that no row has")
-        self.words = [*dict.fromkeys(words)]  # a word can stand there twice
+        self.words = [*dict.fromkeys(words)]  # a dictionary can have a word twice
         self.code = {word: code for code, word in enumerate(self.words)}
         self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
 
     @property
     def used(self) -> list[Any]:
-        """The words that a row has."""
+        """The words that at least one row has."""
         # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
         return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
 
     def values(self) -> list[Any]:
-        """List the word of every row."""
+        """Return the word of every row."""
         return [self.words[code] for code in self.codes.tolist()]
 
 
 class Lists:
-    """A column of short lists: how many `numbers` each has, where they end, and the numbers of all of them."""
+    """A column of short lists: all `numbers` in one array, and the length and the end of each row's list in it."""
 
     def __init__(self, column: pa.ListArray):
         flat = pc.list_flatten(column)
@@ -57,8 +57,8 @@ class Lists:
             raise ValueError("more dimensions than a tensor has")
 
     def values(self) -> list[tuple[int, ...]]:
-        """List the list of every row, as a tuple."""
-        # All of one length at once: half the time of cutting out each of 10⁵.
+        """Return the list of every row as a tuple."""
+        # All rows of one length at once: half the time of one by one.
         begins = self.ends - self.lengths
         lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
         for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
@@ -67,19 +67,19 @@ class Lists:
         return [next(lists[length]) for length in self.lengths.tolist()]
 
     def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Return the lists of some rows, all of this length, as a matrix."""
+        """Return the lists of some rows, which all have this length, as a matrix."""
         begins = (self.ends - self.lengths)[rows]
         matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
         return matrix
 
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Say for every row whether what is `said` of each number is true of one in its list."""
+        """Return for every row whether `mask`, given for each number, is true for any number of its list."""
         count = np.concatenate(([0], np.cumsum(mask)))
         found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return found
 
     def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the product of every list, -1 where it is beyond any size, and about that of what is not 0 in it."""
+        """Return every list's product (-1: too large for a size), and the approximate product without its zeros."""
         product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
         for n in range(int(self.lengths.max(initial=0))):
             there = self.lengths > n
@@ -95,6 +95,6 @@ def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
     if column.num_chunks == 1:
-        return column.chunk(0)  # nearly always; to combine it starts what computes, 9 ms the first time
+        return column.chunk(0)  # the usual case; combining would load Arrow's compute module, 9 ms the first time
     array = column.combine_chunks()
     return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks

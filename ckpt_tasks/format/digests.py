@@ -1,6 +1,6 @@
 """Digests: xxh3-128, fast enough (25 GB/s a core) to cover every byte of every save and restore.
 
-They find damage, not malice: an attacker who can write to the run directory can write a fitting digest.
+They detect damage, not malice: an attacker who can write to the run directory can write a matching digest.
 Source: github.com/Cyan4973/xxHash.
 """
 
@@ -29,5 +29,5 @@ def digest_hex(data: bytes | memoryview) -> str:
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """Write JSON in the one form that is digested: sorted keys, no spaces, ASCII."""
+    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

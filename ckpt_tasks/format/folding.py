@@ -1,9 +1,9 @@
-"""Names of shards that differ in the rank alone, as one name: `…/base-[0-999]-of-01000-0.safetensors`.
+"""Names of shards that differ only in the rank, as one name: `…/base-[0-999]-of-01000-0.safetensors`.
 
-A checkpoint of a thousand ranks that reuses a frozen base names a thousand objects, and so does every ledger entry in
-which it is live. Folded they are one text, however many ranks there are. Folding loses nothing: what is deleted, kept
-or reused is decided by whole names. Nobody unfolds what he has only read: whether a name is among folded ones is found
-without that, since a text of twenty bytes can stand for a million names.
+A checkpoint of a thousand ranks that reuses a frozen base names a thousand objects, as does every ledger entry in which
+it is live. Folded they are one text, for any number of ranks. Folding loses nothing: single names decide what is
+deleted, kept or reused. `Names` finds a name without unfolding, since a read text of twenty bytes can stand for a
+million names.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ckpt_tasks.format.keys import is_shard
 
 __all__ = ["MAX_FOLDED", "Names", "fold", "folded_count", "is_folded", "unfold"]
 
-MAX_FOLDED = 1 << 20  # names in one; an object has a region at least, and a checkpoint has no more of them
+MAX_FOLDED = 1 << 20  # names in one: a checkpoint has no more regions, and an object has at least one
 
 _SHARD = re.compile(r"(.*-)([0-9]{5,9})(-of-[0-9]{5,9}-[0-9]{1,9}\.safetensors)", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"
 _FOLDED = re.compile(rf"(.*-)\[({_RUN}(?:,{_RUN})*)\](-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors)", re.ASCII)
 
-_Key = tuple[str, str]  # what stands before the rank, and behind it
-_Run = tuple[int, int]  # ranks, the last one included
+_Key = tuple[str, str]  # the texts before and after the rank
+_Run = tuple[int, int]  # first and last rank
 
 
 def fold(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names with those that differ in the rank alone as one, each once, in the order in which they come.
+    """Fold names that differ only in the rank; return each name once, in order of first appearance.
 
-    What is folded already may be among them.
+    Names may be folded already.
     """
     runs: dict[_Key | str, list[_Run]] = {}
     for name in names:
@@ -40,7 +40,7 @@ def fold(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def unfold(names: Iterable[str]) -> Iterator[str]:
-    """Yield every single name."""
+    """Yield every single name of folded and plain names."""
     for name in names:
         key, runs = _parsed(name)
         if isinstance(key, str):
@@ -50,7 +50,7 @@ def unfold(names: Iterable[str]) -> Iterator[str]:
 
 
 def is_folded(name: str) -> bool:
-    """Say whether a name stands for those of several ranks, and is written as `fold` writes it."""
+    """Say whether a name is folded, in exactly the form that `fold` writes."""
     if "[" not in name:
         return False
     key, runs = _parsed(name)
@@ -60,12 +60,12 @@ def is_folded(name: str) -> bool:
 
 
 def folded_count(names: Iterable[str]) -> int:
-    """Count the names that folded ones stand for; others count as nothing."""
+    """Count the single names behind folded ones; plain names do not count."""
     return sum(_count(_parsed(name)[1]) for name in names if "[" in name)
 
 
 class Names:
-    """A set of names, given folded or not; whether a name is in it is found without unfolding."""
+    """A set of folded and plain names, with `in` for single names that does not unfold."""
 
     def __init__(self, names: Iterable[str]):
         runs: dict[_Key | str, list[_Run]] = {}
@@ -86,20 +86,20 @@ class Names:
 
 
 def _parsed(name: str) -> tuple[_Key | str, list[_Run]]:
-    """Return what a name shares with those of other ranks, and its ranks; the name itself where it has none."""
+    """Split a name into (texts around the rank, runs of ranks); (the name, []) if it has no rank."""
     match = _FOLDED.fullmatch(name) if "[" in name else _SHARD.fullmatch(name)
     if match is None:
         return name, []
     before, ranks, behind = match.groups()
     if "[" not in name:
-        # Another way to write a number is another name.
+        # A number written in another way makes another name.
         return ((before, behind), [(int(ranks), int(ranks))]) if f"{int(ranks):05d}" == ranks else (name, [])
     ends = [run.partition("-") for run in ranks.split(",")]
     return (before, behind), [(int(first), int(last or first)) for first, _, last in ends]
 
 
 def _merged(runs: list[_Run]) -> list[_Run]:
-    """Return runs of ranks in order, without overlap, and none right behind another."""
+    """Return runs of ranks sorted, with overlapping and adjacent runs merged."""
     merged: list[_Run] = []
     for first, last in sorted(runs):
         if merged and first <= merged[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""When the garbage collector does not look."""
+"""Pauses of the garbage collector."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["gc_paused"]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: it would look at 10⁵ new objects, all alive, again and again (half of the time).
+    """Pause the garbage collector: it would scan 10⁵ new live objects again and again (half of the time).
 
-    It is the process's, not the thread's: a program that turns it off while another thread has it paused finds it on
-    again.
+    It belongs to the process, not to the thread: if a program disables it while another thread has paused it, the end
+    of the pause enables it again.
     """
     if not gc.isenabled():
         yield
@@ -34,7 +34,7 @@ _paused = threading.Event()
 
 
 def _after_fork() -> None:
-    if _paused.is_set():  # the thread that would have ended the pause is not there
+    if _paused.is_set():  # the thread that would end the pause was not forked
         gc.enable()
 
 

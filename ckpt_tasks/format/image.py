@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096
-MAX_HEADER_BYTES = 16 << 20  # a reader takes memory for it before it can know that the file is honest
+MAX_HEADER_BYTES = 16 << 20  # a reader allocates this before it can verify the file
 MAX_DIMENSIONS = 64  # of a tensor in torch
-REGION_BYTES = 16 << 20  # what is digested, and can be read again, on its own
-MIN_REGION_BYTES = 1 << 18  # where many ranks write: another number of them reads little more than it wants
+REGION_BYTES = 16 << 20  # the largest unit that is digested, and can be read, by itself
+MIN_REGION_BYTES = 1 << 18  # of many ranks: small, so that another number of ranks reads few unneeded bytes
 
 
 class StoredDtype(NamedTuple):
@@ -60,7 +60,7 @@ class StoredDtype(NamedTuple):
         return self.itemsize * math.prod(self.suffix)
 
 
-# By torch's name. What safetensors has no code for is stored as a view of a dtype that it has.
+# By torch's name. A dtype without a code in safetensors is stored as a view of one that has a code.
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     "float64": StoredDtype("F64", 8),
     "int64": StoredDtype("I64", 8),
@@ -99,12 +99,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that it takes in the file."""
+        """Its size in the file."""
         return STORED_DTYPES[self.dtype].nbytes * math.prod(self.shape)
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in the file: `begin` and `end` in bytes from the start of the file."""
+    """A tensor's place in the file: `begin` and `end` in bytes from the start of the file."""
 
     spec: TensorSpec
     begin: int
@@ -133,14 +133,14 @@ class ImageLayout:
     @cached_property
     @gc_paused()
     def regions(self) -> list[tuple[TensorSpec, Box, int, int]]:
-        """What is digested on its own, all of it, as in the file: (spec, box, begin, end)."""
+        """All regions in the order of the file: (spec, box, begin, end)."""
         return [
             (slot.spec, box, begin, end) for slot in self.slots for box, begin, end in slot.regions(self.region_bytes)
         ]
 
 
 def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) -> ImageLayout:
-    """Lay tensors out in one file, by falling element size and otherwise in the order given.
+    """Lay out tensors in one file, by decreasing element size and otherwise in the given order.
 
     Raises UnsupportedStateError for a dtype or a name that cannot be stored and for a header over 16 MiB.
     """

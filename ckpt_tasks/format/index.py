@@ -1,9 +1,9 @@
 """The index of one checkpoint: an Arrow file with one row per region of every tensor.
 
-Arrow, because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested before
-they are parsed: a damaged Arrow file can parse and can crash its reader. What it says is bounded before objects are
-made of it: a column can stand for all of them, and a row of 30 bytes becomes a kilobyte. It is checked as columns, too:
-objects are made for who looks at the rows.
+Arrow, because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested before they
+are parsed: a damaged Arrow file may parse, and may crash its reader. Its numbers are bounded before objects are made of
+them, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are made on
+demand.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 MAX_INDEX_BYTES = 256 << 20
-_FREE_CUTS = 4096  # of a small tensor that many ranks share; else regions have MIN_REGION_BYTES, or a third of them
-_MAX_BYTES = 2.0**62  # of a tensor; what is larger overflows in torch, even where one of its extents is 0
+_FREE_CUTS = 4096  # allowed regions of a small tensor that many ranks share; beyond it three per MIN_REGION_BYTES
+_MAX_BYTES = 2.0**62  # of a tensor; a larger one overflows in torch, even if one of its extents is 0
 
 _SCHEMA = pa.schema(
     [
@@ -58,7 +58,7 @@ _SCHEMA = pa.schema(
 
 
 class IndexRow(NamedTuple):
-    """One region: which tensor, which box of it, and where its bytes are (`begin`, `end` in the object's bytes)."""
+    """One region: its tensor, its box, and its place: bytes `begin` to `end` of `object`."""
 
     group: str
     key: str
@@ -76,13 +76,16 @@ class IndexRow(NamedTuple):
         return f"{self.group}/{self.key}"
 
 
-# What the classes' own functions do, without a frame of Python for each of 10⁵.
+# The classes' constructors without a Python frame for each of 10⁵ rows.
 _BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
 _ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
 
 
 def write_index(index: Index) -> bytes:
-    """Write an index as the bytes of an uncompressed Arrow IPC file; refuse more than is read."""
+    """Write an index as the bytes of an uncompressed Arrow IPC file.
+
+    Raises UnsupportedStateError if it has more regions or extents than a reader accepts.
+    """
     extents = sum(len(pc.list_flatten(chunk)) for chunk in index.table.column("tensor_shape").chunks)
     if len(index) > MAX_REGIONS or extents > MAX_EXTENTS:
         raise UnsupportedStateError(
@@ -108,7 +111,7 @@ def read_index(data: bytes, *, digest: str, name: str) -> Index:
 
 
 def parse_index(data: bytes | memoryview, name: str) -> Index:
-    """Read an index whose rows somebody else checks; raise IntegrityError if the bytes are no table of this kind."""
+    """Read an index without checking its rows; raise IntegrityError if the bytes are not such a table."""
     try:
         return Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
     except FAULTS as error:
@@ -116,7 +119,7 @@ def parse_index(data: bytes | memoryview, name: str) -> Index:
 
 
 class _Columns:
-    """The columns of a table; raises one of FAULTS if a value is missing, or numbers are no tensor's."""
+    """The columns of a table; raises one of FAULTS if a value is missing, or impossible for a tensor."""
 
     def __init__(self, table: pa.Table):
         columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
@@ -128,7 +131,7 @@ class _Columns:
 
 
 class Index:
-    """The regions of a checkpoint, or of a part of one, as a table; its columns are looked at on demand."""
+    """The regions of a checkpoint, or of a part of one, as a table; columns are read on demand."""
 
     def __init__(self, table: pa.Table):
         self.table = table
@@ -136,25 +139,25 @@ class Index:
     @classmethod
     @gc_paused()
     def of(cls, rows: Iterable[IndexRow]) -> Index:
-        """Make an index of rows."""
+        """Make an index from rows."""
         columns: list[Sequence[object]] = [*zip(*rows, strict=True)] or [()] * 9
         boxes: list[Sequence[object]] = [*zip(*columns.pop(4), strict=True)] or [(), ()]
         return cls.of_columns(*columns[:4], *boxes, *columns[4:])
 
     @classmethod
     def of_columns(cls, *columns: Sequence[object]) -> Index:
-        """Make an index of its columns, in the order of the format."""
+        """Make an index from columns, in the order of the format."""
         arrays = [_array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
         return cls(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
     @classmethod
     def joined(cls, parts: Iterable[Index]) -> Index:
-        """Put parts together, one after the other."""
+        """Concatenate the indexes of parts."""
         tables = [part.table for part in parts]
         return cls(pa.concat_tables(tables or [_SCHEMA.empty_table()]).unify_dictionaries().combine_chunks())
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return int(self.table.num_rows)
 
     @cached_property
@@ -175,20 +178,20 @@ class Index:
                 of.object.values(),
                 of.begin.tolist(),
                 of.end.tolist(),
-                of.digest.to_numpy(zero_copy_only=False).tolist(),  # to_pylist makes an Arrow scalar of each
+                of.digest.to_numpy(zero_copy_only=False).tolist(),  # to_pylist would make an Arrow scalar of each
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor, by its full key; what they are while there are no `coverage_faults`."""
+        """Dtype and shape of every tensor, by its full key; valid if there are no `coverage_faults`."""
         with gc_paused():
             firsts = self._take(self._tensor_numbers[1])
             of = firsts._columns
             return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
 
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
-        """Return the rows with another object and other digests."""
+        """Return the rows with `name` as their object, and with other digests."""
         field = _SCHEMA.field("object")
         codes = pa.array(np.zeros(len(self), np.int32))
         of_object = pa.DictionaryArray.from_arrays(codes, pa.array([name] if digests else [], pa.string()))
@@ -198,7 +201,7 @@ class Index:
         return Index(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
     def of_object(self, name: str) -> Index:
-        """Return the rows that lie in one object."""
+        """Return the rows of one object."""
         words = self._columns.object
         return self._take(np.flatnonzero(words.codes == words.code.get(name, -1)))
 
@@ -209,8 +212,8 @@ class Index:
         return self if wanted.all() else self._take(np.flatnonzero(wanted[numbers]))
 
     def same_regions(self, other: Index) -> bool:
-        """Say whether another index has the same rows, but for the names of the objects that they lie in."""
-        # The digests first: nearly always they have changed.
+        """Say whether another index has the same rows, apart from the names of their objects."""
+        # Digests first: they nearly always differ.
         return len(self) == len(other) and all(
             _plain(self.table.column(name)).equals(_plain(other.table.column(name)))
             for name in reversed(_SCHEMA.names)
@@ -235,7 +238,7 @@ class Index:
 
     @cached_property
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
-        """The tensor of every row, numbered in the order of first rows; and these rows."""
+        """The number of every row's tensor, in order of first rows; and the first row of every tensor."""
         keys = self._columns.key.dictionary_encode()
         codes = self._columns.group.codes * max(1, len(keys.dictionary)) + keys.indices.to_numpy()
         _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
@@ -254,7 +257,7 @@ class Index:
         for word in of.dtype.used:
             if word not in STORED_DTYPES:
                 self._refuse(of.dtype.codes == of.dtype.code[word], f"the index holds the dtype {word!r:.40}")
-        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None: no row has it
+        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None: a word that no row has
         sizes = np.array([(one.nbytes, one.itemsize) if one else (1, 1) for one in stored], np.int64).reshape(-1, 2)
         nbytes, itemsize = sizes[of.dtype.codes].T
         other = (of.offset.lengths != of.full.lengths) | (of.shape.lengths != of.full.lengths)
@@ -269,11 +272,11 @@ class Index:
     def coverage_faults(self, *, whole: bool = True) -> list[str]:
         """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype.
 
-        `whole`: one rank wrote all of it, so that the regions of a tensor in one object are its elements in order.
+        `whole`: one rank wrote everything, so the regions of a tensor in one object must be its elements in order.
         """
         of = self._columns
         tensor, firsts = self._tensor_numbers
-        # Nearly all, of 10⁵, have one region, and it is the tensor.
+        # Nearly all tensors, of 10⁵, have one region that is the whole tensor.
         odd = of.full.some(of.full.numbers != of.shape.numbers) | of.offset.some(of.offset.numbers != 0)
         odd |= np.bincount(tensor)[tensor] > 1
         rows = np.flatnonzero(odd)
@@ -290,7 +293,7 @@ class Index:
     def _faults_of(
         self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
     ) -> dict[int, str]:
-        """Say by tensor what is wrong with rows of `dims` dimensions, in the order of tensors and bytes."""
+        """Return a fault by tensor number for rows of `dims` dimensions, sorted by tensor and byte."""
         of = self._columns
         full, offset, shape = (column.matrix(rows, dims) for column in (of.full, of.offset, of.shape))
         starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
@@ -315,7 +318,7 @@ class Index:
     def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
         """List every object (name → where its data begin and end) that its regions do not fill, one after the other.
 
-        So no byte is under two digests, and none of the tensors takes more memory than the object has bytes.
+        So every byte has exactly one digest, and a tensor takes no more memory than its object has bytes.
         """
         of = self._columns
         order = np.lexsort((of.end, of.begin, of.object.codes))

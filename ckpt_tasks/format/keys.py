@@ -1,8 +1,8 @@
 """The names of objects in a run directory, and how to read them back.
 
-Every name is built and parsed here. Names are relative, their parts are flat and match a strict pattern, and
-parsing is by full match: a foreign name in the directory is ignored, never misread. A name that is read out of an
-object must be of the kind that its field stands for: a table with the name of a ledger entry would be copied as one.
+Every name is built and parsed here. Names are relative, their parts match a strict pattern, and parsing is by full
+match: a foreign name in the directory is ignored, never misread. A name that is read from an object must be of the kind
+of its field: a table with the name of a ledger entry would otherwise be copied as one.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The attempt's directory name, unique for ever: two tries never write the same object."""
+        """The attempt's directory name, unique for ever: two attempts never write the same object."""
         return f"e{self.epoch:06d}-{self.nonce}"
 
 
 def attempt_prefix(attempt: Attempt) -> str:
-    """Return the prefix of everything that an attempt writes, with the slash at its end."""
+    """Return the prefix of all objects of an attempt, with a slash at the end."""
     return f"checkpoint_{attempt.step:012d}/{attempt.name}/"
 
 
@@ -115,7 +115,7 @@ def evaluation_name(step: int, suite: str, nonce: str) -> str:
 
 
 def steps_name(attempt: Attempt) -> str:
-    """Name the metrics of the steps that a checkpoint adds to its parent's; they stay when the checkpoint goes."""
+    """Name the table of metrics of the steps that a checkpoint adds; it stays when the checkpoint is pruned."""
     return f"steps/{attempt.step:012d}-{attempt.name}.arrow"
 
 
@@ -135,13 +135,13 @@ def is_run_key(name: str) -> bool:
 
 
 def is_object_name(name: str) -> bool:
-    """Say whether a name can stand for an object: one to four flat parts, no dots first, no URL, no way out."""
+    """Say whether a name can be an object's: one to four parts, none with a leading dot; no URL, no absolute path."""
     parts = name.split("/")
     return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
 
 
 def is_attempt_object(name: str) -> bool:
-    """Say whether a name is that of an object below an attempt's prefix."""
+    """Say whether a name is an object's below an attempt's prefix."""
     attempt = parse_attempt(name)
     return attempt is not None and name.startswith(attempt_prefix(attempt)) and is_object_name(name)
 

@@ -1,7 +1,7 @@
-"""What the trees of each kind of group look like, checked before anything is made of them.
+"""Check the tree of each kind of group before anything is made of it.
 
-A restore indexes into trees, makes tensors with their strides and flags, and sets the position of random streams, and
-takes the tree at its word. NumPy follows a position outside of a stream's numbers out of its memory.
+A restore trusts a tree: it indexes into it, makes tensors with its strides and flags, and sets the position of random
+streams. NumPy would follow a position outside of a stream's numbers out of its memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ARRAY_DTYPES = frozenset(
 ) | {"bool", "complex64", "complex128"}
 _STREAMS = "rng"
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
-# Of NumPy's bit generators: how many numbers there are to point into.
+# NumPy's bit generators: the number of values that a position can point to.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def check_group(name: str, kind: str, tree: Any) -> None:
-    """Raise IntegrityError if a group's tree is none of its kind; one of an unknown kind is not looked at.
+    """Raise IntegrityError if a group's tree does not fit its kind; unknown kinds are not checked.
 
-    The random streams of the process are a group by their name: no other kind of tree may stand in their place.
+    The name of the process's random streams is reserved: a group of that name must be of their kind.
     """
     if (name == _STREAMS) != (kind == _STREAMS):
         raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
@@ -42,7 +42,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise IntegrityError if a tensor of this dtype and shape cannot be what a reference says."""
+    """Raise IntegrityError if a reference (array, strides, gradient) does not fit a tensor of this dtype and shape."""
     if ref.array and (dtype not in _ARRAY_DTYPES or ref.requires_grad):
         raise IntegrityError(f"{dtype} is not a dtype of an array, or the array takes a gradient", key=ref.key)
     if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):

@@ -3,9 +3,9 @@
 Invariants (MUST: breaking one loses data)
 
 1. Entry n is put if absent and never changed or deleted; numbers are dense. So of two writers one wins.
-2. An entry holds the whole state after it: reading a run is one listing of one name and one read.
-3. Commit and retire are the owner's alone: an entry of theirs is made only from a state whose owner is the writer.
-4. What a retire entry names, no later commit names.
+2. An entry holds the whole state after it: reading a run takes one listing of one name and one read.
+3. Only the owner commits and retires: such an entry is made only from a state whose owner is the writer.
+4. No later commit names an object that a retire entry has named.
 
 Everything here is pure: states are values, events turn one into the next, and `history.py` puts them into a store.
 The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mover/icechunk), with the state inline.
@@ -57,21 +57,20 @@ __all__ = [
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-_MAX_DEPTH = 100  # of the JSON; what people note in events is the only thing that nests at will
+_MAX_DEPTH = 100  # of the JSON; only notes of users can nest deeply
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     """Everything that is true of a run after one ledger entry.
 
-    `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` names,
-    folded, objects whose deletion may not be done yet; `stalled_attempts` counts how often the flow run
+    `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
+    folded names of objects that may not be deleted yet; `stalled_attempts` counts how often the flow run
     `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of a
     new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
-    epoch came, an entry could not be read; what attempts up to it have left may be what that entry named, and is never
-    swept. `origin` is the checkpoint of another run that this one was forked from, `program` ("module:Factory") what a
-    flow trains, and `params` with what it is built; None if no flow has trained the run. `rollback` is the last step
-    back.
+    epoch came, an entry could not be read; objects of attempts up to this epoch may be named by it, and are never
+    swept. `origin` is the checkpoint of another run that this one was forked from, `program` ("module:Factory") is what
+    a flow trains, `params` are its parameters; None if no flow has trained the run. `rollback` is the last rollback.
     """
 
     owner: Owner | None = None
@@ -91,7 +90,7 @@ class State:
     rollback: Rollback | None = None
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
-        """Return the state after this owner took the directory; its word on what "best" means counts, if it has one.
+        """Return the state after this owner took the directory; `best_metric`, if given, defines "best" from now on.
 
         Raises ConfigError if there is no number left for an owner.
         """
@@ -103,25 +102,25 @@ class State:
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
     def sparing(self, epoch: int) -> State:
-        """Return the state in which nothing of owner epochs up to this one is swept."""
+        """Return the state that spares orphans of owner epochs up to this one."""
         return replace(self, spared_epochs=max(epoch, self.spared_epochs))
 
     def with_stall(self, flow_run_id: str | None) -> State:
-        """Return the state after one more attempt of a flow run; another flow run begins to count anew."""
+        """Return the state after one more stalled attempt of a flow run; another flow run starts at 1."""
         again = flow_run_id is not None and flow_run_id == self.stalled_flow_run
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
-        """Return the state after its owner released the directory; `deleted` are retired objects that are gone.
+        """Return the state after its owner released the directory; `deleted` are retired objects deleted by now.
 
-        A start that ends with a release, as a preempted one does, is not a stalled attempt.
+        A start that ends with a release, such as a preempted one, does not count as a stalled attempt.
         """
         owner = replace(self.owner, released=True) if self.owner else None
         stalled = max(0, self.stalled_attempts - 1)
         return replace(self.without_deleted(deleted), owner=owner, stalled_attempts=stalled)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
-        """Return the state after a commit; `deleted` are retired objects that are gone by now."""
+        """Return the state after a commit; `deleted` are retired objects deleted by now."""
         parent = next((c for c in self.live if c.manifest_digest == checkpoint.parent), None)
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
@@ -131,12 +130,12 @@ class State:
         return state
 
     def rolled_back(self, rollback: Rollback) -> State:
-        """Return the state in which a checkpoint is the newest again, and what came after it is abandoned."""
+        """Return the state after a rollback: its checkpoint is the newest again, later ones are abandoned."""
         return replace(self, live=_follow(self.live, rollback.identity), rollback=rollback)
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
-        """What evaluations found, by the identity of the checkpoint; of two values of a metric the later counts."""
+        """Metrics of evaluations by checkpoint identity; of two values of a metric the later one counts."""
         found: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:
             found.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
@@ -149,7 +148,7 @@ class State:
         return frozenset(name for metrics in measured for name in metrics)
 
     def keeps(self, name: str) -> bool:
-        """Say whether an object is one of a live checkpoint's own, or one that a live checkpoint reuses."""
+        """Say whether an object belongs to a live checkpoint, or is reused by one."""
         attempt = parse_attempt(name)
         attempts, reused = self._kept
         return attempt is not None and ((attempt.step, attempt.name) in attempts or name in reused)
@@ -160,7 +159,7 @@ class State:
         return attempts, Names(name for c in self.live for name in c.reuses)
 
     def has_retired(self, name: str) -> bool:
-        """Say whether an object's deletion may not be done yet."""
+        """Say whether an object is retired, so that it may be deleted at any time."""
         return name in self._retired
 
     @cached_property
@@ -168,13 +167,13 @@ class State:
         return Names(self.retired)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
-        """Return the state without the retired objects that are gone by now."""
+        """Return the state without retired objects that are deleted by now."""
         if not deleted or not self.retired:
             return self
         return replace(self, retired=fold(name for name in unfold(self.retired) if name not in deleted))
 
     def retire(self, digests: frozenset[str], objects: tuple[str, ...], deleted: frozenset[str]) -> State:
-        """Return the state after checkpoints were taken out of the run and their objects given up for deletion."""
+        """Return the state after checkpoints (`digests`) were removed and `objects` given up for deletion."""
         state = self.without_deleted(deleted)
         return replace(
             state,
@@ -186,7 +185,7 @@ class State:
         )
 
     def with_pin(self, digest: str, reason: str | None) -> State:
-        """Return the state with a checkpoint pinned, or unpinned where `reason` is None."""
+        """Return the state with a checkpoint pinned, or unpinned if `reason` is None."""
         pins = {other: why for other, why in self.pins.items() if other != digest}
         return replace(self, pins=pins if reason is None else {**pins, digest: reason})
 
@@ -214,7 +213,7 @@ class Entry:
     at: str
     event: Mapping[str, Any]
     state: State
-    segments: tuple[Segment, ...] = ()  # objects that hold all live checkpoints but the last ones
+    segments: tuple[Segment, ...] = ()  # objects that hold the older live checkpoints
 
     def to_bytes(self) -> tuple[bytes, str]:
         """Write the entry: (its bytes, its digest); raise StateError if a reader would refuse it."""
@@ -236,13 +235,13 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # every bound that a reader has, by the reader itself
+            Entry.from_bytes(data, ledger_name(self.n))  # the reader itself checks every bound
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
 
     def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
-        """Return an entry that was parsed with the checkpoints of its segments before its own, the tail."""
+        """Return a parsed entry with the checkpoints of its segments put before its own (the tail)."""
         live = joined(segments, self.state.live)
         return replace(self, segments=segments, state=replace(self.state, live=live))
 
@@ -250,8 +249,8 @@ class Entry:
     def from_bytes(cls, data: bytes, name: str) -> tuple[Entry, str]:
         """Read an entry: (entry, its digest).
 
-        Raises IntegrityError for torn or foreign bytes, which count as "nothing happened", and FormatVersionError for
-        a newer version or an unknown event, which never do.
+        Raises IntegrityError for torn or foreign bytes, which callers skip, and FormatVersionError for a newer version
+        or an unknown event, which they must not skip.
         """
         try:
             body = parse_json(data, max_depth=_MAX_DEPTH)
@@ -281,7 +280,7 @@ class Entry:
         except MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
-            # What is committed next must be newer than all that is live.
+            # The next commit must be newer than all live checkpoints.
             raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)
         return entry, str(digest)
 
@@ -289,14 +288,14 @@ class Entry:
 def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
     """Order live checkpoints as a restore tries them: newest commit first, and abandoned lines last.
 
-    The newest is the one that was committed last, whatever its step: after a fall-back the run trains the same steps
-    once more, and what stands on the line that it left must not win by its step number.
+    The newest is the one that was committed last, whatever its step: after a fall-back the run repeats steps, and a
+    checkpoint on the abandoned line must not win by its step number.
     """
     return sorted(live, key=lambda c: (c.abandoned, -c.n))
 
 
 def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoint, ...]:
-    """Mark which checkpoints training has left behind, now that it goes on from `parent`."""
+    """Mark the checkpoints that are abandoned, now that training continues from `parent`."""
     known = {c.manifest_digest: c for c in live}
     at = known.get(parent) if parent is not None else None
     if at is None:
@@ -305,7 +304,7 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     while at is not None and at.n not in line:
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
-    # Below the oldest that the line is known down to, a pruned parent may hide who belongs to it: marks stay there.
+    # Below the oldest known ancestor, pruned parents hide what belongs to the line: old marks stay there.
     oldest = min(line)
 
     def follow(c: Checkpoint) -> Checkpoint:
@@ -331,7 +330,7 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body.get("origin")),  # runs of before there were forks say nothing of it
+        origin=read_origin(body.get("origin")),  # absent in entries written before forks existed
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),

@@ -1,9 +1,9 @@
 """The live checkpoints as a ledger entry holds them: in the entry itself, or as segments and a tail.
 
 A segment is an object with some consecutive checkpoints, named by its digest and never changed. An entry names the
-segments of the entry before it, but for those of which a checkpoint has gone or changed, and holds the newest
-checkpoints, the tail, itself. So a commit writes as much as the tail is long, and 35 bytes for every segment, however
-many checkpoints are live.
+segments of the entry before it, with new ones in place of those in which a checkpoint was removed or changed, and holds
+the newest checkpoints, the tail, itself. So a commit writes the tail and 35 bytes for every segment, however many
+checkpoints are live.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MAX_INLINE_CHECKPOINTS = 128
-_SEGMENT = 64  # checkpoints in one; the tail holds fewer than twice as many
+_SEGMENT = 64  # checkpoints per segment; the tail has at most twice as many
 _MAX_DEPTH = 100
 
 _n = attrgetter("n")
@@ -45,7 +45,7 @@ _n = attrgetter("n")
 class Segment:
     """Consecutive live checkpoints, in the order of their commits, and the digest that names their object.
 
-    An entry that has just been parsed knows the digests alone: `checkpoints` is empty until they are read.
+    A parsed entry has only the digest: `checkpoints` is empty until the segment is read.
     """
 
     digest: str
@@ -58,9 +58,9 @@ class Segment:
 
 
 def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return the segments of a list of checkpoints, whose remainder is the tail; none for a short list.
+    """Return the segments of a list of checkpoints; the rest of the list is the tail. A short list has none.
 
-    `before` are those of the entry before: a segment whose checkpoints are the same objects still is taken over.
+    `before` are the segments of the previous entry: one whose checkpoints have not changed is reused.
     """
     if len(live) <= MAX_INLINE_CHECKPOINTS:
         return ()
@@ -79,13 +79,13 @@ def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment,
 
 
 def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
-    """Write a list of checkpoints as an object of its own."""
+    """Return a list of checkpoints as the bytes of a segment."""
     live = [finite_json(asdict(checkpoint)) for checkpoint in checkpoints]
     return canonical_json({"version": version_of(checkpoints), "live": live})
 
 
 def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
-    """Return the version of what holds these names: folded ones are unknown to the first."""
+    """Return the format version for an object with these names: 2 if one is folded, else 1."""
     names = chain(retired, *(checkpoint.reuses for checkpoint in live))
     return RANKS_VERSION if any("[" in name for name in names) else FORMAT_VERSION
 
@@ -108,14 +108,14 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
 
 
 def write_live(tail: list[Any], segments: Sequence[Segment]) -> Any:
-    """Return what an entry says of its live checkpoints; `tail` are the last ones, as JSON."""
+    """Return the entry's field `live` as JSON data; `tail` are the newest checkpoints, as JSON data."""
     return {"segments": [segment.digest for segment in segments], "tail": tail} if segments else tail
 
 
 def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
-    """Read what an entry says of its live checkpoints: the segments, and the tail as JSON.
+    """Read an entry's field `live`: return the segments, and the tail as JSON data. Raises ValueError.
 
-    Before there were segments a long list was one object: `{"object": name, "digest": digest}`.
+    Old entries have a long list in one object: `{"object": name, "digest": digest}`.
     """
     if not isinstance(live, dict):
         return (), live
@@ -132,12 +132,12 @@ def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
 
 
 def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """Return the whole list."""
+    """Return all live checkpoints: those of the segments, then the tail."""
     return tuple(chain(*(segment.checkpoints for segment in segments), tail))
 
 
 def _pieces(part: Sequence[Checkpoint], *, whole: bool) -> Iterator[Segment]:
-    """Cut checkpoints into new segments; of the newest ones (`whole`) a tail is left."""
+    """Cut checkpoints into new segments; with `whole`, only into whole ones, which leaves a tail."""
     for begin in range(0, len(part), _SEGMENT):
         if whole and len(part) - begin < 2 * _SEGMENT:
             return

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-RANKS_VERSION = 2  # of a manifest that more than one rank wrote, and of a ledger that names their objects folded
+RANKS_VERSION = 2  # of manifests of more than one rank, and of ledger objects with folded names
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_GROUPS = 4096
 
@@ -48,11 +48,11 @@ class ObjectRecord(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one checkpoint is made of.
+    """The contents of one checkpoint.
 
-    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one for each rank; `index` and `objects`
-    name what was written; `world_size` is the
-    number of ranks that wrote; `environment` says which versions wrote it, for people.
+    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; `index` and
+    `objects` name the other objects; `world_size` is the number of ranks that wrote it; `environment` says for people
+    what made it.
     """
 
     run_key: str
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:
-    """Raise FormatVersionError unless this version of the format is one that this code reads."""
+    """Raise FormatVersionError if this version is above `newest`, IntegrityError if it is not a version."""
     if type(version) is not int or version < 1:
         raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
     if version > newest:
@@ -146,7 +146,7 @@ def _record(value: Any) -> ObjectRecord:
 
 
 def _check_objects(manifest: Manifest) -> None:
-    """Raise ValueError unless the index is that of this step and attempt, and every object is a shard, named once."""
+    """Raise ValueError if the index is not that of this step and attempt, or an object is no shard or named twice."""
     attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
     if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
         raise ValueError(f"{manifest.index.name!r:.80} is not an index of this step and attempt")

@@ -1,7 +1,7 @@
-"""JSON out of a run directory, parsed within bounds: a small text must take neither the stack nor all of the memory.
+"""Parse JSON of a run directory within bounds: a small text must not exhaust the stack or the memory.
 
-Python's parser recurses as deep as the text nests (where somebody has raised the recursion limit, until the process
-dies), and makes objects of up to 30 times the size of their text. So the text is looked at first, without parsing it.
+Python's parser recurses as deep as the text nests (with a raised recursion limit until the process dies), and makes
+objects of up to 30 times the size of their text. So the text is checked first, without parsing it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_CONTAINERS = 1 << 22  # lists and objects; a parameter with Adam's state tak
 MAX_VALUES = 1 << 24
 MAX_INT64 = 2**63 - 1
 
-# What reading a value of another form than expected can raise.
+# Exceptions from reading a value of unexpected form.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 _MARKS = b'"[]{},'
@@ -45,9 +45,9 @@ _DIGITS = 4300  # Python's own limit for whole numbers, unless it has been chang
 
 
 def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Parse JSON; raise ValueError if it is none, or nests deeper or holds more than anything that is written.
+    """Parse JSON; raise ValueError if it is not JSON, or nests deeper or has more values than we ever write.
 
-    NaN and Infinity are no JSON. What is ours is ASCII; only the headers of shards are UTF-8.
+    NaN and Infinity are not JSON. Our own JSON is ASCII; only the headers of shards are UTF-8.
     """
     check_json(data, max_depth=max_depth)
     digits = sys.get_int_max_str_digits()
@@ -56,13 +56,13 @@ def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSO
 
 
 def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Raise ValueError if JSON nests too deep or holds too many values, whether it is well formed or not."""
+    """Raise ValueError if JSON, well formed or not, nests too deep or has too many values."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = data.translate(None, _OTHERS).replace(b'""', b"")
     if marks.count(b'"') > _MAX_QUOTES:
         raise ValueError("more texts with brackets in them than anything that is written")
-    marks = b"".join(marks.split(b'"')[::2])  # between two quotes stands a text
+    marks = b"".join(marks.split(b'"')[::2])  # drop the texts, which are between two quotes
     brackets = marks.translate(None, b",")
     containers = brackets.count(b"[") + brackets.count(b"{")
     if containers > MAX_CONTAINERS or len(marks) - len(brackets) + containers > MAX_VALUES:
@@ -105,7 +105,7 @@ def optional(value: Any) -> str | None:
 
 
 def finite_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by what float() reads back."""
+    """Replace NaN and infinity, which JSON lacks, by strings that float() reads back."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -117,9 +117,9 @@ def finite_json(value: Any) -> Any:
 
 def _is_deeper(brackets: bytes, most: int) -> bool:
     rest = brackets
-    for _ in range(_SHALLOW):  # nearly all JSON is gone by then, at the speed of memory
+    for _ in range(_SHALLOW):  # nearly all JSON ends here, at the speed of memory
         if not rest:
-            return False  # every round takes one level or two, and no bound is as low as that
+            return False  # every round removes one or two levels, and every bound is higher
         rest = rest.replace(b"{}", b"").replace(b"[]", b"")
     return any(depth > most for depth in accumulate(map(_STEPS.__getitem__, brackets)))
 

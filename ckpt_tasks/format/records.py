@@ -1,7 +1,7 @@
-"""Who held a run, and what its ledger lists: checkpoints, leases, evaluations. Each is read field by field.
+"""The records of a ledger: owners, checkpoints, leases, evaluations and others. Each is read field by field.
 
-A fitting digest says that these are the bytes that somebody wrote, not that they make sense: every field has its type
-and its bounds, so that nothing later computes with a text, or makes a path of anything but a name of ours.
+A matching digest proves that the bytes are those that somebody wrote, not that they make sense: every field is checked
+for type and bounds, so that later code never computes with a text, or makes a path of a foreign name.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Checkpoint:
     """One committed checkpoint, as the ledger holds it.
 
     `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
-    checkpoint that the training which led here was restored from or last committed; `n` is the ledger entry that
-    committed it; `cost_s` is how long training had waited when the entry was put, in seconds; `epochs` counts
-    completed epochs, where the loop reported them. `abandoned`: training went back to an older checkpoint and on from
-    there, so that this one lies on a line that was left. `reuses` names the objects of older attempts that it is made
-    of, folded: what had not changed was not written again. `interim`: it was saved because a batch or the process
-    ended, not because an interval had passed; it does not count among the newest that retention keeps.
+    checkpoint from which training continued to this one; `n` is the ledger entry that committed it; `cost_s` is how
+    long training had waited when the entry was put, in seconds; `epochs` counts completed epochs, if the loop reported
+    them. `abandoned`: training went back to an older checkpoint, so this one is on an abandoned line. `reuses` has the
+    folded names of older attempts' objects that are part of it, because they had not changed. `interim`: it was saved
+    because a batch or the process ended, not because an interval had passed; it does not count among the newest that
+    retention keeps.
     """
 
     step: int
@@ -125,11 +125,11 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which checkpoint of another run this one was forked from.
+    """The checkpoint of another run from which this run was forked.
 
     `url`, `run_key`, `step` and `manifest_digest` are the source's; `identity` is that of the same checkpoint in this
-    run, whose manifest has this run's key. `set` holds the parameters that were changed, and `params` what the source
-    said its program was built with (None: nothing).
+    run, whose manifest has this run's key. `set` holds the changed parameters, and `params` the source's recorded
+    ones (None: it had none).
     """
 
     url: str
@@ -143,10 +143,10 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """The last step back that was asked for: to which checkpoint, and which batches training then leaves out.
+    """The last rollback: its checkpoint, and the batches that training then skips.
 
     `skip` holds the steps that would have taken the first and the last of these batches. It is `pending` until a commit
-    has a position in the data behind them. `by` is the flow run that asked for it.
+    has a position in the data after them. `by` is the flow run that requested it.
     """
 
     identity: str
@@ -157,16 +157,16 @@ class Rollback:
 
     @property
     def skips_at(self) -> int:
-        """The step after which the batches are left out."""
+        """The step after which the batches are skipped."""
         return self.step if self.skip is None else self.skip[0] - 1
 
     def after(self, step: int) -> Rollback:
-        """Return what is left of it after a commit of a step."""
+        """Return the rollback after a commit of `step`, which may end `pending`."""
         return replace(self, pending=self.pending and step < self.skips_at)
 
 
 def read_owner(item: Mapping[str, Any]) -> Owner:
-    """Read an owner; raises one of parsing.MALFORMED, like all of these."""
+    """Read an owner; raise one of parsing.MALFORMED, as all readers here do."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
     checked = {
         "epoch": whole(item["epoch"], MAX_EPOCH),
@@ -205,7 +205,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
 
 
 def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `read_checkpoint` reads, as JSON can hold it: metrics as texts, since one may be NaN."""
+    """Return a checkpoint as JSON data for `read_checkpoint`; metrics are texts, since one may be NaN."""
     return {**asdict(checkpoint), "metrics": {name: repr(value) for name, value in checkpoint.metrics.items()}}
 
 
@@ -225,7 +225,7 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
 
 
 def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
-    """Read where a run was forked from, if it was."""
+    """Read the origin of a fork; None if the run was not forked."""
     if item is None:
         return None
     return Origin(
@@ -240,7 +240,7 @@ def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
 
 
 def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
-    """Read the last step back, if there was one."""
+    """Read the last rollback; None if there was none."""
     if item is None:
         return None
     skip = item["skip"]
@@ -257,14 +257,14 @@ def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
 
 
 def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Read with what parameters a program is built."""
+    """Read the parameters of a program; None if they were not recorded."""
     if item is not None and not isinstance(item, dict):
         raise ValueError(f"{item!r:.80} are no parameters")
     return item
 
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
-    """Return names of objects that attempts wrote, and no others: such names are deleted one day."""
+    """Return names; raise ValueError if one is not an attempt's object, since such names will be deleted."""
     found = tuple(names)
     for name in found:
         if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
@@ -304,9 +304,9 @@ class Seal:
     """A complete snapshot: the checkpoint that it is, or would become.
 
     `newest` is the identity of the newest committed checkpoint when it was taken, and `in_flight` that of the older
-    snapshot which storage did not have then (on its way, or its write had failed): it may be used while one of the two
-    is the newest in the ledger, or while it is committed itself. `checkpoint.n` is -1: whether it was committed, only
-    the ledger knows.
+    snapshot that storage did not have then (under way, or failed). It may be restored while one of the two is the
+    newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
+    committed.
     """
 
     run_key: str
@@ -321,7 +321,7 @@ class Seal:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Seal:
-        """Read a seal; raise IntegrityError if it is damaged and FormatVersionError if it is a newer one's."""
+        """Read a seal; raise IntegrityError if it is damaged, FormatVersionError if a newer version wrote it."""
         try:
             body = parse_json(data)
             digest = body.pop("digest")
@@ -333,7 +333,7 @@ class Seal:
                 checkpoint=read_checkpoint(body.pop("checkpoint"), uncommitted=True),
                 newest=optional(body.pop("newest")),
                 in_flight=optional(body.pop("in_flight")),
-                **body,  # nothing, or it is not ours
+                **body,  # no other fields
             )
         except MALFORMED as error:
             raise IntegrityError(f"the seal of a snapshot is malformed: {error!r:.200}") from error

@@ -28,7 +28,7 @@ class Box(NamedTuple):
 def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
     """Cut a tensor into boxes of at most `max_elements`, each contiguous in row-major order, in that order.
 
-    A tensor that is small enough, empty or 0-dimensional gives one box: itself.
+    A tensor that is small enough, empty or 0-dimensional gives one box: the whole tensor.
     """
     shape = tuple(shape)
     full_box = Box((0,) * len(shape), shape)
@@ -49,7 +49,7 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
 
 
 def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Say whether boxes are a tensor's elements in row-major order, without a gap."""
+    """Say whether boxes in this order cover a tensor's elements in row-major order, without a gap."""
     at = 0
     for box in boxes:
         axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))

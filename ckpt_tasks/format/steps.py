@@ -28,7 +28,7 @@ _SCHEMA = pa.schema(
 
 
 class StepMetrics(NamedTuple):
-    """What one completed step reported; `at_s` is in seconds since 1970."""
+    """The metrics of one completed step; `at_s` is in seconds since 1970."""
 
     step: int
     at_s: float
@@ -49,7 +49,7 @@ def write_steps(steps: Iterable[StepMetrics]) -> bytes:
 
 
 def read_steps(data: bytes, *, digest: str, name: str) -> list[StepMetrics]:
-    """Read what `write_steps` wrote; raise IntegrityError for other bytes, or for what makes no sense."""
+    """Read the bytes of `write_steps`; raise IntegrityError if the digest differs or they are malformed."""
     if digest_hex(data) != digest:
         raise IntegrityError("the metrics of steps are not those that were committed", key=name)
     steps: dict[int, tuple[float, dict[str, float]]] = {}

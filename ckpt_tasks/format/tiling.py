@@ -1,4 +1,4 @@
-"""Whether boxes tile their tensors exactly: every element once, none outside. For 10⁶ boxes at once, as columns.
+"""Check that boxes tile their tensors exactly: every element once, none outside. Works on columns of 10⁶ boxes.
 
 The proof is by signed corners. A box has 2ⁿ corners, each with a sign: minus if an odd number of its coordinates are
 upper ends. Boxes tile a tensor exactly if their signed corners add up to those of the tensor itself, because the signed
@@ -23,16 +23,16 @@ Numbers = npt.NDArray[np.int64]
 def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> Numbers:
     """Return the numbers of the tensors that their boxes do not tile.
 
-    `tensor` (int64, shape (n,)) numbers the tensor of every box, in rising order; `full`, `offset` and `shape` (int64,
-    (n, d)) are the tensor's shape, and the box's first index and extent, of tensors that all have d dimensions. The
-    rows of one tensor have one `full`. A tensor without elements is tiled by one box, itself; any other by boxes that
-    have elements. Boxes cut along so many dimensions that they have more than MAX_CORNERS corners are refused.
+    `tensor` (int64, shape (n,)) is the number of every box's tensor, in rising order; `full`, `offset` and `shape`
+    (int64, (n, d)) are the tensor's shape, and the box's first index and extent, of tensors that all have d dimensions.
+    The rows of one tensor have one `full`. A tensor without elements is tiled by one box, itself; any other by boxes
+    that have elements. Boxes cut along so many dimensions that they have more than MAX_CORNERS corners are refused.
     """
     if not len(tensor):
         return tensor
     starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
     counts = np.diff(np.r_[starts, len(tensor)])
-    group = np.repeat(np.arange(len(starts)), counts)  # 0, 1, 2 … for the tensors that are here
+    group = np.repeat(np.arange(len(starts)), counts)  # 0, 1, 2 … for these tensors
     outside = ((offset < 0) | (shape < 0) | (offset > full) | (shape > full - offset)).any(axis=1)
     empty_box, empty = (shape == 0).any(axis=1), (full[starts] == 0).any(axis=1)
     itself = ((offset == 0) & (shape == full)).all(axis=1)
@@ -59,13 +59,13 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
 
 
 def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numbers) -> npt.NDArray[np.bool_]:
-    """Say of every box whether it is not contiguous in row-major order, or comes before the box in front of it.
+    """Return for every box whether it is not contiguous in row-major order, or is out of order.
 
-    `first` has the number of the row with which the row's tensor begins; the rest is as in `untiled`.
+    `first` is the first row of each row's tensor; the other arguments are those of `untiled`.
     """
     if not full.shape[1]:
         return np.zeros(len(full), np.bool_)
-    inner = np.zeros(shape.shape, np.bool_)  # the dimensions behind the first one in which the box has an extent
+    inner = np.zeros(shape.shape, np.bool_)  # the dimensions after the first one in which the box has an extent above 1
     inner[:, 1:] = np.cumsum(shape != 1, axis=1)[:, :-1] > 0
     faults: npt.NDArray[np.bool_] = (inner & (shape != full)).any(axis=1)
     step = np.zeros_like(offset)
@@ -76,10 +76,10 @@ def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numb
 
 
 def _unbalanced(group: Numbers, begin: Numbers, end: Numbers, whole: Numbers) -> Numbers:
-    """Return the groups whose boxes' signed corners are not those of the tensor."""
+    """Return the groups in which the boxes' signed corners do not add up to the tensor's."""
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
     plus, minus = _corners(group, begin, end)
-    # The tensors' own corners change sides, so that all cancel where both sides have the same.
+    # The tensors' own corners change sides, so that all cancel if both sides are equal.
     own_plus, own_minus = _corners(group[first], np.zeros_like(whole[first]), whole[first])
     sides = np.concatenate((plus, own_minus), axis=1), np.concatenate((minus, own_plus), axis=1)
     extents = [int(group[-1]) + 1, *(int(extent) + 1 for extent in whole.max(axis=0))]
@@ -96,7 +96,7 @@ def _unbalanced(group: Numbers, begin: Numbers, end: Numbers, whole: Numbers) ->
 
 
 def _corners(group: Numbers, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the corners with a plus, and those with a minus: a column for each, the group and then the place."""
+    """Return the plus corners and the minus corners: one column per corner, its group and its coordinates."""
     axes = range(low.shape[1])
     signed: list[list[Numbers]] = [[np.zeros((1 + len(axes), 0), np.int64)] for _ in range(2)]
     for corner in range(1 << len(axes)):

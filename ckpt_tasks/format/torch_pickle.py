@@ -1,10 +1,10 @@
 """The pickle of a torch.save file, written without pickle and without torch.
 
-Invariant: every word of it is one that `torch.load(weights_only=True)` knows, so that whoever reads the file runs no
-code. A value that these words cannot say is refused by its path.
+Invariant: it uses only opcodes and names that `torch.load(weights_only=True)` accepts, so that reading the file runs no
+code. A value that these cannot express is refused with its path.
 
-Tensors are said as torch says them: the number of a storage, which is a file of its own in the zip file, and dtype,
-shape and strides. Protocol 2, as torch writes it. Source: torch/_weights_only_unpickler.py.
+Tensors are written as torch does: the number of a storage, which is a separate file in the zip file, with dtype, shape
+and strides. Protocol 2, as torch writes it. Source: torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt_tasks.format.tree import TensorRef, TorchName
 __all__ = ["Storage", "dump"]
 
 _MAX_INT_BYTES = 255
-# The dtypes that have a storage class of their own; all others have torch's untyped one.
+# The dtypes with their own storage class; all others have torch's untyped one.
 _STORAGES = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",
@@ -39,7 +39,7 @@ _STORAGES = {
 
 
 class Storage(NamedTuple):
-    """What holds one tensor alone, in C order: its number, torch's name of the dtype, the shape, and its bytes."""
+    """The storage of one tensor, in C order: its number, torch's name of the dtype, the shape, and its bytes."""
 
     number: int
     dtype: str
@@ -48,7 +48,7 @@ class Storage(NamedTuple):
 
 
 def dump(value: Any, storage_of: Callable[[str], Storage], path: str = "") -> bytes:
-    """Write a tree that stands at `path` of a state; `storage_of` gives the storage for a tensor's full key.
+    """Return the pickle of a tree; `storage_of` returns the storage for a tensor's full key, `path` is for errors.
 
     Raises UnsupportedStateError with the path of the first value that torch would not read.
     """
@@ -69,7 +69,7 @@ class _Writer:
         writer(self, value, path)
 
     def call(self, module: str, name: str, *arguments: Any) -> None:
-        """Write what a function of these plain arguments returns."""
+        """Write a call of a function with plain arguments."""
         self.name(module, name)
         self.sequence(b"(", arguments, b"t", "")
         self._put(b"R")

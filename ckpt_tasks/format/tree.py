@@ -11,9 +11,9 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
 
-Nothing is pickled and no entry names a class to import: the vocabulary above is closed. What is read has the bounds of
-what is written: depth, digits, numbers that their dtype can hold, and few keys of one hash (Python finds a key among n
-of one hash in n steps, and whole numbers of one hash are easily made).
+Nothing is pickled and no entry names a class to import: the vocabulary above is closed. A reader has the bounds of the
+writer: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a key among n with the
+same hash in n steps, and integers with equal hashes are easily made).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "enco
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
 MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
 MAX_OF_ONE_HASH = 64
-_WORD = 2**32 - 1  # a random stream has hundreds of them, at every save
+_WORD = 2**32 - 1  # random streams have hundreds of numbers below this, at every save
 
 Json = Any
 _AS_THEY_ARE = frozenset({type(None), bool, str})
-# NumPy's scalars: which Python type holds the value of each, and which whole numbers have room in them.
+# NumPy's scalars: the Python type of each one's value, and the range of its whole numbers.
 _NUMBERS: dict[str, type] = {"bool": bool, "complex64": complex, "complex128": complex} | {
     f"float{bits}": float for bits in (16, 32, 64)
 }
@@ -50,10 +50,10 @@ _WHOLE_NUMBERS = {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits
 
 
 class TensorRef(NamedTuple):
-    """Stand for a tensor in the tree.
+    """A tensor in a tree.
 
-    `key` is the full key "group/name". `array`: it came as a numpy.ndarray. `stride` is in elements and given only
-    where the layout is not the C-contiguous one. `requires_grad` is the tensor's flag.
+    `key` is the full key "group/name". `array`: it was a numpy.ndarray. `stride` is in elements, and None if the tensor
+    was C-contiguous. `requires_grad` is the tensor's flag.
     """
 
     key: str
@@ -62,13 +62,13 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
 
 
-# Make one of its four values: no frame of Python for each of 10⁵.
+# Makes a TensorRef from four values, without a Python frame for each of 10⁵.
 new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchName:
-    """Stand for a torch.dtype, torch.device or torch.Size: `kind` is "dtype", "device" or "size"."""
+    """A torch.dtype, torch.device or torch.Size in a tree: `kind` is "dtype", "device" or "size"."""
 
     kind: str
     value: str | tuple[int, ...]
@@ -76,7 +76,7 @@ class TorchName:
 
 @dataclass(frozen=True, slots=True)
 class NumpyScalar:
-    """Stand for a NumPy scalar: its dtype's name and its value as a Python bool, int, float or complex."""
+    """A NumPy scalar in a tree: its dtype's name, and its value as a Python bool, int, float or complex."""
 
     dtype: str
     value: bool | int | float | complex
@@ -85,14 +85,14 @@ class NumpyScalar:
 def encode(value: Any, path: str = "") -> Json:
     """Turn a value into JSON types.
 
-    `path` is where the value stands in the state, for the error. Raises UnsupportedStateError with the path of the
-    first value that the vocabulary has no word for; exact types only, so that what comes back is what went in.
+    `path` is the value's place in the state, for the error. Raises UnsupportedStateError with the path of the first
+    value outside of the vocabulary; subclasses count as outside, so that `decode` returns exactly what was encoded.
     """
     return _encode(value, path, 0)
 
 
 def decode(node: Json) -> Any:
-    """Turn what `encode` gave into the value; raise IntegrityError on anything that `encode` cannot have written."""
+    """Turn the result of `encode` back into the value; raise IntegrityError for JSON that `encode` cannot write."""
     try:
         return _decode(node, 0)
     except MALFORMED as error:
@@ -100,7 +100,7 @@ def decode(node: Json) -> Any:
 
 
 def tensor_refs(value: Any) -> list[TensorRef]:
-    """List every TensorRef of a tree, in its order."""
+    """Return every TensorRef of a tree, in the tree's order."""
     found: list[TensorRef] = []
     waiting = [value]
     while waiting:
@@ -137,7 +137,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 
 def _instead(value: object) -> str:
-    """Say what to do in place of storing a value."""
+    """Return the hint for a value that cannot be stored."""
     if callable(value):
         return "Leave it out of the state: code is not stored, the program makes it anew. What it counts can be stored."
     if hasattr(value, "fileno"):
@@ -181,7 +181,7 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 def _iso(value: datetime, path: str) -> str:
     text = value.isoformat()
-    if repr(datetime.fromisoformat(text)) != repr(value):  # a zone with rules, or the second of two equal hours
+    if repr(datetime.fromisoformat(text)) != repr(value):  # a time zone with rules, or an ambiguous hour
         raise UnsupportedStateError(
             f"the time zone of {text} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
         )
@@ -189,7 +189,7 @@ def _iso(value: datetime, path: str) -> str:
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
-    # Sorted as it is written, so that the same set always gives the same bytes whatever the hash seed is.
+    # Sorted in written form, so that equal sets give equal bytes whatever the hash seed.
     _refuse_alike(value, path)
     return sorted(_items(value, path, depth), key=json.dumps)
 
@@ -202,7 +202,7 @@ def _refuse_alike(keys: Collection[Any], path: str) -> None:
 
 
 def _alike(keys: Collection[Any]) -> bool:
-    """Say whether more than a few keys have one hash: putting n of them into a dict takes n² steps."""
+    """Say whether many keys have the same hash: putting n of them into a dict takes n² steps."""
     return len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH
 
 

@@ -185,7 +185,10 @@ class MemoryDirectory(SlotFiles):
         self._unlock = finalize_here(self, _unlock, self.path, lock)
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Map new files with all pages allocated; raise StoreError if there is no room."""
+        """Unseal the slot and replace its files by new ones, mapped, with all pages allocated.
+
+        Raises StoreError if there is no room; the slot is empty then.
+        """
         self.unseal(slot)
         directory = self._slot(slot)
         files: dict[str, int] = {}
