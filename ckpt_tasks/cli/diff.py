@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,28 +28,73 @@ _SHOWN = 24
 AllOption = Annotated[bool, typer.Option("--all", help=f"List every difference, not only the first {_SHOWN}.")]
 
 
-def diff(a: CheckpointArgument, b: CheckpointArgument, every: AllOption = False, as_json: JsonOption = False) -> None:
+GroupOption = Annotated[
+    list[str] | None, typer.Option("--group", metavar="NAME", help="compare only this group; may be repeated")
+]
+IgnoreOption = Annotated[
+    list[str] | None, typer.Option("--ignore", metavar="NAME", help="leave this group out; may be repeated")
+]
+MetricsOption = Annotated[bool, typer.Option("--metrics", help="compare the metrics and the evaluations, too")]
+
+Side = tuple["Run", "Checkpoint"]
+
+
+def diff(
+    a: CheckpointArgument,
+    b: CheckpointArgument,
+    *,
+    group: GroupOption = None,
+    ignore: IgnoreOption = None,
+    metrics: MetricsOption = False,
+    every: AllOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Compare the states of two checkpoints bit for bit.
 
-    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
-    of every tensor counts (NaN payloads, the sign of zero), and every plain value; random streams are part of it.
+    Exits with 0 if what is compared is equal, 1 if it differs, 2 if one cannot be read. They may belong to two runs.
+    Every bit of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the
+    group rng.
     """
     with output(as_json, trouble=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
-        comparison = _compare(out, *sides)
-        out.data(_facts(comparison, *sides))
+        comparison = _compare(out, *sides, group or [], ignore or [])
+        measured = _metrics(sides) if metrics else {}
+        same = comparison.equal and all(_equal(*pair) for pair in measured.values())
+        out.data({"equal": same, **_facts(comparison, *sides), **({"metrics": _sides(measured)} if metrics else {})})
         if not as_json:
             _print(out, comparison, sides, every)
-        if not comparison.equal:
+            if metrics:
+                _print_metrics(out, measured)
+        if not same:
             out.fail()
 
 
-def _compare(out: Output, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> Comparison:
+def _compare(out: Output, a: Side, b: Side, groups: list[str], ignore: list[str]) -> Comparison:
     from ckpt_tasks.copying.compare import compare_checkpoints
 
     with reading(out, "comparing", a[1].size_bytes + b[1].size_bytes) as on_progress:
         stores = [WatchedStore(run.history.store, on_progress) for run, _ in (a, b)]
-        return compare_checkpoints(stores[0], a[1], stores[1], b[1])
+        return compare_checkpoints(stores[0], a[1], stores[1], b[1], groups=groups, ignore=ignore)
+
+
+def _metrics(sides: tuple[Side, Side]) -> dict[str, tuple[float | None, float | None]]:
+    """Return the metrics of both by name, those of evaluations as suite/metric; None where one has none."""
+    a, b = (_metrics_of(*side) for side in sides)
+    return {name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))}
+
+
+def _metrics_of(run: Run, checkpoint: Checkpoint) -> dict[str, float]:
+    evaluated = (one for one in run.evaluations() if one.manifest_digest == checkpoint.manifest_digest)
+    found = {f"{one.suite}/{name}": value for one in evaluated for name, value in one.metrics.items()}
+    return {**checkpoint.metrics, **found}
+
+
+def _equal(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+def _sides(measured: Mapping[str, tuple[float | None, float | None]]) -> dict[str, Any]:
+    return {name: {"a": a, "b": b, "equal": _equal(a, b)} for name, (a, b) in measured.items()}
 
 
 def _facts(comparison: Comparison, a: tuple[Run, Checkpoint], b: tuple[Run, Checkpoint]) -> dict[str, Any]:
@@ -56,7 +103,6 @@ def _facts(comparison: Comparison, a: tuple[Run, Checkpoint], b: tuple[Run, Chec
         for name, (run, c) in (("a", a), ("b", b))
     }
     return {
-        "equal": comparison.equal,
         **sides,
         "groups": {name: asdict(compared) for name, compared in comparison.groups.items()},
         "differences": [asdict(difference) for difference in comparison.differences],
@@ -82,6 +128,25 @@ def _print(
     else:
         places = count(len({difference.place for difference in comparison.differences}), "place")
         out.print(Text.assemble(("Different", "bold red"), f" in {places}, of {tensors} and {values}."))
+
+
+def _print_metrics(out: Output, measured: Mapping[str, tuple[float | None, float | None]]) -> None:
+    from rich.text import Text
+
+    if not measured:
+        out.print("Neither has a metric.")
+        return
+    made = table("metric", "A", "B", "B - A", right=("A", "B", "B - A"))
+    for name, (a, b) in measured.items():
+        apart = "" if a is None or b is None or _equal(a, b) else number(b - a)
+        shown = ("" if value is None else number(value) for value in (a, b))
+        made.add_row(printable(name), *shown, apart, style="dim" if _equal(a, b) else "")
+    out.print(made)
+    wrong = sum(not _equal(a, b) for a, b in measured.values())
+    if wrong:
+        out.print(Text.assemble(("Different", "bold red"), f" in {wrong} of {count(len(measured), 'metric')}."))
+    else:
+        out.print(Text.assemble(("Equal", "bold green"), f": {count(len(measured), 'metric')}."))
 
 
 def _summary(comparison: Comparison) -> Any:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.copying.distances import Regions, distances
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, encode
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
@@ -80,15 +81,22 @@ class _Pair(NamedTuple):
 
 
 def compare_checkpoints(
-    store_a: Store, checkpoint_a: Checkpoint, store_b: Store, checkpoint_b: Checkpoint
+    store_a: Store,
+    checkpoint_a: Checkpoint,
+    store_b: Store,
+    checkpoint_b: Checkpoint,
+    *,
+    groups: Iterable[str] = (),
+    ignore: Iterable[str] = (),
 ) -> Comparison:
-    """Compare the states of two checkpoints, of one run or of two.
+    """Compare the states of two checkpoints, of one run or of two: of the named groups (all if none is), less `ignore`.
 
-    Reads both, in memory of some 100 MiB. Raises IntegrityError or StoreError if a checkpoint's bytes are not good.
+    Reads both, in memory of some 100 MiB. Raises ConfigError for a group that neither has, or if none is left, and
+    IntegrityError or StoreError if a checkpoint's bytes are not good.
     """
     a, b = open_checkpoint(store_a, checkpoint_a), open_checkpoint(store_b, checkpoint_b)
     walk = _Walk(a, b)
-    for group in dict.fromkeys([*a.groups, *b.groups]):
+    for group in _chosen([*dict.fromkeys([*a.groups, *b.groups])], [*groups], [*ignore]):
         walk.group(group)
     pairs = [item for item in walk.found if isinstance(item, _Pair)]
     apart = distances(Regions(store_a, a), Regions(store_b, b), ((pair.a.key, pair.b.key) for pair in pairs))
@@ -99,6 +107,17 @@ def compare_checkpoints(
         elif far := apart.get((item.a.key, item.b.key)):
             differences.append(_apart_in_values(item, far, a))
     return Comparison(walk.compared, (*differences, *_sharing(pairs)))
+
+
+def _chosen(there: Sequence[str], groups: Sequence[str], ignore: Sequence[str]) -> list[str]:
+    hint = f"There are {', '.join(there)}."
+    for name in (*groups, *ignore):
+        if name not in there:
+            raise ConfigError(f"neither checkpoint has a group {name!r:.80}", hint=hint)
+    chosen = [name for name in there if (not groups or name in groups) and name not in ignore]
+    if not chosen:
+        raise ConfigError("no group is left to compare", hint=hint)
+    return chosen
 
 
 class _Walk:

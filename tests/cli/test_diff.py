@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_tasks.reading.reading import open_run
 from tests.support.cli_runs import ckpt, flip, only, save, save_steps
 
 MEASURED = """
@@ -95,3 +97,37 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Equal bit for bit" in done.stdout
     assert int(done.stdout.split()[-1]) < 320
+
+
+def test_groups_are_chosen_and_left_out(tmp_path: Path) -> None:
+    """The exit status is that of the chosen groups: --group names them, --ignore leaves some out; a wrong name is 2."""
+    a = save_seeded(tmp_path / "a", {"model": {"w": torch.zeros(2)}, "position": {"n": 3}})
+    torch.manual_seed(1)
+    b = save(tmp_path / "b", {"model": {"w": torch.zeros(2)}, "position": {"n": 4}})
+    assert ckpt("diff", a, b).status == 1
+    assert ckpt("diff", a, b, "--group", "model").status == 0
+    assert ckpt("diff", a, b, "--ignore", "rng").status == 1
+    answer = ckpt("diff", a, b, "--ignore", "rng", "--ignore", "position", "--json")
+    assert (answer.status, answer.data["equal"], [*answer.data["groups"]]) == (0, True, ["model"])
+    answer = ckpt("diff", a, b, "--group", "position", "--group", "model", "--json")
+    assert [one["place"] for one in answer.data["differences"]] == ["position/n"]
+    for wrong in (["--group", "modle"], ["--ignore", "optimizer"], ["--group", "model", "--ignore", "model"]):
+        answer = ckpt("diff", a, b, *wrong)
+        assert answer.status == 2
+        assert "There are model, position, rng" in answer.err
+
+
+def test_metrics_are_compared(run_dir: Path) -> None:
+    """--metrics compares the metrics of saves and evaluations; one that differs, or is of one side alone, counts."""
+    save_steps(run_dir, 1, 2)
+    run = open_run(str(run_dir))
+    run.record_evaluation(run.find(2), "quick", {"odd": math.nan})
+    one, two = f"{run_dir}@1", f"{run_dir}@2"
+    assert "metrics" not in ckpt("diff", one, two, "--json").data
+    same = ckpt("diff", two, two, "--metrics", "--json")
+    assert (same.status, same.data["metrics"]["quick/odd"]) == (0, {"a": "nan", "b": "nan", "equal": True})
+    answer = ckpt("diff", one, two, "--metrics", "--group", "rng", "--ignore", "model")
+    assert answer.status == 1
+    assert "-0.1667" in answer.out
+    assert "Different in 2 of 2 metrics" in answer.out
+    assert "Equal: 2 metrics" in ckpt("diff", two, two, "--metrics").out
