@@ -112,10 +112,12 @@ def test_a_worker_forked_meanwhile_holds_nothing_up() -> None:
                 os._exit(0)
 
     answers: list[str] = []
-    asking = threading.Thread(
-        target=lambda: (sys.setprofile(fork_as_git_is_started), answers.append(code_of(str(ROOT))))
-    )
-    asking.daemon = True
+
+    def ask() -> None:
+        sys.setprofile(fork_as_git_is_started)
+        answers.append(code_of(str(ROOT)))
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(20)
     for pid in workers:
