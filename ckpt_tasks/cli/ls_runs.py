@@ -1,4 +1,4 @@
-"""`ckpt ls ROOT`: many runs side by side, a row for each."""
+"""`ckpt ls ROOT`: many runs side by side, one row each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["list_runs", "sort_runs"]
 _METRICS_SHOWN = 3
 _BAD = ("damaged", "unreadable")
 _STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
-# What runs can be sorted by beside a metric, and whether the largest comes first.
+# Columns to sort by, beside metrics; True: the largest comes first.
 _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),
     "state": (lambda run: run.state, False),
@@ -33,7 +33,7 @@ _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
 
 
 def list_runs(out: Output, url: str, runs: list[RunSummary], metrics: Sequence[str], sort: str | None) -> None:
-    """Print the runs below a directory; fail where one is damaged."""
+    """Print the runs below a directory; the verb fails if one is damaged."""
     ordered = sort_runs(runs, sort or "name")
     known = {name for run in runs for name in run.metrics}
     unknown = [name for name in metrics if name not in known]
@@ -47,7 +47,7 @@ def list_runs(out: Output, url: str, runs: list[RunSummary], metrics: Sequence[s
 
 
 def sort_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
-    """Sort runs by a column or a metric, what has no value last; a - before the name turns the order around.
+    """Sort runs by a column or a metric, runs without a value last; "-" before the name reverses the order.
 
     Raises ConfigError for a name that no run has.
     """

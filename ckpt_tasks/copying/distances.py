@@ -51,7 +51,7 @@ class Regions:
         return first.object, first.begin
 
     def region(self, row: IndexRow) -> tuple[mmap.mmap, int]:
-        """Return a buffer that holds the region's verified bytes, and their offset in it."""
+        """Return a buffer with the region's verified bytes, and their offset in it; raise IntegrityError if damaged."""
         run = self._runs[row.object, row.begin]
         first = run[0]
         start, known = first.begin % ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads

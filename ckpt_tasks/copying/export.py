@@ -3,9 +3,10 @@
 Invariants
 
 1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
-2. A new `out` appears whole and durable, or not at all: it is written and fsynced beside, and then renamed. In a
-   directory that is there (`overwrite`) the old index goes first and the new one comes last.
-3. Memory is one read of 16 MiB, and one tensor where ranks have cut it across its rows. torch is not needed.
+2. A new `out` appears whole and durable, or not at all: it is written and fsynced under another name, then renamed. In
+   an existing directory (`overwrite`) the old index is removed first and the new one written last.
+3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. It does not need
+   torch.
 
 File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). What to write is
 decided from the manifest and the index alone (`plan_export`), and then done (`write_export`).
@@ -57,10 +58,10 @@ __all__ = [
 MAX_SHARD_BYTES = 5 * 10**9  # as in huggingface_hub
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# What an export or a save of huggingface_hub leaves in a directory: other weights beside ours would be read for ours.
+# Files of an export or of huggingface_hub in a directory: other weights beside ours would be read as ours.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _METADATA = "__metadata__"  # in a safetensors header, not a tensor's name
-_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # codes that hold views of other dtypes as well
+_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # codes that also hold views of other dtypes
 
 
 class ExportedFile(NamedTuple):
@@ -75,9 +76,9 @@ class ExportedFile(NamedTuple):
 class ExportReport:
     """What was exported.
 
-    `tied` maps every name whose tensor is stored under another one to that one. `dtypes` are torch's names of the
-    dtypes that safetensors has no code for, by tensor: these are stored as views. `left_out` names the entries of
-    modules that are no tensors.
+    `tied` maps every name whose tensor is stored under another name to that name. `dtypes` has, by tensor, torch's
+    names of dtypes without a code in safetensors: these are stored as views. `left_out` names the entries of modules
+    that are not tensors.
     """
 
     run_key: str
@@ -91,7 +92,7 @@ class ExportReport:
 
     @property
     def tensors(self) -> int:
-        """How many tensors are stored."""
+        """The number of stored tensors."""
         return sum(file.tensors for file in self.files)
 
     @property
@@ -101,9 +102,9 @@ class ExportReport:
 
 
 class _Shard(NamedTuple):
-    """One file to write: its header, and where in it each region goes, in bytes.
+    """One file to write: its header, and the byte offset of each region.
 
-    `gathered` has the regions of tensors that lie in it in strips, and where the whole tensor goes.
+    `gathered` has the tensors that must be assembled from their regions first, with the offset of the whole tensor.
     """
 
     name: str
@@ -138,7 +139,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class _Selection:
-    """The tensors to export and their regions by full key, the names that are tied to them, and what is no tensor."""
+    """The tensors to export with their regions by full key, names tied to them, and entries that are not tensors."""
 
     specs: dict[str, TensorSpec]
     rows: Mapping[str, Sequence[IndexRow]]
@@ -152,14 +153,14 @@ class _Selection:
         return {spec.name: spec.dtype for spec, code in coded if _MEANT.get(code, spec.dtype) != spec.dtype}
 
     def of(self, keys: Iterable[str]) -> _Selection:
-        """Return the part of it that has these keys."""
+        """Return the part with these keys."""
         specs = {key: self.specs[key] for key in keys}
         names = {spec.name for spec in specs.values()}
         tied = {name: kept for name, kept in self.tied.items() if kept in names}
         return _Selection(specs, self.rows, tied, (), self.origin)
 
     def metadata(self) -> dict[str, Any]:
-        """Say where the tensors came from and what is to be known about them."""
+        """Return the metadata of the export: the source of the tensors, ties and dtypes."""
         return {**self.origin, "tied": self.tied, "dtypes": self.dtypes}
 
 
@@ -193,7 +194,7 @@ def plan_export(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> ExportPlan:
-    """Decide what to write. Arguments and errors are those of `export_checkpoint`; nothing is written."""
+    """Plan an export; write nothing. Arguments and errors are those of `export_checkpoint`."""
     one_file = Path(out).name.endswith(_SUFFIX)
     target = check_out(store, out, overwrite, one_file=one_file)
     if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):
@@ -220,7 +221,7 @@ def plan_export(
 
 
 def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None = None) -> ExportReport:
-    """Write what was planned and return the plan's report; `on_progress` and errors as of `export_checkpoint`."""
+    """Execute a plan and return its report; `on_progress` and errors are those of `export_checkpoint`."""
     objects = {row.object for shard in plan.shards for row in shard.rows}
     for record in plan.opened.manifest.objects:
         if record.name in objects:
@@ -323,14 +324,14 @@ def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
 
 
 def _is_state_dict(saved: SavedGroup) -> bool:
-    """Say whether a group is tensors by name: a module, or what a state_dict of one looks like."""
+    """Say whether a group is a module, or a dict of tensors that looks like a module's state_dict."""
     if not isinstance(saved.tree, dict) or not all(_is_name(name) for name in saved.tree):
         return False
     return saved.kind == "module" or all(type(value) is TensorRef for value in saved.tree.values())
 
 
 def _is_name(name: Any) -> bool:
-    # Half a surrogate pair is not UTF-8. The full keys, which are used then, are all fit for a header.
+    # Half a surrogate pair is not UTF-8. Then full keys are used, which are always valid in a header.
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 
@@ -366,7 +367,7 @@ def _shard(selection: _Selection, name: str) -> _Shard:
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
     ours = json.dumps(selection.metadata(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
-    # Ties as safetensors.torch.save_model lists them, and once more where no other entry can be taken for one.
+    # Ties as safetensors.torch.save_model lists them; and again where no other entry can be mistaken for one.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT

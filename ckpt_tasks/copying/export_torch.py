@@ -4,9 +4,9 @@ Invariants
 
 1. Every byte of a tensor has been verified against its digest, after it was read and before `out` has its name.
 2. `out` appears whole and durable, or not at all.
-3. Memory is one read of 16 MiB, the names and plain values, and one tensor where ranks have cut it across its rows.
-   torch is not needed.
-4. Nothing is put in the place of a value that torch would refuse to read: the export is refused, with its path.
+3. It needs memory for one read of 16 MiB, for names and plain values, and for one tensor if ranks have cut it across
+   its rows. It does not need torch.
+4. A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
 
 The file is a zip file of stored entries, as torch writes it: `data.pkl`, and one entry for each tensor, which begins
 at a multiple of 64 bytes. Source: caffe2/serialize/inline_container.h of pytorch.
@@ -37,7 +37,7 @@ from ckpt_tasks.storage.publishing import staged_file
 
 __all__ = ["TorchPlan", "plan_torch_export", "write_torch_export"]
 
-_KINDS = ("module", "optimizer", "stateful", "plain")  # random streams are of use to a restore alone
+_KINDS = ("module", "optimizer", "stateful", "plain")  # random streams are useful only to a restore
 _ABOUT = "ckpt_tasks"
 _ARCHIVE = "archive"
 _ALIGNMENT = 64
@@ -48,7 +48,7 @@ _BEFORE_ANY_CLOCK = (1980, 1, 1, 0, 0, 0)  # the same checkpoint gives the same 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchPlan:
-    """What `write_torch_export` will do, and the report that it will give but for the size of the file."""
+    """What `write_torch_export` will do, and its report, except the size of the file."""
 
     out: Path
     overwrite: bool
@@ -72,11 +72,11 @@ def plan_torch_export(
     groups: Iterable[str] | None = None,
     overwrite: bool = False,
 ) -> TorchPlan:
-    """Decide what to write to the file `out`; nothing is written.
+    """Plan an export to the file `out`; write nothing.
 
-    One group alone in `groups` is the whole content, as its own state_dict has it. Several, or without any all but
-    random streams, are a dict by name, with `ckpt_tasks` beside them, which says where they are from. Raises
-    ConfigError if that cannot be done as asked, UnsupportedStateError for a value that torch would not read, and
+    A single group in `groups` is the whole content of the file, in the form of its state_dict. Several groups (without
+    `groups` all but random streams) become a dict by name, with an entry `ckpt_tasks` that says where they are from.
+    Raises ConfigError for invalid arguments, UnsupportedStateError for a value that torch would not read, and
     IntegrityError if the checkpoint is damaged.
     """
     named = tuple(groups or ())
@@ -120,7 +120,7 @@ def plan_torch_export(
 
 
 def write_torch_export(store: Store, plan: TorchPlan, on_progress: OnProgress | None = None) -> ExportReport:
-    """Write what was planned and return the report; `on_progress` gets the size in bytes of every read.
+    """Execute a plan and return the report; `on_progress` gets the size in bytes of every read.
 
     Raises IntegrityError if bytes are damaged and StoreError if a read or a write fails.
     """
@@ -148,7 +148,7 @@ def write_torch_export(store: Store, plan: TorchPlan, on_progress: OnProgress | 
 
 
 def _pieces(store: Store, plan: TorchPlan, on_progress: OnProgress) -> Iterator[tuple[str, bytes | memoryview]]:
-    """Yield the bytes of tensor after tensor, each in C order; what is yielded is valid until the next."""
+    """Yield the bytes of each tensor in C order; a yielded buffer is valid until the next one."""
     in_order: list[IndexRow] = []
     others: list[Sequence[IndexRow]] = []
     for key, rows in plan.rows.items():
@@ -175,7 +175,7 @@ def _pieces(store: Store, plan: TorchPlan, on_progress: OnProgress) -> Iterator[
 
 
 def _in_order(rows: Sequence[IndexRow]) -> bool:
-    """Say whether these regions lie one after the other, and are the tensor in C order."""
+    """Say whether these regions are contiguous in one object, and hold the tensor in C order."""
     at, first = 0, rows[0]
     for row in rows:
         if (row.object, row.begin) != (first.object, first.begin + at) or bytes_before(row) != at:
@@ -185,7 +185,7 @@ def _in_order(rows: Sequence[IndexRow]) -> bool:
 
 
 def _add(archive: zipfile.ZipFile, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write one entry, its data at a multiple of 64 bytes."""
+    """Write one entry with its data at a multiple of 64 bytes."""
     entry = zipfile.ZipInfo(f"{_ARCHIVE}/{name}", _BEFORE_ANY_CLOCK)
     large = size_bytes >= _LARGE_BYTES
     begin = archive.start_dir + 30 + len(entry.filename) + 4 + _SIZES_BYTES * large
@@ -206,7 +206,7 @@ def _value(group: str, saved: SavedGroup) -> Any:
 
 
 def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as its state_dict has it: parameters by number, in the order of their groups."""
+    """Return an optimizer's state in the form of its state_dict: parameters by number, in the order of their groups."""
     numbers = {name: n for n, name in enumerate(_parameters(tree))}
     state = {numbers[name]: entry for name, entry in tree["state"].items()} | tree["shared"]
     groups = [

@@ -1,4 +1,4 @@
-"""Import: a plan that says which step and groups a file of others becomes; `checkpoint/importing.py` commits it."""
+"""Plan an import: which step and groups a foreign file becomes; `checkpoint/importing.py` commits the plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["ImportPlan", "plan_import", "spec_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """What an import will write: `groups` as a manifest has them, and their tensors by full key.
+    """What an import will write: `groups` in the form of a manifest, and their tensors by full key.
 
-    `taken` lists the groups, and `left` says of everything else why it is not taken, by its name in the file.
+    `taken` lists the groups; `left` maps the names of everything else in the file to the reason why it is not taken.
     """
 
     source: Source = field(repr=False)
@@ -40,27 +40,27 @@ class ImportPlan:
 
 
 def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups: Sequence[str] = ()) -> ImportPlan:
-    """Open a file or a directory and decide what of it becomes which group; nothing is written.
+    """Open a file or a directory and decide which part becomes which group; write nothing.
 
-    `groups` are GROUP or GROUP=NAME, where NAME is one in the file; without one everything is taken that can be.
-    Without a `step` it is the one that the file has (`step` or `global_step`), or 0. Raises what `open_source` raises,
-    and ConfigError for a step or groups that cannot be.
+    `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: everything that can be taken). `step`
+    defaults to that of the file (`step` or `global_step`), else 0. Raises what `open_source` raises, IntegrityError if
+    tensors claim more bytes than the file has, and ConfigError for an invalid step or group.
     """
     source = open_source(path)
     taking = take(source, groups)
-    found = _step_of(source) if step is None else step
-    if not 0 <= found <= MAX_STEP:
-        raise ConfigError(f"{found} is not a step", hint="Give one with --step N.")
+    number = _step_of(source) if step is None else step
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")
     plan = ImportPlan(
         source=source,
-        step=found,
+        step=number,
         groups=taking.groups,
         tensors=taking.tensors,
         taken=tuple(taking.taken),
         left=taking.left,
     )
-    claimed = sum(one.size_bytes for one in plan.taken)
-    if claimed > source.size_bytes:  # a tensor that repeats one element takes any room that it likes
+    claimed = sum(group.size_bytes for group in plan.taken)
+    if claimed > source.size_bytes:  # an expanded tensor could claim any size
         raise IntegrityError(
             f"its tensors claim {claimed} bytes, and the file has {source.size_bytes}",
             key=source.name,
@@ -70,7 +70,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
 
 
 def spec_of(key: str, tensor: torch.Tensor | SourceTensor) -> TensorSpec:
-    """Say what is stored for a tensor of a group: the name without the group, dtype and shape."""
+    """Return the spec of a tensor of a group: its name without the group, dtype and shape."""
     dtype = tensor.dtype if isinstance(tensor, SourceTensor) else DTYPES[tensor.dtype]
     return TensorSpec(key.partition("/")[2], dtype, tuple(tensor.shape))
 

@@ -1,7 +1,8 @@
-"""Names in files of others: of tensors, without what wrappers add, and of an optimizer's parameters.
+"""Names in foreign files: of tensors, without the prefixes of wrappers, and of an optimizer's parameters.
 
-torch numbers an optimizer's parameters. Numbers get names only if the file has them, or if there is one way alone in
-which the shapes that the optimizer keeps follow the order of the model; moments of the wrong parameter go unnoticed.
+torch numbers an optimizer's parameters. Numbers get names only if the file has the names, or if there is exactly one
+way to match the optimizer's shapes with the model's parameters in order: moments of a wrong parameter would go
+unnoticed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ckpt_tasks.state.tensors import identity
 __all__ = ["clean_names", "parameter_names"]
 
 _DDP = "module."
-_BUFFERS = ("running_mean", "running_var")  # of torch's norms; the shapes are those of their parameters
+_BUFFERS = ("running_mean", "running_var")  # buffers of torch's norms; they have the shapes of parameters
 
 Modules = Mapping[str, Mapping[str, Any]]  # group → name → tensor, in the order of the model
 Named = tuple[str, tuple[int, ...]]  # a parameter's name and shape
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Return each name without what wrappers (DDP, torch.compile) put before it; as they are, if two became one."""
+    """Return each name without the prefixes of wrappers (DDP, torch.compile); unchanged if two would become equal."""
     clean = {name: bare_name(name) for name in names}
     if all(name.startswith(_DDP) for name in clean.values()):
         clean = {name: one.removeprefix(_DDP) for name, one in clean.items()}
@@ -35,7 +36,7 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
-    """Name the parameters of an optimizer's state_dict, in the order of their numbers, and say where that is from.
+    """Return the names of the parameters in an optimizer's state_dict, by number, and a note of how they were found.
 
     Raises UnsupportedStateError with the reason if a name would be a guess.
     """
@@ -62,7 +63,7 @@ def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[lis
 
 
 def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
-    """Return the name that a capture gives the parameter which a file calls so; None if that is not known."""
+    """Return the name that `capture` gives to the parameter with this name in the file; None if that is unknown."""
     if not isinstance(name, str):
         return None
     clean = bare_name(name)
@@ -80,28 +81,31 @@ def _known(name: str, tensor: Any) -> Any:
 
 
 def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
-    """Return what may be the parameters of a model, in its order: the first name in order of text, and the shape."""
-    found: dict[Any, Named] = {}
+    """Return the possible parameters of a model in its order: tensor identity → (name, shape).
+
+    A tied tensor appears once, under the first of its names in alphabetical order. Known buffers are left out.
+    """
+    names: dict[Any, Named] = {}
     for name, tensor in tensors.items():
         dtype = tensor.dtype if isinstance(tensor, SourceTensor) else str(tensor.dtype).removeprefix("torch.")
         if dtype.startswith(("float", "bfloat", "complex")) and name.rpartition(".")[2] not in _BUFFERS:
             known = _known(name, tensor)
-            first = found.setdefault(known, (name, tuple(tensor.shape)))
+            first = names.setdefault(known, (name, tuple(tensor.shape)))
             if name < first[0]:
-                found[known] = (name, first[1])
-    return found
+                names[known] = (name, first[1])
+    return names
 
 
 def _shapes(entry: Any) -> set[tuple[int, ...]]:
-    """Return the shapes that an optimizer keeps for one parameter; none where it keeps nothing but counts."""
+    """Return the shapes of an optimizer's entries for one parameter; an empty set if they are only counts."""
     values = entry.values() if isinstance(entry, Mapping) else ()
     return {tuple(value.shape) for value in values if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _only_order(kept: Sequence[set[tuple[int, ...]]], parameters: Sequence[Named]) -> list[str]:
-    """Name each of an optimizer's parameters, if the model's order and the shapes leave one way to do it.
+    """Name each of an optimizer's parameters, if the model's order and the shapes allow exactly one way.
 
-    The first places that fit from the left and from the right are the same only then.
+    That is so if the first fit from the left equals the first fit from the right. Raises UnsupportedStateError if not.
     """
     left = _first_places(kept, parameters)
     right = _first_places(kept[::-1], parameters[::-1])

@@ -1,11 +1,11 @@
-"""Files of others to import: torch.save files, safetensors files, directories of Hugging Face, Lightning's checkpoints.
+"""Foreign files to import: torch.save and safetensors files, Hugging Face directories, Lightning's checkpoints.
 
 Invariants
 
-1. Nothing that a file says is executed or imported: a pickle goes through torch's weights-only unpickler and nothing
-   else. One that names anything that this unpickler does not know is refused, and the error has that name.
-2. A file is refused before anything is written. Sizes, offsets, names, and how many values and bytes it claims are
-   checked before they become memory, paths or loops.
+1. Nothing in a file is executed or imported: only torch's weights-only unpickler reads a pickle. A pickle with a name
+   that this unpickler does not know is refused, and the error has the name.
+2. A file is refused before anything is written. Sizes, offsets, names, and the number of values and bytes are checked
+   before they become memory, paths or loops.
 3. Tensors are views of the mapped files, so a file of any size needs little memory.
 """
 
@@ -30,16 +30,16 @@ from ckpt_tasks.format.parsing import MALFORMED, parse_json
 
 __all__ = ["Source", "SourceTensor", "open_source"]
 
-_MAX_PICKLE_BYTES = 256 << 20  # of one file's objects without their tensors
+_MAX_PICKLE_BYTES = 256 << 20  # per file, without the tensors
 _MAX_INDEX_BYTES = 64 << 20
-_MAX_ENTRIES = 1 << 20  # of a zip file: one for each tensor
+_MAX_ENTRIES = 1 << 20  # in a zip file: one for each tensor
 _MAX_VALUES = 1 << 21
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
-# The first of those that share a code: U8 is uint8.
+# Of several dtypes with the same code the first: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
 _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
-# In this order: a directory that has weights twice has them as safetensors, too.
+# In this order: a directory that has its weights twice has them as safetensors, too.
 _WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
 _OF_TRAINER = re.compile(
     r"(optimizer|scheduler|scaler|rng_state\w*|random_states\w*)\.(pt|pth|bin|pkl)|training_args\.bin"
@@ -47,7 +47,7 @@ _OF_TRAINER = re.compile(
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a safetensors file: torch's name of its dtype, its shape, and its bytes in C order."""
+    """A tensor of a safetensors file: torch's name of the dtype, the shape, and the bytes in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What a file or a directory holds: tensors and values by name.
+    """The contents of a file or a directory: tensors and values by name.
 
-    `values` has torch tensors, or SourceTensors; two names that share a tensor have one. `left` says of what cannot be
-    taken why; `files` are the files that were opened, and `size_bytes` is the size of all of them.
+    `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps names of
+    what cannot be taken to the reason; `files` are the files that were opened, `size_bytes` is their size in all.
     """
 
     name: str
@@ -85,9 +85,8 @@ class Source:
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a file, or a directory of weights; its tensors are read when they are used.
 
-    Raises CheckpointNotFoundError if there is none, ConfigError for what is not one of the formats, IntegrityError for
-    one that is damaged or says what cannot be, and UnsupportedStateError for a pickle that names anything but tensors
-    and plain values.
+    Raises CheckpointNotFoundError if there is none, ConfigError for another format, IntegrityError if it is damaged or
+    contradicts itself, and UnsupportedStateError for a pickle that names anything but tensors and plain values.
     """
     place = Path(os.path.abspath(os.path.expanduser(path)))
     if not place.exists():
@@ -123,7 +122,7 @@ def _file(path: Path) -> Source:
 
 
 def _head(path: Path) -> tuple[bytes, int]:
-    """Return the first bytes of a regular file, and its size; a pipe or a device is not waited for."""
+    """Return the first bytes of a regular file, and its size; raise ConfigError for anything else, such as a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
@@ -163,7 +162,7 @@ def _weights(directory: Path, names: Iterable[str]) -> str:
 
 
 def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Read the weights that an index names, each from the file that it is said to be in."""
+    """Read the weights that an index names, each from the file that the index says."""
     _, size_bytes = _head(directory / index_name)
     if size_bytes > _MAX_INDEX_BYTES:
         raise IntegrityError(f"the index has {size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
@@ -225,7 +224,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return which names are tied to which, and the dtypes of what was stored as a view, as an export wrote them."""
+    """Return tied names (name → stored name) and the dtypes of views (name → dtype), as an export wrote them."""
     if ours is None:
         return {str(name): value for name, value in metadata.items() if isinstance(value, str)}, {}
     return {str(n): str(kept) for n, kept in ours["tied"].items()}, {str(n): str(d) for n, d in ours["dtypes"].items()}
@@ -234,7 +233,7 @@ def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict
 def _with_views(
     values: dict[str, Any], tied: Mapping[str, str], dtypes: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """Give views their own dtypes again, and tied names their tensors."""
+    """Return the values with views in their own dtypes, and with tied names."""
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:
@@ -252,7 +251,7 @@ def _with_views(
 
 
 def _torch_values(path: Path) -> Mapping[Any, Any]:
-    """Return what torch.save wrote, through the weights-only unpickler, with tensors that are views of the file."""
+    """Read a torch.save file with the weights-only unpickler; its tensors are views of the file."""
     _check_zip(path)
     try:
         forbidden = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
@@ -261,7 +260,7 @@ def _torch_values(path: Path) -> Mapping[Any, Any]:
         value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except UnsupportedStateError:
         raise
-    except Exception as error:  # what bytes of others make torch raise has no common type
+    except Exception as error:  # foreign bytes make torch raise all kinds of errors
         text = str(error)
         if found := _GLOBAL.search(text):
             raise _forbidden(path, [found[1]]) from error
@@ -286,7 +285,7 @@ def _forbidden(path: Path, names: list[str]) -> UnsupportedStateError:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise unless the file is a whole zip file of stored entries: one that inflates could take any memory."""
+    """Raise if the file is not a whole zip file of stored entries: a compressed one could inflate without limit."""
     size_bytes = os.stat(path).st_size
     try:
         with zipfile.ZipFile(path) as file:
@@ -307,7 +306,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_values(value: Any, name: str) -> None:
-    """Raise IntegrityError if there are too many values, each counted in every place: a pickle can repeat itself."""
+    """Raise IntegrityError if there are too many values, counted at every place: a pickle can repeat a value."""
     count, waiting = 0, [iter([value])]
     while waiting:
         item = next(waiting[-1], _END)

@@ -99,7 +99,8 @@ class SyncReport:
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
     """Find what the target lacks of the run, or of `only`; write nothing.
 
-    Raises RunMismatchError if the target has another run, or checkpoints that the source never had.
+    Raises RunMismatchError if the target has another run, or checkpoints that the source never had; StateError if the
+    target has pruned `only`; ConfigError if source and target are one place.
     """
     check_apart(source.history.store.url, target.url)
     head, history = source.head(), History(target)

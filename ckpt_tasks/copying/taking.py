@@ -1,6 +1,7 @@
-"""What of a file of others becomes a group of a run, of which kind and under which name; nothing is read or written.
+"""Decide which parts of a foreign file become groups of a run, of which kind and name; read and write nothing.
 
-A file says less than a checkpoint holds. What it does not say is not guessed: it is left, with the reason.
+A file has less information than a checkpoint. Nothing is guessed: a part that is not clear is left out, with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
 
 
 class Taken(NamedTuple):
-    """A group that is taken: its name, its name in the file, its kind, what it holds, and how it was read."""
+    """A group that is taken: its name, its name in the file, its kind, its size, and a note of how it was read."""
 
     group: str
     name: str
@@ -46,7 +47,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Taking:
-    """Groups as a manifest has them, their tensors by full key, and why the rest is not taken, by its name."""
+    """Groups in the form of a manifest, their tensors by full key, and the reasons for everything that is left."""
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | SourceTensor] = field(default_factory=dict)
@@ -78,14 +79,19 @@ class _Part(NamedTuple):
 
 
 def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
-    """Make groups of what a file holds; `wanted` are GROUP or GROUP=NAME, and without one everything is wanted.
+    """Make groups from a file; `wanted` are GROUP or GROUP=NAME (default: everything).
 
-    Raises ConfigError if the file has nothing to take, or not what is wanted.
+    Raises ConfigError if the file has nothing to take, or lacks something wanted.
     """
     parts, left = _parts(source)
     parts, unwanted = _chosen(parts, wanted)
     taker = _Taker({**source.left, **left, **dict.fromkeys(unwanted, "it was not asked for")})
-    for kind in ("module", "optimizer", "stateful", "plain"):  # memory that two share belongs to the first of these
+    for kind in (
+        "module",
+        "optimizer",
+        "stateful",
+        "plain",
+    ):  # memory that two groups share belongs to the first of these kinds
         for part in parts:
             if part.kind == kind:
                 taker.add(part)
@@ -167,7 +173,7 @@ def _group_name(key: str) -> str | None:
 
 
 def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
-    """Yield a value, or the objects in a container of them, named as a state's containers are."""
+    """Yield a value, or the objects in a container of objects, named like those of a state."""
     items: Any = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
@@ -199,7 +205,7 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
             raise ConfigError(f"{text!r:.80} does not name a new group", hint="Write GROUP or GROUP=NAME.")
         part = by_name.get(name if equals else group)
         if part is None and not equals and len(parts) == 1 and not parts[0].name:
-            part = parts[0]  # weights alone have no name
+            part = parts[0]  # a file that is only weights has no name for them
         if part is None:
             there = ", ".join(part.name or part.group for part in parts)
             raise ConfigError(f"the file has no {name or group!r:.80}", hint=f"It has {there}.")
@@ -230,7 +236,7 @@ def _is_weights(value: Any) -> bool:
 
 
 def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
-    """Say whether a dict is what an object gave, a schedule or a scaler, and not a dict of the user's own."""
+    """Say whether a dict is an object's state, such as a schedule's or a scaler's, and not a user's dict."""
     return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
 
 
@@ -247,12 +253,12 @@ def _is_optimizer(value: Any) -> bool:
 
 
 class _Taker:
-    """Turn parts into groups, modules first: an optimizer's parameters have their names."""
+    """Turn parts into groups; modules come first, since they name an optimizer's parameters."""
 
     def __init__(self, left: dict[str, str]):
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
-        self._keys: dict[int, str] = {}  # of tensors of safetensors files
+        self._keys: dict[int, str] = {}  # keys of safetensors tensors, by id()
         self._modules: dict[str, dict[str, Any]] = {}  # group → clean name → tensor, in the model's order
 
     def add(self, part: _Part) -> None:
@@ -272,7 +278,7 @@ class _Taker:
         self.taking.taken.append(Taken(part.group, part.name, part.kind, len(keys), size_bytes, note))
 
     def add_streams(self) -> None:
-        """Add random streams, of which no file has all: those of a process that has just been seeded with 0."""
+        """Add the random streams of a process just seeded with 0, since no file has all of them."""
         numpy = np.random.RandomState(0)  # the kind that a process has
         streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
         tensors = TensorSet(None)

@@ -92,7 +92,10 @@ def encode(value: Any, path: str = "") -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Turn the result of `encode` back into the value; raise IntegrityError for JSON that `encode` cannot write."""
+    """Turn the result of `encode` back into the value.
+
+    Raises IntegrityError for JSON that `encode` cannot write, FormatVersionError for an unknown word of the vocabulary.
+    """
     try:
         return _decode(node, 0)
     except MALFORMED as error:

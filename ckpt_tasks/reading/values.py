@@ -1,4 +1,4 @@
-"""A checkpoint as plain values and tensors, for those who have no object to restore into."""
+"""A checkpoint as plain values and tensors, for callers without objects to restore into."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Values", "read_values"]
 
 
 class Values(NamedTuple):
-    """What one group holds, its tensors on the CPU; `kind` says what it was made of, as in the manifest."""
+    """The value of one group, with its tensors on the CPU; `kind` is its kind in the manifest."""
 
     kind: str
     value: Any
 
 
 def read_values(store: Store, checkpoint: Checkpoint) -> dict[str, Values]:
-    """Read every group of a checkpoint but the random streams; every byte is verified.
+    """Read every group of a checkpoint except the random streams; every byte is verified.
 
     Raises IntegrityError and StoreError. Of a checkpoint of many ranks rank 0's values are read.
     """

@@ -165,9 +165,10 @@ def commit(
 ) -> Entry:
     """Put the ledger entry: at this instant the checkpoint begins to exist, as the newest live one.
 
-    `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the
-    entry's event, for people and for the cadence. After FencedError or StoreError the newest checkpoint is still the
-    old one; after CommitUncertainError it is unknown. The objects stay in any case: the entry may still arrive.
+    `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the entry's
+    event, for people and for the cadence. Raises StateError if the checkpoint names a retired object. After FencedError
+    or StoreError the newest checkpoint is still the old one; after CommitUncertainError it is unknown. The objects stay
+    in any case: the entry may still arrive.
     """
     manifest = prepared.manifest
     named = [record.name for record in (*manifest.objects, manifest.index)]

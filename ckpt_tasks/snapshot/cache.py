@@ -290,14 +290,14 @@ class SlotStore:
         self._slot = slot
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return a file's bytes."""
+        """Return a file's bytes; raise IntegrityError if there are more than `max_bytes`."""
         data = self.map(name)
         if len(data) > max_bytes:
             raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
         return bytes(data)
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a buffer from a file."""
+        """Fill a buffer from a file; raise IntegrityError if it ends early."""
         data = self.map(name)
         if begin + into.nbytes > len(data):
             raise IntegrityError(f"the file ends at byte {len(data)}", key=name)

@@ -72,14 +72,15 @@ class SnapshotMemory(Protocol):
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Return memory for the images of a slot, by name; the slot's old contents are lost.
 
-        If the memory is files, `fill` gets name → descriptor, may write them, and returns whether it did.
+        Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor, may write them,
+        and returns whether it did.
         """
 
     def unseal(self, slot: str) -> None:
-        """Mark a slot as incomplete: its images are about to change."""
+        """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
 
     def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
-        """Mark a slot as complete: write its index and manifest, then the seal."""
+        """Mark a slot as complete: write its index and manifest, then the seal; raise StoreError if that fails."""
 
     def close(self, *, keep: bool) -> None:
         """Release the memory; `keep` sealed snapshots for the next process of this host, if the memory can."""

@@ -163,7 +163,7 @@ class ModulePart:
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
-        """Call load_state_dict if the module's own code takes part."""
+        """Call load_state_dict if the module's own code takes part; raise StateMismatchError if it ignores a shape."""
         if self.guard is None:
             return
         self._module.load_state_dict(self._value)

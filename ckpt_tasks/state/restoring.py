@@ -139,7 +139,7 @@ def plan_restore(
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
     `state` names, and no random streams. `selection`: a loose restore takes this part. Raises StateMismatchError with
     every difference, UnsupportedStateError if the target itself could not be saved, IntegrityError if a tree is
-    malformed.
+    malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
     differences = Differences(tensors)

@@ -131,7 +131,7 @@ class GeneratorPart:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
 
     def prepare(self, source: TensorSource) -> None:
-        """Try the state on a scratch generator, so that `write` cannot fail."""
+        """Try the state on a scratch generator, so that `write` cannot fail; raise IntegrityError if it fails."""
         self._value = unpack(self._tree["state"], lambda ref, _: _values(source, ref))
         try:
             _set_state(_scratch(self._generator), self._value)

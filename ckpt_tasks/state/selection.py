@@ -247,7 +247,10 @@ class _Chooser:
             self._lack(name, source)
 
     def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
-        """Return the checkpoint's group for a place, and the value there."""
+        """Return the checkpoint's group for a place, and the value there (_ABSENT if there is none).
+
+        Returns no group, and notes the difference, if it is of another kind.
+        """
         group, _, key = (source or "").partition("/")
         saved = self._groups.get(group)
         if saved is not None and saved.kind != kind:

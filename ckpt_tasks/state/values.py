@@ -166,7 +166,7 @@ def unpack(tree: Any, make: Callable[[TensorRef, Any], Any], live: Any = None) -
 
 
 def unpack_key(tree: Any) -> Any:
-    """Turn the tree of a key, a set or a plain value into the value."""
+    """Turn the tree of a key, a set or a plain value into the value; raise IntegrityError for an unknown type."""
     kind = type(tree)
     if kind in (tuple, set, frozenset):
         return kind(unpack_key(item) for item in tree)

@@ -59,7 +59,7 @@ HINTS = {
 
 @contextmanager
 def our_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, so that no foreign exception leaves the store."""
+    """Turn the system's errors into StoreError, ObjectNotFoundError, ObjectExistsError or IntegrityError."""
     try:
         yield
     except CkptError:

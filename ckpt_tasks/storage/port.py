@@ -70,14 +70,18 @@ class Store(ReadableStore, Protocol):
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         """Take an object of another store under the same name, without sending its bytes through this process.
 
-        Returns False if that is impossible, or if the name is taken by something else. Only the size is checked.
+        Returns False if that is impossible, or if the name is taken by something else. Only the size is checked: raises
+        IntegrityError if the source has another one.
         """
 
     def replace(self, name: str, body: bytes) -> None:
         """Write or overwrite a small object: a heartbeat, or format.json for another endpoint."""
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        """List the names that begin with `prefix` ("" or up to a slash), in order, `limit` at most."""
+        """List the names that begin with `prefix` in order, `limit` at most; raise ConfigError for an invalid prefix.
+
+        A prefix is "" or ends with a slash.
+        """
 
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is not an error."""
