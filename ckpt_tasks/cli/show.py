@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, lineage_facts, params_line, parse_target
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.format.keys import is_shard
 from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ckpt_tasks.format.index import IndexRow
     from ckpt_tasks.format.ledger import Checkpoint
     from ckpt_tasks.reading.opening import Opened
@@ -19,10 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["show"]
 
 _NOTES_SHOWN = 8
+_OBJECTS_SHOWN = 10
 _OWN_LINES = ("command", "code", "host", "accelerator")  # of what made a checkpoint
 
 
-def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
+AllOption = Annotated[bool, typer.Option("--all", help=f"List every object, not only the {_OBJECTS_SHOWN} largest.")]
+
+
+def show(checkpoint: CheckpointArgument, *, every: AllOption = False, as_json: JsonOption = False) -> None:
     """Show what is in a checkpoint, and what made it."""
     from ckpt_tasks.reading.opening import open_checkpoint
 
@@ -32,7 +41,7 @@ def show(checkpoint: CheckpointArgument, as_json: JsonOption = False) -> None:
         shown = _facts(run, record, opened)
         out.data(shown)
         if not as_json:
-            _print(out, run, shown)
+            _print(out, run, shown, every)
 
 
 def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
@@ -87,8 +96,9 @@ def _group(name: str, kind: str, rows: list[IndexRow]) -> dict[str, Any]:
     }
 
 
-def _print(out: Output, run: Run, shown: Mapping[str, Any]) -> None:
-    out.print(title(run, f" step {shown['step']}"), "", _overview(shown), _groups(shown), _objects(shown))
+def _print(out: Output, run: Run, shown: Mapping[str, Any], every: bool) -> None:
+    out.print(title(run, f" step {shown['step']}"), "", _overview(shown), _groups(shown))
+    _print_objects(out, shown, every)
     if shown["evaluations"]:
         out.print(_evaluations(shown))
     if shown["notes"]:
@@ -156,11 +166,35 @@ def _groups(shown: Mapping[str, Any]) -> Any:
     return made
 
 
-def _objects(shown: Mapping[str, Any]) -> Any:
-    place = shown["manifest"].rpartition("/")[0] + "/"
+def _print_objects(out: Output, shown: Mapping[str, Any], every: bool) -> None:
+    """Print every object if there are few; of many, how many each group has, and the largest ones."""
+    from rich.text import Text
+
+    place, objects = shown["manifest"].rpartition("/")[0] + "/", shown["objects"]
+    summary = _summary(place, objects)
+    if not every and len(objects) > summary.row_count + _OBJECTS_SHOWN:
+        out.print(summary)
+        objects = sorted(objects, key=lambda record: -record["size_bytes"])[:_OBJECTS_SHOWN]
     made = table("object", "size", right=("size",))
-    for record in shown["objects"]:
+    for record in objects:
         made.add_row(record["name"].removeprefix(place), size(record["size_bytes"]))
+    out.print(made)
+    if len(objects) < len(shown["objects"]):
+        out.print(Text(f"… and {len(shown['objects']) - len(objects):,} smaller ones (--all)\n", style="dim"))
+
+
+def _summary(place: str, objects: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for the objects of each group; those of older checkpoints, which this one uses again, are apart."""
+    columns = ("objects", "size", "smallest", "largest")
+    made = table("objects of", "", *columns, right=columns)
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for record in objects:
+        file = record["name"].rpartition("/")[2]
+        group = file.partition("-")[0] if is_shard(record["name"]) else file
+        own = record["name"].startswith(place)
+        kinds.setdefault((group, "" if own else "of older checkpoints"), []).append(record["size_bytes"])
+    for (group, whose), sizes in kinds.items():
+        made.add_row(group, whose, f"{len(sizes):,}", *map(size, (sum(sizes), min(sizes), max(sizes))))
     return made
 
 

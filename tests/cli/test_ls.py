@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.format.regions import Box
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state
+from tests.support.exports import parts
 
 
 def test_ls_lists_newest_first_with_what_is_known(run_dir: Path) -> None:
@@ -113,6 +119,23 @@ def test_show_counts_what_is_in_a_checkpoint(run_dir: Path) -> None:
     shown = ckpt("show", run_dir).out
     assert "lm-7 step 5" in shown
     assert "int64, float16" in shown
+
+
+def test_show_sums_up_the_objects_of_many_ranks(tmp_path: Path) -> None:
+    """Of many objects each group has a row and the ten largest are listed; --all and --json have every one."""
+    boxes = [Box((n,), (1 + n // 15,)) for n in range(16)]  # sixteen ranks, the last one with two elements
+    store = LocalStore(tmp_path / "run")
+    checkpoint = parts(store, torch.arange(17.0), boxes)
+    history = History(store)
+    history.create("r")
+    history.append({"kind": "commit"}, lambda state, n: replace(state, live=(replace(checkpoint, n=n),)), owner=None)
+    objects = ckpt("show", tmp_path / "run", "--json").data["objects"]
+    shown, every = ckpt("show", tmp_path / "run").out, ckpt("show", tmp_path / "run", "--all").out
+    assert sum(record["name"] in every for record in objects) == 16  # and the index, by its short name
+    assert sum(record["name"] in shown for record in objects) == 9
+    assert "… and 7 smaller ones (--all)" in shown
+    assert re.search(r"x +of older checkpoints +16 +132 B +8 B +12 B", shown)
+    assert "of older checkpoints" not in every
 
 
 def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
