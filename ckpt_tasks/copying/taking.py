@@ -56,9 +56,9 @@ class Taking:
 
 
 class _Part(NamedTuple):
-    """One object of a file: the group that it would be, its name in the file, and itself.
+    """One object of a file: the name of its group, its name in the file, and its value.
 
-    `said` is its kind, and `parameters` are the names of an optimizer's, where an export of ours says them.
+    If the file is an export of ours, `said` is its kind and `parameters` are the names of an optimizer's parameters.
     """
 
     group: str

@@ -320,10 +320,7 @@ class History:
         return stored == data
 
     def _read_back(self, entry: Entry) -> bool:
-        """Put an entry until its outcome is known: True if it is ours, False if another writer has the number.
-
-        Raises CommitUncertainError if the entry cannot be read back, StoreError if the store refused it.
-        """
+        """Put an entry until its outcome is known: True if it is ours; raise CommitUncertainError or StoreError."""
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None

@@ -178,7 +178,7 @@ def _trust() -> ssl.SSLContext | bool:
 
 
 def _answer(question: Callable[[], _T]) -> _T | None:
-    """Return the answer; None if none comes, or none that can be read."""
+    """Return the answer; None if there is none, or it cannot be read. A ConfigError passes through."""
     try:
         return question()
     except ConfigError:

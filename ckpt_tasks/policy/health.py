@@ -181,7 +181,7 @@ def judge_fastapi(facts: ServerFacts) -> Check:
 
 
 def judge_leases(facts: ServerFacts, jobs: Sequence[JobFacts] = ()) -> Check:
-    """Say whether concurrency limits survive a restart of the server: their default storage is its memory."""
+    """Judge whether concurrency limits survive a restart of the server; by default it keeps them in memory."""
     name = "lease storage"
     found = _at(facts.settings, "server", "concurrency", "lease_storage")
     if not isinstance(found, str):
@@ -224,7 +224,7 @@ def judge_automations(facts: ServerFacts) -> list[Check]:
 
 
 def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | None) -> Check:
-    """Say whether flow runs send heartbeats often enough for the automations; `own_s` is this process' own setting."""
+    """Judge whether flow runs send heartbeats often enough for the automations; `own_s` is this process' own setting."""
     within_s = next((one.within_s for one in facts.automations or () if one.name == _ZOMBIES), None)
     if within_s is not None and jobs:
         jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
@@ -300,7 +300,7 @@ def judge_threads(jobs: Sequence[JobFacts]) -> Check:
 
 
 def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
-    """Say whether the automations hold for the deployments; None if there are none of either."""
+    """Judge whether the automations hold for the deployments; None if there are none of either."""
     if not any(one.name in (_ZOMBIES, _RESUMES) for one in facts.automations or ()):
         return None
     deployed = [job for job in jobs if job.deployed and not _is_repeated(job)]
