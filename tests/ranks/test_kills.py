@@ -27,7 +27,7 @@ from tests.support.gang import Gang, run
 KILLS = int(os.environ.get("KILLS", "200"))
 QUICK = (14, 1, 2, 3, 4, 5, 20)  # one of every phase, two ranks each
 _END_S = (
-    90.0  # survivors have ended by then; not a measurement: the deadlines of a save and of a close on two busy cores
+    240.0  # survivors have ended by then; not a measurement: the deadlines of a save and of a close on two busy cores
 )
 
 
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Whol
     @cache
     def train_whole(kind: str, size: int) -> Whole:
         root = tmp_path_factory.mktemp(f"{kind}-{size}")
-        ranks = run(size, train_and_die, kind, str(root), Life(Death((), ANY_MOMENT), waits=True, deadline_s=60))
+        ranks = run(size, train_and_die, kind, str(root), Life(Death((), ANY_MOMENT), waits=True))
         return Whole(ranks, restored_steps(root))
 
     return train_whole

@@ -25,6 +25,7 @@ from tests.support.gang import report
 PHASES = ("step", "snapshot", "put", "hand-over", "commit")
 ANY_MOMENT, TWO_GANGS = "any moment", "two gangs"
 STEPS = 8
+_LONG_S, _SHORT_S = 60.0, 15.0  # that busy cores keep; where survivors have to end by themselves, they wait for it
 _DURING_S = 0.002
 
 
@@ -49,7 +50,7 @@ class Life(NamedTuple):
     keeps: int | None = None  # how many checkpoints
     takes_over: bool = False
     after_s: float = 0.0
-    deadline_s: float = 10.0  # that busy cores keep, and not so long that survivors take minutes to end
+    deadline_s: float = _LONG_S
 
 
 class Plan(NamedTuple):
@@ -70,14 +71,16 @@ def plan(seed: int) -> Plan:
     phase, size = every[seed % len(every)], (2, 4)[seed // len(every) % 2]
     kind = rng.choice(["fsdp", "ddp"] if size == 2 else ["2d", "hsdp", "fsdp"])
     keeps = rng.choice([None, 2])
-    launcher = phase == ANY_MOMENT or rng.random() < 0.5  # before the group is there, nobody else ends the others
+    launcher = phase == ANY_MOMENT or rng.random() < 0.75  # before the group is there, nobody else ends the others
     lives = [choose(rng, size, phase)]
     if phase == TWO_GANGS:
         lives = [life._replace(pause_s=0.2) for life in lives]
         lives.append(choose(rng, size, rng.choice(PHASES))._replace(takes_over=True))
     elif rng.random() < 0.25:
         lives.append(choose(rng, size, rng.choice(PHASES)))
-    return Plan(seed, size, kind, phase, launcher, tuple(life._replace(keeps=keeps) for life in lives))
+    deadline_s = _LONG_S if launcher else _SHORT_S
+    lives = [life._replace(keeps=keeps, deadline_s=deadline_s) for life in lives]
+    return Plan(seed, size, kind, phase, launcher, tuple(lives))
 
 
 def choose(rng: random.Random, size: int, phase: str) -> Life:
