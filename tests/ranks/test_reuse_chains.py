@@ -25,7 +25,7 @@ from tests.ranks.training import config
 from tests.support.children import forking
 from tests.support.gang import Gang, report
 
-SIZE = 3
+SIZE = 2
 GROUPS = ("frozen", "slow", "quick")
 WIDTH = (1 << 18) + 64  # of float32: the part of each rank is just large enough to be reused
 Values = tuple[tuple[int, ...], ...]  # what fills the part of each rank, by group
@@ -105,9 +105,9 @@ def fill(state: dict[str, Any], values: Values) -> None:
 
 def held(state: dict[str, Any]) -> Values:
     """Return what fills the state; a part that is not of one number has none."""
-    rows = {name: [row.unique().tolist() for row in state[name]] for name in GROUPS}
-    assert all(len(found) == 1 for name in GROUPS for found in rows[name])
-    return tuple(tuple(int(found[0]) for found in rows[name]) for name in GROUPS)
+    ends = {name: [tuple(map(int, row.aminmax())) for row in state[name]] for name in GROUPS}
+    assert all(least == most for name in GROUPS for least, most in ends[name])
+    return tuple(tuple(least for least, _ in ends[name]) for name in GROUPS)
 
 
 # ── in the test ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +198,7 @@ def look(root: Path, saved: dict[int, Values], *, pruned: bool) -> None:
         assert {str(path.relative_to(root)) for path in root.glob("checkpoint_*/*/*")} == named
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_what_a_live_checkpoint_names_is_never_deleted(ranks: Ranks, examples: int) -> None:
     """Objects that ranks name again, through any number of checkpoints, outlive those that wrote them, and no longer.
 

@@ -17,7 +17,15 @@ _PR_SET_PDEATHSIG = 1
 # One for all: a second list of modules would replace the first.
 forking = multiprocessing.get_context("forkserver")
 forking.set_forkserver_preload(
-    ["s3fs", "ckpt_tasks.storage.objects", "tests.crash.plain_loop", "tests.crash.zombie", "tests.ranks.training"]
+    [
+        "s3fs",
+        "pandas",  # where it is installed, Arrow imports it with the first array of Python values
+        "ckpt_tasks.storage.objects",
+        "tests.crash.plain_loop",
+        "tests.crash.zombie",
+        "tests.ranks.victims",
+        "tests.support.frozen",
+    ]
 )
 
 
