@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,16 +10,7 @@ import pytest
 from ckpt_tasks import Checkpointer, open_run
 from tests.support.calls import FailingCalls
 from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
-
-HOLDER = """
-import sys
-from ckpt_tasks import CheckpointConfig, Checkpointer
-ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
-ckpt.acquire()
-ckpt.note("holding")
-print("held", flush=True)
-sys.stdin.read()
-"""
+from tests.support.owner_child import OwnerChild
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -101,19 +90,14 @@ def test_pinned_checkpoints_stay(run_dir: Path) -> None:
 
 def test_a_run_in_use_is_refused(run_dir: Path) -> None:
     """P33, P64: while another process holds the run nothing is pruned; a dry run still answers."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(save_steps(run_dir, 1, 2, 3))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        held = tree(run_dir)
-        answer = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--json")
-        dry = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--dry-run")
-        after = tree(run_dir)
-        holder.communicate("")
+    owner = OwnerChild(run_dir)
+    for step in (1, 2, 3):
+        assert owner.ask(f"save {step}") == f"ok {step}"
+    held = tree(run_dir)
+    answer = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--json")
+    dry = ckpt("prune", run_dir, "--max-num-checkpoints", "1", "--dry-run")
+    after = tree(run_dir)
+    owner.kill()
     assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
     assert "--dry-run" in answer.data["error"]["hint"]
     assert dry.status == 0

