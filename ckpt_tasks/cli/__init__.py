@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.completion import SHELLS, print_script
 from ckpt_tasks.cli.diff import diff
 from ckpt_tasks.cli.doctor import doctor
 from ckpt_tasks.cli.doctor_store import doctor_store
@@ -72,6 +73,16 @@ def _options(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
+    completion_shell: Annotated[
+        str | None,
+        typer.Option(
+            "--show-completion",
+            metavar="SHELL",
+            callback=print_script,
+            is_eager=True,
+            help=f"print the script by which {', '.join(SHELLS[:-1])} or {SHELLS[-1]} completes ckpt",
+        ),
+    ] = None,
 ) -> None:
     """Take the options that come before the verb."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.completion import complete_run
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
 from ckpt_tasks.errors import CkptError, ObjectNotFoundError
 
@@ -27,7 +28,10 @@ _WRITTEN = ("ledger", "heartbeat")  # where every owner writes, beside its own n
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red", "not checked": "dim"}
 
 DirectoryArgument = Annotated[
-    str | None, typer.Argument(metavar="[DIR]", help="a run directory, existing or new", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="[DIR]", help="a run directory, existing or new", show_default=False, autocompletion=complete_run
+    ),
 ]
 PoolOption = Annotated[
     str | None, typer.Option("--pool", metavar="NAME", help="the work pool (default: ckpt-tasks)", show_default=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ckpt_tasks.cli.completion import complete_checkpoint, complete_run
 from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.report.words import span
 
@@ -29,12 +30,15 @@ __all__ = [
     "written",
 ]
 
-RunArgument = Annotated[str, typer.Argument(metavar="DIR", help="a run directory", show_default=False)]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="DIR", help="a run directory", show_default=False, autocompletion=complete_run),
+]
 
 
 def _of_run(otherwise: str) -> Any:
     help_text = f"a step, @latest or @best; {otherwise} if none is named"
-    return typer.Argument(metavar="DIR[@STEP]", help=help_text, show_default=False)
+    return typer.Argument(metavar="DIR[@STEP]", help=help_text, show_default=False, autocompletion=complete_checkpoint)
 
 
 CheckpointArgument = Annotated[str, _of_run("the latest")]

@@ -7,11 +7,16 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt_tasks.cli.completion import without_typers_flags
+
 __all__ = ["SectionedCommand", "SectionedGroup"]
 
 
 class SectionedGroup(TyperGroup):
     """A command with verbs, each listed under the heading of its `rich_help_panel`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_typers_flags(super().get_params(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         verbs = [(name, verb) for name in self.list_commands(ctx) if (verb := self.get_command(ctx, name)) is not None]

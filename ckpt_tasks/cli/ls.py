@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ckpt_tasks.cli.completion import complete_run
 from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
 from ckpt_tasks.cli.ls_runs import list_runs
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
@@ -29,7 +30,10 @@ _EVALUATIONS_SHOWN = 2
 
 
 RootArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="a run directory, or one that holds runs", show_default=False)
+    str,
+    typer.Argument(
+        metavar="DIR", help="a run directory, or one that holds runs", show_default=False, autocompletion=complete_run
+    ),
 ]
 MetricsOption = Annotated[
     str | None,

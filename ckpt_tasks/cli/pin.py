@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tasks.cli.completion import complete_checkpoint
 from ckpt_tasks.cli.facts import parse_target
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["pin", "rm", "unpin"]
 
 OneArgument = Annotated[
-    str, typer.Argument(metavar="DIR@STEP", help="a step of a run, @latest or @best", show_default=False)
+    str,
+    typer.Argument(
+        metavar="DIR@STEP",
+        help="a step of a run, @latest or @best",
+        show_default=False,
+        autocompletion=complete_checkpoint,
+    ),
 ]
 ReasonOption = Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="why it must stay")]
 

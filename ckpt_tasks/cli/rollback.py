@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpt_tasks.cli.completion import complete_checkpoint
 from ckpt_tasks.cli.facts import parse_target
 from ckpt_tasks.cli.output import JsonOption, output, printable
 from ckpt_tasks.errors import ConfigError, OwnedError
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["rollback"]
 
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="DIR@STEP", help="the checkpoint to go back to", show_default=False)
+    str,
+    typer.Argument(
+        metavar="DIR@STEP", help="the checkpoint to go back to", show_default=False, autocompletion=complete_checkpoint
+    ),
 ]
 SkipOption = Annotated[
     str | None,
