@@ -51,7 +51,7 @@ class Tracker:
         known = self.known_step
         if known > report.step:
             self.left(report.step + 1, known)
-            self._remember(report.step)
+            self._remember(report.step, [*self.left_behind, (report.step + 1, known)])
         elif known < report.step:
             curve = ckpt.run.curve().steps
             lacking = [s for s in curve if known < s.step <= report.step and not s.abandoned]
@@ -61,10 +61,12 @@ class Tracker:
     @property
     def known_step(self) -> int:
         """The last step that the tracker has, 0 without one."""
-        try:
-            return int(json.loads(self._mark.read_text())["step"])
-        except FileNotFoundError:
-            return 0
+        return int(self._marked().get("step", 0))
+
+    @property
+    def left_behind(self) -> list[tuple[int, int]]:
+        """The first and the last step of every stretch that was left behind, in the order in which that happened."""
+        return [(first, last) for first, last in self._marked().get("left", [])]
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         """Write the metrics of steps."""
@@ -74,11 +76,21 @@ class Tracker:
         """Mark steps that were left behind."""
         raise NotImplementedError
 
-    def _remember(self, step: int) -> None:
+    def _marked(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._mark.read_text()))
+        except FileNotFoundError:
+            return {}
+
+    def _remember(self, step: int, left: Sequence[tuple[int, int]] | None = None) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         new = self._mark.with_suffix(".new")
-        new.write_text(json.dumps({"step": step}))
+        new.write_text(json.dumps({"step": step, "left": self.left_behind if left is None else left}))
         new.replace(self._mark)
+
+    def _with(self, first: int, last: int) -> str:
+        """Return in words all that was left behind, with these steps; said again after a crash it is the same."""
+        return ", ".join(f"{begin} to {end}" for begin, end in [*self.left_behind, (first, last)])
 
 
 class TensorBoard(Tracker):
@@ -137,9 +149,7 @@ class MLflow(Tracker):
 
     def left(self, first: int, last: int) -> None:
         """Add the steps to the tag `ckpt_tasks.left_behind`."""
-        before = self._client.get_run(self.run_id).data.tags.get("ckpt_tasks.left_behind")
-        text = f"{before}, {first} to {last}" if before else f"{first} to {last}"
-        self._client.set_tag(self.run_id, "ckpt_tasks.left_behind", text)
+        self._client.set_tag(self.run_id, "ckpt_tasks.left_behind", self._with(first, last))
 
     def _find(self, run_key: str, experiment: str) -> str:
         known = self._client.get_experiment_by_name(experiment)
@@ -166,7 +176,7 @@ class WandB(Tracker):
         self.directory.mkdir(parents=True, exist_ok=True)
         self.run: Any = wandb.init(id=run_key, name=run_key, dir=self.directory, resume="allow", **settings)
         self.run.define_metric("*", step_metric="step")
-        self._line = 0
+        self._line = len(self.left_behind)
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         """Log each step."""
@@ -175,5 +185,5 @@ class WandB(Tracker):
 
     def left(self, first: int, last: int) -> None:
         """Start another line."""
-        self._line += 1
-        self.run.summary["left_behind"] = f"{first} to {last}"
+        self._line = len(self.left_behind) + 1
+        self.run.summary["left_behind"] = self._with(first, last)

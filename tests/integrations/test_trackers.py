@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import NonFiniteError
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.integrations.trackers import MLflow, TensorBoard, Tracker, WandB
 from ckpt_tasks.ledger.config import CheckpointConfig
@@ -40,6 +42,30 @@ def train(root: Path, tracker: Tracker, end: int, back: int | None = None) -> No
             ckpt.wait()
 
 
+def spike(root: Path, tracker: Tracker) -> None:
+    """Train to step 40 through a loss that is NaN at step 25, twice: back to step 20, then further back."""
+    config = CheckpointConfig(
+        checkpoint_dir=root / "run",
+        step_interval=10,
+        max_num_checkpoints=None,
+        memory_dir=None,
+        on_non_finite="rollback",
+    )
+    with Checkpointer(config) as ckpt:
+        tracker.follow(ckpt)
+        step, times = ckpt.restore({"at": 0}), 0
+        while step < 40:
+            bad = step + 1 == 25 and times < 2
+            try:
+                ckpt.step(step + 1, {"at": 0}, metrics={"loss": math.nan if bad else float(step + 1)})
+            except NonFiniteError:
+                times += 1
+                step = ckpt.restore({"at": 0})
+            else:
+                step += 1
+                ckpt.wait()
+
+
 def test_a_tracker_has_every_committed_step_once_and_hears_of_what_was_left(tmp_path: Path) -> None:
     """Uncommitted steps never reach it; a restart goes on; a restore of an older step names what it leaves behind."""
     steps: list[int] = []
@@ -64,6 +90,35 @@ def test_what_a_tracker_missed_comes_from_the_run(tmp_path: Path) -> None:
     assert steps == [*range(1, 31)]
 
 
+def test_a_spike_is_marked_once(tmp_path: Path) -> None:
+    """With `on_non_finite="rollback"` what was committed and left is marked, once; a restart marks nothing again."""
+    steps: list[int] = []
+    lines: list[tuple[int, int]] = []
+    spike(tmp_path, Noted(tmp_path, steps, lines))
+    assert (steps, lines) == ([*range(1, 21), *range(11, 41)], [(11, 20)])
+    train(tmp_path, again := Noted(tmp_path, steps, lines), 50)
+    assert (steps[-1], lines, again.left_behind) == (50, [(11, 20)], [(11, 20)])
+
+
+def test_a_death_between_mark_and_memory_marks_the_same_again(tmp_path: Path) -> None:
+    """The process dies after the tracker was told and before the mark was written: it is told the same again."""
+    train(tmp_path, Noted(tmp_path, [], []), 40)
+    mark = tmp_path / "ckpt-tasks-noted.json"
+    before = mark.read_text()
+    told: list[str] = []
+
+    class Telling(Noted):
+        def left(self, first: int, last: int) -> None:
+            told.append(self._with(first, last))
+
+    Telling.__name__ = "Noted"  # as the mark is named
+    for _ in range(2):
+        mark.write_text(before)
+        train(tmp_path, Telling(tmp_path, [], []), 30, back=20)
+    train(tmp_path, Telling(tmp_path, [], []), 30, back=10)
+    assert told == ["21 to 40", "21 to 40", "21 to 40, 11 to 30"]
+
+
 def test_tensorboard_shows_one_line(tmp_path: Path) -> None:
     """What TensorBoard reads after two resumes and a step back: every step once, with its value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,6 +129,16 @@ def test_tensorboard_shows_one_line(tmp_path: Path) -> None:
     events.Reload()
     # Steps 31 to 35 are trained again, and not committed: the line ends where training went on from.
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(step, float(step)) for step in range(1, 31)]
+
+
+def test_tensorboard_shows_the_line_after_a_spike(tmp_path: Path) -> None:
+    """What was left behind is purged, and every step is there once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spike(tmp_path, TensorBoard(tmp_path / "logs"))
+    events = EventAccumulator(str(tmp_path / "logs"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(step, float(step)) for step in range(1, 41)]
 
 
 @pytest.mark.slow
@@ -92,6 +157,8 @@ def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     history = [(one.step, one.value) for one in client.get_metric_history(run_id, "loss")]
     assert history == [(step, float(step)) for step in (*range(1, 41), *range(21, 31))]
     assert client.get_run(run_id).data.tags["ckpt_tasks.left_behind"] == "21 to 40"
+    spike(tmp_path / "other", other := MLflow(tmp_path / "other", run_key="other", uri=uri))
+    assert client.get_run(other.run_id).data.tags["ckpt_tasks.left_behind"] == "11 to 20"
 
 
 @pytest.mark.slow
@@ -105,3 +172,17 @@ def test_wandb_continues_one_run_offline(tmp_path: Path, monkeypatch: pytest.Mon
         assert tracker.run.id == "run"
         tracker.run.finish()
     assert len([*(tmp_path / "wandb").rglob("run-run.wandb")]) == 2
+
+
+@pytest.mark.slow
+def test_wandb_tells_lines_apart_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps after a spike are on line 1, also those of the next process; the summary names what was left."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WandB(tmp_path / "wandb", run_key="run", project="tests", mode="offline")
+    spike(tmp_path, tracker)
+    assert (tracker.run.summary["line"], tracker.run.summary["left_behind"]) == (1, "11 to 20")
+    tracker.run.finish()
+    tracker = WandB(tmp_path / "wandb", run_key="run", project="tests", mode="offline")
+    train(tmp_path, tracker, 50)
+    assert (tracker.run.summary["step"], tracker.run.summary["line"]) == (50, 1)
+    tracker.run.finish()
