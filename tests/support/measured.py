@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# What is mapped from a file can be given back at any time: only memory of the process's own is counted.
+# What is mapped from a file can be given back at any time: only memory of the process's own is counted. Memory that
+# mmap makes counts as shared.
 _SCRIPT = r"""
 import json, re, sys, threading
 from pathlib import Path
 
 def own():
-    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+    status = Path("/proc/self/status").read_text()
+    return sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))) >> 10
 
 def watch():
     while not ended.wait(0.002):
