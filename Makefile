@@ -10,6 +10,8 @@ STAMP := .venv/.installed
 SERVERS_STAMP := .venv/servers/.installed
 CEPH_STAMP := .venv/ceph/.installed
 AZURITE_STAMP := .venv/azurite/.installed
+# Other tools that tests compare with, and Keras: heavy, and in an environment of their own.
+PEERS_STAMP := .venv/peers/.installed
 # Other interpreters that `make test-all` tries what needs no torch with, where they are there.
 PYTHONS := 3.12 3.13
 AZURITE := azurite@3.37.0
@@ -20,7 +22,7 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install servers pythons train test test-all test-e2e bench bench-s3 docs check format clean
+.PHONY: help install servers pythons peers train test test-all test-e2e bench bench-s3 docs check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -56,6 +58,13 @@ $(CEPH_STAMP): tests/servers/provision.py | $(STAMP)
 $(AZURITE_STAMP): Makefile | $(STAMP)
 	@command -v npm >/dev/null || { echo "Azurite needs Node.js and npm; without them use make test" >&2; exit 1; }
 	npm install --silent --no-audit --no-fund --prefix .venv/azurite $(AZURITE)
+	@touch $@
+
+peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow, Ray Train; and Keras
+
+$(PEERS_STAMP): tests/comparison/requirements.txt | $(STAMP)
+	test -x .venv/peers/bin/python || $(BIN)/python -m venv .venv/peers
+	$(PIP_ENV) .venv/peers/bin/python -m pip install --quiet --constraint constraints.txt --requirement $< --editable .
 	@touch $@
 
 train: install ## train the byte-level model; the same command again goes on (ARGS="--steps 2000 …")
