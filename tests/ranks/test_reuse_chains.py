@@ -73,7 +73,7 @@ def obey(rank: int, size: int, pipes: list[Connection]) -> None:
         if kind == "save":
             step, values, fails = arguments
             fill(state, values)
-            LocalStore.put = _full if fails == rank else _put  # type: ignore[method-assign]
+            LocalStore.put = _full if fails == rank else _put  # type: ignore[method-assign,assignment]
             try:
                 ckpt.save(step, state)
             except StoreError:
