@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
@@ -95,6 +96,16 @@ class Snapshot:
         self.wait_digested()
         assert self.prepared is not None
         return self.prepared
+
+    def seal_of(self, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
+        """Return the seal of the snapshot in memory; `in_flight` names the one before it, if storage lacks that."""
+        newest = self.committer.line.digest
+        return Seal(
+            run_key=self.saving.run_key,
+            checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=self.stall_s),
+            newest=newest,
+            in_flight=in_flight,
+        )
 
 
 class Pipeline:

@@ -5,32 +5,29 @@ Training waits for `snapshot` only. `_seal` and `_flush` run in the pipeline's t
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-from ckpt_tasks.errors import CkptError, FencedError, StoreError
-from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix
+from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.ledger import Checkpoint, Entry, State
-from ckpt_tasks.format.records import Seal, checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
-from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint, prepare_part
+from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
+from ckpt_tasks.saving.joint_save import JointSave
 from ckpt_tasks.saving.listening import Listeners
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined, reuse, same_step
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined
 from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
 from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.memory import SLOTS, MemoryDirectory
+from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.storage.port import moved
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
@@ -65,6 +62,9 @@ class Saver:
         self._pruner = pruner
         self._schedule = schedule
         self._rank = RankSaver(cache, ranks.rank, ranks.size)
+        self._joint = JointSave(
+            ranks, self._rank, history, cache, deadline_s=config.flush_timeout_s, commit_entry=self._commit
+        )
         self._pipeline = Pipeline(
             self._seal, self._take_other, self._flush, config.flush_timeout_s, tells_superseded=ranks.size > 1
         )
@@ -178,7 +178,7 @@ class Saver:
 
     def end(self) -> None:
         """Commit the last snapshot and release the run at the interpreter's end; report what is lost."""
-        kept = self._outlives
+        kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
             failure = self._pipeline.end()
@@ -206,7 +206,7 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         if self._ranks.size > 1:
-            self._seal_part(snapshot, before)
+            self._joint.seal(snapshot, before)
             return
         committer, attempt = snapshot.committer, snapshot.saving.attempt
         assert isinstance(committer, Committer)
@@ -219,25 +219,9 @@ class Saver:
             snapshot.digested.put(digested)  # the flush waits for it
         prepared = prepare_checkpoint(snapshot.saving, [joined(parts)])
         in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
-        seal = _seal_of(snapshot, prepared, in_flight)
+        seal = snapshot.seal_of(prepared, in_flight)
         snapshot.prepared = prepared
         self._rank.seal(snapshot.slot, prepared, seal)
-
-    def _seal_part(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        """Digest and seal this rank's part of a snapshot; does not wait for other ranks."""
-        saving, parts = snapshot.saving, []
-        for digested in self._rank.digest(saving.attempt, snapshot.images, None, lambda: snapshot.given_up):
-            parts.append(digested[0])
-            snapshot.digested.put(digested)
-        if self._outlives:
-            prepared = prepare_part(saving, joined(parts, self._ranks.rank))
-            in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
-            snapshot.prepared = prepared
-            self._rank.seal(snapshot.slot, prepared, _seal_of(snapshot, prepared, in_flight))
-
-    @property
-    def _outlives(self) -> bool:
-        return isinstance(self._cache.memory, MemoryDirectory) or self._cache.copies is not None
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only after a seal: until then the other slot may hold the previous process's snapshot.
@@ -247,9 +231,7 @@ class Saver:
     def _flush(self, snapshot: Snapshot) -> Checkpoint:
         step = snapshot.saving.attempt.step
         try:
-            checkpoint, entry = (
-                self._commit_alone(snapshot) if self._ranks.size == 1 else self._commit_together(snapshot)
-            )
+            checkpoint, entry = self._commit_alone(snapshot) if self._ranks.size == 1 else self._joint.commit(snapshot)
         except SupersededError:
             raise  # not a failure
         except Exception as error:
@@ -273,7 +255,7 @@ class Saver:
         try:
             if (copies := self._cache.copies) is not None:
                 prepared = snapshot.wait_prepared()
-                self._rank.copy(copies, snapshot.images, prepared, _seal_of(snapshot, prepared, None))
+                self._rank.copy(copies, snapshot.images, prepared, snapshot.seal_of(prepared, None))
             digested = iter(snapshot.digested.get, None)
             part, as_planned = self._rank.put(
                 self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps
@@ -289,77 +271,6 @@ class Saver:
             committer, snapshot, admitted, prepared, Stored.of(prepared.manifest.objects, prepared.index)
         )
         return entry.state.live[-1], entry
-
-    def _commit_together(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry | None]:
-        """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks."""
-        committer, saving = snapshot.committer, snapshot.saving
-        entries: list[Entry] = []
-        committing = False
-        word: bytes | BaseException
-        part: RankPart | None = None
-        try:
-            admitted = committer.admit() if isinstance(committer, Committer) else None
-            part = self._written(snapshot, admitted)
-            word = part.with_groups(saving.attempt.step, saving.groups).to_bytes()
-        except SupersededError:
-            word = b""
-        except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
-            word = error
-
-        def decide(words: list[bytes]) -> bytes:
-            nonlocal committing
-            if not all(words):
-                return b""  # some rank has a newer snapshot
-            assert isinstance(committer, Committer)
-            assert admitted is not None
-            assert part is not None
-            prepared = prepare_checkpoint(saving, same_step([*map(RankPart.from_bytes, words)]))
-            committer.put_manifest(prepared)
-            committing = True  # from here on the entry may exist, whatever is raised
-            entries.append(self._commit(committer, snapshot, admitted, prepared, Stored.of(part.objects, part.index)))
-            return json.dumps(checkpoint_item(entries[0].state.live[-1])).encode()
-
-        snapshot.handed_in = True
-        moved()
-        try:
-            answer = self._ranks.agree(committer.topic(saving.number), word, decide, self._config.flush_timeout_s)
-        except CkptError as error:
-            if entries:
-                return entries[0].state.live[-1], entries[0]  # committed, though not all ranks know it
-            committer.line.unsure = True
-            committer.fenced = committer.fenced or isinstance(error, FencedError)
-            if isinstance(committer, Committer) and not committing:
-                committer.abandon(saving.attempt)
-            raise
-        if not answer or part is None:
-            if isinstance(committer, Committer):
-                committer.abandon(saving.attempt)  # no rank is still writing: all have answered
-            raise SupersededError
-        checkpoint = read_checkpoint(json.loads(answer))
-        if not entries:
-            committer.line.committed(checkpoint, Stored.of(part.objects, part.index))
-        return checkpoint, entries[0] if entries else None
-
-    def _written(self, snapshot: Snapshot, admitted: tuple[Head, State] | None) -> RankPart:
-        """Put this rank's objects, except those that the last checkpoint has.
-
-        All ranks have the same last checkpoint: they agree on every commit before they start the next snapshot.
-        """
-        if snapshot.given_up:
-            raise SupersededError  # its slot is being filled again
-        with snapshot.committer.choosing_base() as base:
-            snapshot.base = base.manifest_digest if base is not None else None
-        attempt, store = snapshot.saving.attempt, self._history.store
-        stored = snapshot.committer.line.stored_of(store, base)
-        if (copies := self._cache.copies) is not None:
-            prepared = snapshot.wait_prepared()
-            self._rank.copy(copies, snapshot.images, prepared, _seal_of(snapshot, prepared, None))
-        own = attempt_prefix(attempt)
-        keeps = admitted[1].keeps if admitted is not None else lambda name: not name.startswith(own)
-        digested = ((written, reuse(written, stored)) for written, _ in iter(snapshot.digested.get, None))
-        part, _ = self._rank.put(store, attempt, snapshot.images, digested=digested, keeps=keeps)
-        snapshot.wait_digested()
-        return part
 
     def _commit(
         self,
@@ -387,13 +298,3 @@ class Saver:
                 step,
             )
         self._warned_stuck = stuck
-
-
-def _seal_of(snapshot: Snapshot, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
-    newest = snapshot.committer.line.digest
-    return Seal(
-        run_key=snapshot.saving.run_key,
-        checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=snapshot.stall_s),
-        newest=newest,
-        in_flight=in_flight,
-    )

@@ -109,6 +109,11 @@ class SnapshotCache:
         if self._memory_dir not in (None, "auto"):
             private_root(Path(self._memory_dir))
 
+    @property
+    def outlives(self) -> bool:
+        """Whether a sealed snapshot outlives this process."""
+        return isinstance(self.memory, MemoryDirectory) or self.copies is not None
+
     def open(self, run_key: str) -> None:
         """Take the run's memory directory; if there is none to be had, use private memory and log a warning."""
         self._run_key = run_key
