@@ -240,6 +240,7 @@ def _combine_groups(
     Raises StateError if the others differ between ranks.
     """
     ordered = sorted(parts, key=lambda part: part.rank)
+    _refuse_drift(ordered)
     first = ordered[0]
     for part in ordered:
         for name in first.digests.keys() | part.digests.keys() | first.trees.keys() | part.trees.keys():
@@ -253,3 +254,20 @@ def _combine_groups(
         name: {"kind": group["kind"], "trees": [part.trees[name] for part in ordered]} if name in first.trees else group
         for name, group in groups.items()
     }
+
+
+def _refuse_drift(parts: Sequence[RankPart]) -> None:
+    """Raise StateError if two ranks that hold the same part of a tensor have different values there."""
+    seen: dict[str, tuple[int, str]] = {}
+    for part in parts:
+        different = [
+            name for name, digest in part.samples.items() if seen.setdefault(name, (part.rank, digest))[1] != digest
+        ]
+        if different:
+            other, _ = seen[different[0]]
+            raise StateError(
+                f"rank {part.rank} and rank {other} have different values in {len(different)} of {len(part.samples)} "
+                f"tensors that were compared: the ranks have drifted apart",
+                key=different[0].rpartition(" [")[0],
+                hint="Restore the last checkpoint; look for what one rank does alone: another seed, module or step.",
+            )

@@ -69,7 +69,7 @@ class JointSave:
         try:
             admitted = committer.admit() if isinstance(committer, Committer) else None
             part = self._written(snapshot, admitted)
-            word = part.with_groups(saving.attempt.step, saving.groups).to_bytes()
+            word = part.with_groups(saving.attempt.step, saving.groups, snapshot.samples.digests()).to_bytes()
         except SupersededError:
             word = b""
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -50,7 +51,7 @@ class RankPart:
     """A rank's part of one attempt: its index rows, its objects, and its state without the tensors.
 
     `trees` are the groups that differ from rank to rank (random streams, generators); `digests` (hex) are those of all
-    other groups, which must be equal on all ranks.
+    other groups, which must be equal on all ranks. `samples` (hex) are those of slices that several ranks hold alike.
     """
 
     rank: int
@@ -58,13 +59,16 @@ class RankPart:
     objects: tuple[ObjectRecord, ...]
     trees: Mapping[str, object] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, str] = field(default_factory=dict)
     step: int = -1
 
-    def with_groups(self, step: int, groups: Mapping[str, Mapping[str, object]]) -> RankPart:
-        """Return the part with the step and this rank's groups, as `encode_groups` returned them."""
+    def with_groups(
+        self, step: int, groups: Mapping[str, Mapping[str, object]], samples: Mapping[str, str]
+    ) -> RankPart:
+        """Return the part with the step, this rank's groups, as `encode_groups` returned them, and its samples."""
         trees = {name: group["tree"] for name, group in groups.items() if group["kind"] in OF_RANK}
         digests = {name: digest_hex(canonical_json(group)) for name, group in groups.items() if name not in trees}
-        return replace(self, trees=trees, digests=digests, step=step)
+        return replace(self, trees=trees, digests=digests, samples=samples, step=step)
 
     def to_bytes(self) -> bytes:
         """Return the part as bytes for rank 0: length of the JSON, the JSON, and the index, aligned for Arrow."""
@@ -98,6 +102,11 @@ class Saving:
     number: int = 0  # counts the saves of this owner
     steps: tuple[StepMetrics, ...] = ()  # whose metrics are not known to be committed
     environment: Mapping[str, str] = field(default_factory=dict)  # beside the versions
+
+    @property
+    def turn(self) -> int:
+        """A number that is the same in all ranks: the next one in the next save, any one in the first of a process."""
+        return zlib.crc32(self.owner.id.encode()) + self.number
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
+from ckpt_tasks.snapshot.samples import Samples
 from ckpt_tasks.snapshot.snapshot import ImageSet
 from ckpt_tasks.state.processes import lower_priority
 from ckpt_tasks.storage.port import watching
@@ -75,6 +76,7 @@ class Snapshot:
     keep: bool
     observed: Mapping[str, Any]
     copy: DeviceCopy | None = None
+    samples: Samples = field(default_factory=Samples)
     taken_s: float = field(default_factory=time.monotonic)
     base: str | None = None
     prepared: PreparedCheckpoint | None = None

@@ -21,6 +21,7 @@ from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
+from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.capture import Captured
 from ckpt_tasks.state.processes import lower_priority
@@ -87,6 +88,10 @@ class RankSaver:
             images = self._take(slot, self._plan, first.write)
         self._cache.memory.unseal(slot)
         return images, None if first.done else images.fill(captured.tensors, self._devices)
+
+    def sample(self, captured: Captured, turn: int) -> Samples:
+        """Look at some of what other ranks hold alike; `turn` is the same in all ranks."""
+        return take_samples(captured.replicated, turn, self._devices)
 
     # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
 

@@ -102,6 +102,7 @@ class Saver:
         slot = self._pipeline.take_slot()
         try:
             self._plan(captured)
+            samples = self._rank.sample(captured, saving.turn)
             images, copy = self._rank.fill(slot, captured)
         except StoreError as error:
             self.refuse(committer, error, saving.number)
@@ -117,6 +118,7 @@ class Saver:
             keep=keep,
             observed=observed,
             copy=copy,
+            samples=samples,
         )
         try:
             self._pipeline.submit(snapshot)

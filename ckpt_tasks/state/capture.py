@@ -7,9 +7,11 @@ copied here except containers: a caller that needs the tensors as they are now c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
@@ -55,7 +57,22 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         with tensors.of_rank():
             groups[RNG] = GroupState("rng", capture_streams(streams, tensors))
     still = {name for name, parameter in parameters if not parameter.requires_grad}
-    return Captured(groups, tensors.tensors, frozenset(still.intersection(tensors.tensors)), tensors.places)
+    frozen = frozenset(still.intersection(tensors.tensors))
+    return Captured(groups, tensors.tensors, frozen, tensors.places, _alike(tensors, groups, parameters))
+
+
+def _alike(
+    tensors: TensorSet, groups: Mapping[str, GroupState], parameters: Sequence[tuple[str, Any]]
+) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+    """Return the replicated tensors that training keeps alike in all ranks.
+
+    Buffers are not among them: each rank's running statistics are of its own batches.
+    """
+    if not tensors.replicated:
+        return {}
+    named = {name for name, _ in parameters}
+    optimizers = tuple(f"{name}/" for name, group in groups.items() if group.kind == "optimizer")
+    return {key: held for key, held in tensors.replicated.items() if key in named or key.startswith(optimizers)}
 
 
 def may_draw(value: Any) -> bool:

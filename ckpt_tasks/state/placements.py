@@ -81,16 +81,25 @@ class Share(NamedTuple):
         return local if self.cut is None else local.narrow(*self.cut)
 
 
+class _Alike(NamedTuple):
+    """A share; the place of a box that is dealt by the key; the offset of a box that has replicas."""
+
+    share: Share | None
+    dealt: Place | None
+    begin: tuple[int, ...] | None
+
+
 class Shares:
     """What this rank writes of each tensor; computed once for all tensors with the same placement, as most are."""
 
     def __init__(self, world: World):
         self._world = world
-        self._found: dict[Any, tuple[Share | None, Place | None]] = {}
+        self._found: dict[Any, _Alike] = {}
 
-    def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> Share | None:
+    def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
         """Return what this rank writes of a tensor, given its `local` part; None if it writes nothing of it.
 
+        Also return the offset of `local` if other ranks hold the same part, else None.
         Raises UnsupportedStateError with the key if the part's place cannot be proved.
         """
         alike: Any = (tensor.shape, tensor.dtype)
@@ -99,8 +108,8 @@ class Shares:
         found = self._found.get(alike)
         if found is None:
             found = self._found[alike] = _shared(place_of(tensor, key, self._world), tensor.dtype.itemsize)
-        one, dealt = found
-        return one if dealt is None or _is_dealt(key, dealt) else None
+        share, dealt, begin = found
+        return share if dealt is None or _is_dealt(key, dealt) else None, begin
 
 
 def is_sharded(value: Any) -> bool:
@@ -183,17 +192,17 @@ def _is_dealt(key: str, place: Place) -> bool:
     return zlib.crc32(key.encode()) % place.replicas == place.replica
 
 
-def _shared(place: Place, itemsize: int) -> tuple[Share | None, Place | None]:
-    """Return what this rank writes of a tensor at a place, and the place if the key decides whether it does."""
+def _shared(place: Place, itemsize: int) -> _Alike:
     box, dealt = _divided(place, itemsize)
     if box is None:
-        return None, None
+        return _Alike(None, None, None)
     held, cut = place.box, None
     for axis, extent in enumerate(box.shape):
         if extent != held.shape[axis]:
             cut = axis, box.offset[axis] - held.offset[axis], extent
     offset = box.offset if box.shape != place.full_shape else None
-    return Share(place.full_shape, offset, cut), place if dealt else None
+    begin = held.offset if place.replicas > 1 and 0 not in held.shape else None
+    return _Alike(Share(place.full_shape, offset, cut), place if dealt else None, begin)
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

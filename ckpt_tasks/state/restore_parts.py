@@ -108,12 +108,14 @@ class Captured:
 
     `frozen` are the keys of parameters without gradient: they are in separate files, which need not be written again.
     `places` has, for each tensor that is a part of a sharded one, the shape of the whole and the offset in it.
+    `replicated` has the parameters and optimizer states that several ranks hold: this rank's part, and its offset.
     """
 
     groups: dict[str, GroupState]
     tensors: dict[str, torch.Tensor]
     frozen: frozenset[str] = frozenset()
     places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass

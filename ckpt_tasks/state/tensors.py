@@ -63,6 +63,7 @@ class TensorSet:
     def __init__(self, world: World | None = ALONE) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.replicated: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
@@ -120,9 +121,12 @@ class TensorSet:
         if self._shares is None or ((self._alone or self._of_rank) and local is tensor):
             self.tensors[first] = tensor
             return first
-        share = self._shares.of(tensor, local, first)
+        share, begin = self._shares.of(tensor, local, first)
+        held = local.detach() if local.requires_grad else local
+        if begin is not None:
+            self.replicated[first] = held, begin
         if share is not None:
-            self.tensors[first] = share.of(local.detach() if local.requires_grad else local)
+            self.tensors[first] = share.of(held)
             if share.offset is not None:
                 self.places[first] = share.full_shape, share.offset
         return first

@@ -19,6 +19,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.memory import PrivateMemory
+from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
 from ckpt_tasks.state.tensors import same_bits
 from tests.support.devices import is_all
@@ -257,3 +258,17 @@ def test_a_kernel_that_fails_fails_the_save(run_dir: Path) -> None:
     )
     assert "told: the state could not be copied from its device" in done.stdout, done.stderr
     assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [1]
+
+
+def test_samples_are_those_of_the_moment_and_training_does_not_wait() -> None:
+    """A sample sees the work queued before it and none after it, and has the digest of the same values on the host."""
+    held = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    sleep()
+    held.add_(1)
+    started_s = time.perf_counter()
+    samples = take_samples({"model/w": (held, (0,))}, 5, Devices())
+    held.add_(1)
+    assert time.perf_counter() - started_s < AT_ONCE_S
+    ones = torch.ones(1 << 20)
+    assert samples.digests() == take_samples({"model/w": (ones, (0,))}, 5, Devices()).digests()
