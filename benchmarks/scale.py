@@ -107,7 +107,7 @@ class Simulation:
         images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
         images.fill(captured.tensors, Devices())
         parts = [digest_image(self.attempt, image, lambda: False, rank) for image in images.images]
-        part = joined(parts, rank).with_groups(_STEP, encode_groups(captured))
+        part = joined(parts, rank).with_groups(_STEP, encode_groups(captured), {})
         for record in part.objects:
             path = self.directory / record.name
             path.parent.mkdir(parents=True, exist_ok=True)
