@@ -43,8 +43,11 @@ def wrong_parts(rank: int, size: int, meshes: list[tuple[int, ...]]) -> list[str
                 if part.numel() and not torch.equal(values(whole, place.box), part):
                     wrong.append(f"{dims} {shape} {placements}: {place}")
                 for key in ("key", "another"):
-                    box, one = share(place, key, 8), found.of(tensor, part, key)
+                    box, (one, begin) = share(place, key, 8), found.of(tensor, part, key)
                     same = one is None if box is None else one and torch.equal(values(whole, box), one.of(part))
+                    same = same and (
+                        begin == place.box.offset if place.replicas > 1 and part.numel() else begin is None
+                    )
                     if not same or (one and one.offset not in (None, box and box.offset)):
                         wrong.append(f"{dims} {shape} {placements}, {key}: {one} is not {box}")
     return wrong
