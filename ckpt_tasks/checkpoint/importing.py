@@ -62,7 +62,7 @@ class ImportedRun(HeldRun):
             self._release(prune_s=0.0)
 
     def _newest(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint that checkpoint of this step would follow; raise if it may not follow."""
+        """Return the checkpoint that a new one of this step would follow; raise if it may not follow."""
         live = lineage(self._history.head().state.live)
         if not live:
             return None

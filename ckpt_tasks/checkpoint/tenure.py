@@ -58,7 +58,7 @@ def take(
 ) -> Tenure | Following:
     """Take a run directory in rank 0, tell the other ranks, and open each rank's memory for the run's key.
 
-    What taken rank raises is raised in all; the directory is not held then.
+    What one rank raises is raised in all; the directory is not held then.
     """
     made: list[Tenure] = []
 

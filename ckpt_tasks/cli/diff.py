@@ -34,7 +34,7 @@ GroupOption = Annotated[
 IgnoreOption = Annotated[
     list[str] | None, typer.Option("--ignore", metavar="NAME", help="leave this group out; may be repeated")
 ]
-MetricsOption = Annotated[bool, typer.Option("--metrics", help="compare the metrics and the evaluations, too")]
+MetricsOption = Annotated[bool, typer.Option("--metrics", help="also compare metrics and evaluations")]
 
 Side = tuple["Run", "Checkpoint"]
 
@@ -51,9 +51,8 @@ def diff(
 ) -> None:
     """Compare the states of two checkpoints bit for bit.
 
-    Exits with 0 if what is compared is equal, 1 if it differs, 2 if one cannot be read. They may belong to two runs.
-    Every bit of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the
-    group rng.
+    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
+    of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.
     """
     with output(as_json, trouble=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
@@ -78,15 +77,19 @@ def _compare(out: Output, a: Side, b: Side, groups: list[str], ignore: list[str]
 
 
 def _metrics(sides: tuple[Side, Side]) -> dict[str, tuple[float | None, float | None]]:
-    """Return the metrics of both by name, those of evaluations as suite/metric; None where one has none."""
+    """Return (A, B) of each metric by name, those of evaluations as suite/metric; None if a side has none."""
     a, b = (_metrics_of(*side) for side in sides)
     return {name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))}
 
 
 def _metrics_of(run: Run, checkpoint: Checkpoint) -> dict[str, float]:
-    evaluated = (one for one in run.evaluations() if one.manifest_digest == checkpoint.manifest_digest)
-    found = {f"{one.suite}/{name}": value for one in evaluated for name, value in one.metrics.items()}
-    return {**checkpoint.metrics, **found}
+    evaluated = (
+        evaluation for evaluation in run.evaluations() if evaluation.manifest_digest == checkpoint.manifest_digest
+    )
+    metrics = {
+        f"{evaluation.suite}/{name}": value for evaluation in evaluated for name, value in evaluation.metrics.items()
+    }
+    return {**checkpoint.metrics, **metrics}
 
 
 def _equal(a: float | None, b: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""`ckpt export`: a checkpoint as safetensors files, or as a file of torch.save, that stand alone."""
+"""`ckpt export`: write a checkpoint as self-contained safetensors files, or as one file of torch.save."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["export"]
 _SHOWN = 8
 _TORCH_SUFFIXES = (".pt", ".pth")
 _LEFT_OUT = {
-    "safetensors": "Left out, since these are no tensors",
-    "torch": "Left out, since random streams are of use to a restore alone",
+    "safetensors": "Left out, since they are not tensors",
+    "torch": "Left out, since random streams are useful only to a restore",
 }
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -36,7 +36,7 @@ OutArgument = Annotated[
 GroupOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--group", metavar="NAME", help="what to export; may be repeated (default: modules, or all for torch)"
+        "--group", metavar="NAME", help="a group to export; may be repeated [default: modules; for torch all groups]"
     ),
 ]
 FormatOption = Annotated[
@@ -44,13 +44,13 @@ FormatOption = Annotated[
     typer.Option(
         "--format",
         metavar="FORMAT",
-        help="safetensors, or torch: one file of torch.save (default: torch for .pt and .pth)",
+        help="safetensors, or torch: one file of torch.save [default: torch for .pt and .pth]",
     ),
 ]
 SizeOption = Annotated[
-    str | None, typer.Option("--max-shard-size", metavar="SIZE", help="of a shard in a directory (default: 5GB)")
+    str | None, typer.Option("--max-shard-size", metavar="SIZE", help="largest shard in a directory [default: 5GB]")
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace OUT; in a directory, its weights only")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace OUT; of a directory only its weights")]
 
 
 def export(
@@ -65,20 +65,20 @@ def export(
 ) -> None:
     """Write a checkpoint as safetensors files, or as one file of torch.save.
 
-    The files need nothing of this package or of the run. In safetensors files one module has the names of its
-    state_dict, several have their group's name before them. A torch file holds one group as its state_dict, or several
-    by name, and torch.load(weights_only=True) reads it; a value that it would not read is refused. Every byte is
-    verified; OUT is there when all of it is good, or not at all.
+    Reading the files needs neither this package nor the run. In safetensors files a single module has the names of its
+    state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or several
+    by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. Every byte is
+    verified; OUT appears when all of it is good, or not at all.
     """
     with output(as_json) as result:
         shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
         how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
-        run, found = parse_target(checkpoint).find()
+        run, record = parse_target(checkpoint).find()
         try:
-            report = (_to_torch if chosen == "torch" else _to_safetensors)(result, run, found, out, how)
+            report = (_to_torch if chosen == "torch" else _to_safetensors)(result, run, record, out, how)
         except ObjectNotFoundError as error:
-            raise _why_gone(run, found, error) from error
+            raise _why_gone(run, record, error) from error
         result.data({"checkpoint_dir": run.history.store.url, "format": chosen, **_facts(report)})
         if not as_json:
             _print(result, run, report, chosen)
@@ -115,7 +115,7 @@ def _size_bytes(text: str) -> int:
 
 
 def _why_gone(run: Run, checkpoint: Checkpoint, error: ObjectNotFoundError) -> CkptError:
-    """Tell a checkpoint that was pruned while it was read from one that is damaged."""
+    """Return the error for a missing object: pruned during the read, or damaged."""
     if any(live.manifest_digest == checkpoint.manifest_digest for live in run.checkpoints()):
         return error
     return CheckpointNotFoundError(
@@ -146,7 +146,7 @@ def _print(result: Output, run: Run, report: ExportReport, chosen: str) -> None:
         made.add_row(printable(file.path), f"{file.tensors:,}" if file.tensors else "", size(file.size_bytes))
     result.print(title(run, f" step {report.step}"), made)
     for heading, lines in (
-        ("Tied, and stored under the second name alone", [f"{name} = {kept}" for name, kept in report.tied.items()]),
+        ("Tied, and stored only under the second name", [f"{name} = {kept}" for name, kept in report.tied.items()]),
         (
             "Stored as views, since safetensors has no such dtype",
             [f"{n}: {dtype}" for n, dtype in report.dtypes.items()],

@@ -37,12 +37,14 @@ RootArgument = Annotated[
 ]
 MetricsOption = Annotated[
     str | None,
-    typer.Option("--metrics", metavar="NAME,NAME", help="the metrics to show (default: those that there is room for)"),
+    typer.Option("--metrics", metavar="NAME,NAME", help="the metrics to show [default: as many as fit]"),
 ]
 SortOption = Annotated[
     str | None,
     typer.Option(
-        "--sort", metavar="NAME", help="of many runs: name, state, step, saved, checkpoints, size or a metric; -NAME"
+        "--sort",
+        metavar="NAME",
+        help="sort runs by name, state, step, saved, checkpoints, size or a metric; -NAME reverses",
     ),
 ]
 
@@ -52,8 +54,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, newest first, or the runs of a directory.
 
-    A run is in a row: its state, the step and the age of its newest checkpoint, how many live ones it has, their
-    size, and its last metrics; an evaluation's are called suite/metric. Exits with 1 if a run is damaged.
+    Each run has one row: its state, step and age of its newest checkpoint, number and size of its live checkpoints, and
+    its last metrics; those of an evaluation are named suite/metric. Exits with 1 if a run is damaged.
     """
     from ckpt_tasks.reading.reading import open_run
 
@@ -71,7 +73,7 @@ def ls(
 
 
 def _list_below(out: Output, directory: str, metrics: list[str], sort: str | None) -> bool:
-    """List the runs below a directory that is none; False if there are none."""
+    """List the runs below a directory that is not a run; return False if there are none."""
     from ckpt_tasks.reading.overview import summaries_below
     from ckpt_tasks.storage.locations import Location
 

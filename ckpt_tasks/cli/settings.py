@@ -57,7 +57,7 @@ _UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
 
 
 def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb with `**settings` parameter option for each field of the config; an option not given is None."""
+    """Give a verb with `**settings` one option for each field of the config; an option not given is None."""
     signature = inspect.signature(verb, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     kinds, texts = get_type_hints(CheckpointConfig), option_texts()

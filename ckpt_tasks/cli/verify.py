@@ -58,8 +58,8 @@ def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, in
         store = WatchedStore(run.history.store, both)
         if only is None:
             return verify_run_directory(History(store)), done[0]
-        found = {only.manifest_digest: (only, tuple(verify_checkpoint(store, only)))}
-        return RunFaults(found, (), ()), done[0]
+        checkpoints = {only.manifest_digest: (only, tuple(verify_checkpoint(store, only)))}
+        return RunFaults(checkpoints, (), ()), done[0]
 
 
 def _facts(run: Run, faults: RunFaults, size_bytes: int, took_s: float) -> dict[str, Any]:

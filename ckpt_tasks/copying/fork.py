@@ -219,9 +219,9 @@ class _Bringing:
         if self._transfer is None:
             transfer = Transfer(self._source, self._target, State(), self._on_progress)
             self._transfer = self._stack.enter_context(transfer)
-        sent, found = self._transfer.bring(record, self._rows.get(record.name, ()))
+        sent, there = self._transfer.bring(record, self._rows.get(record.name, ()))
         self._transfer.check([record])
-        self._add(Moved(0, 0, sent, found))
+        self._add(Moved(0, 0, sent, there))
 
     def _add(self, more: Moved) -> None:
         self.moved = Moved(*map(add, self.moved, more))

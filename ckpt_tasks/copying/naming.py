@@ -67,13 +67,13 @@ def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Nam
     if not isinstance(name, str):
         return None
     clean = bare_name(name)
-    found = {
+    matches = {
         f"{module}/{known[0]}"
         for module, tensors in modules.items()
-        for one in (clean, clean.removeprefix(_DDP), clean.removeprefix(f"{module}."))
-        if one in tensors and (known := first[module].get(_known(one, tensors[one]))) is not None
+        for candidate in (clean, clean.removeprefix(_DDP), clean.removeprefix(f"{module}."))
+        if candidate in tensors and (known := first[module].get(_known(candidate, tensors[candidate]))) is not None
     }
-    return found.pop() if len(found) == 1 else None
+    return matches.pop() if len(matches) == 1 else None
 
 
 def _known(name: str, tensor: Any) -> Any:

@@ -151,18 +151,21 @@ def _directory(directory: Path) -> Source:
 
 def _weights(directory: Path, names: Iterable[str]) -> str:
     for suffix in _WEIGHTS:
-        found = [n for n in names if n.endswith(suffix) and not _OF_TRAINER.fullmatch(n)]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        files = [n for n in names if n.endswith(suffix) and not _OF_TRAINER.fullmatch(n)]
+        if len(files) == 1:
+            return files[0]
+        if files:
             raise ConfigError(
-                f"{directory} has {len(found)} files of weights: {', '.join(found[:5])}", hint="Name one of them."
+                f"{directory} has {len(files)} files of weights: {', '.join(files[:5])}", hint="Name one of them."
             )
     raise ConfigError(f"{directory} holds no weights", hint="Name a file, or a directory with a model in it.")
 
 
 def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Read the weights that an index names, each from the file that the index says."""
+    """Read the weights that an index names; return them by name, reasons for what is left, and the opened files.
+
+    Raises IntegrityError if the index is malformed, or a file or a tensor is not where it says.
+    """
     _, size_bytes = _head(directory / index_name)
     if size_bytes > _MAX_INDEX_BYTES:
         raise IntegrityError(f"the index has {size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
@@ -180,7 +183,7 @@ def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str,
             raise IntegrityError(f"the index names {file!r:.200}, which is not a file beside it", key=index_name)
         if not (directory / file).is_file():
             raise IntegrityError(f"the index names {file}, which is not there", key=index_name)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     left: dict[str, str] = {}
     for file in files:
         source = _file(directory / file)
@@ -188,9 +191,9 @@ def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str,
         for name in (name for name, of in weight_map.items() if of == file):
             if name not in source.values:
                 raise IntegrityError(f"{file} does not hold the tensor that the index says it does", key=name)
-            found[name] = source.values[name]
+            tensors[name] = source.values[name]
         left |= {str(name): f"{index_name} does not name it" for name in source.values if name not in weight_map}
-    ordered = {name: found[name] for name in weight_map}
+    ordered = {name: tensors[name] for name in weight_map}
     return _with_views(ordered, tied, dtypes, index_name), left, files
 
 

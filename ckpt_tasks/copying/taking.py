@@ -156,9 +156,9 @@ def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str
         ("optimizer", "optimizers", "optimizer_states"),
         ("scheduler", "schedulers", "lr_schedulers"),
     ):
-        found = values.get(name) or []
-        for n, value in enumerate(found):
-            parts.append(_Part(one if len(found) == 1 else f"{many}_{n}", f"{name}/{n}", value))
+        items = values.get(name) or []
+        for n, value in enumerate(items):
+            parts.append(_Part(one if len(items) == 1 else f"{many}_{n}", f"{name}/{n}", value))
     parts += [_Part(name, name, values[name]) for name in ("epoch",) if name in values]
     known = {"state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"}
     return parts, {str(name): _LIGHTNINGS_OWN for name in values if name not in known}
@@ -186,22 +186,22 @@ def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
 
 
 def _unique(parts: list[_Part], left: dict[str, str]) -> list[_Part]:
-    found: dict[str, _Part] = {}
+    by_group: dict[str, _Part] = {}
     for part in parts:
-        first = found.setdefault(part.group, part)
+        first = by_group.setdefault(part.group, part)
         if first is not part:
             left[part.name] = f"its group {part.group} is that of {first.name} already"
-    return [*found.values()]
+    return [*by_group.values()]
 
 
 def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], list[str]]:
     if not wanted:
         return parts, []
     by_name = {part.group: part for part in parts} | {part.name: part for part in parts}
-    found: dict[str, _Part] = {}
+    chosen: dict[str, _Part] = {}
     for text in wanted:
         group, equals, name = text.partition("=")
-        if not is_group(group) or group == RNG or group in found:
+        if not is_group(group) or group == RNG or group in chosen:
             raise ConfigError(f"{text!r:.80} does not name a new group", hint="Write GROUP or GROUP=NAME.")
         part = by_name.get(name if equals else group)
         if part is None and not equals and len(parts) == 1 and not parts[0].name:
@@ -209,10 +209,10 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
         if part is None:
             there = ", ".join(part.name or part.group for part in parts)
             raise ConfigError(f"the file has no {name or group!r:.80}", hint=f"It has {there}.")
-        found[group] = part._replace(group=group)
-    groups = {part.name: part.group for part in found.values()}
+        chosen[group] = part._replace(group=group)
+    groups = {part.name: part.group for part in chosen.values()}
     left = [part.name for part in parts if part.name not in groups]
-    return [_renamed(part, groups) for part in found.values()], left
+    return [_renamed(part, groups) for part in chosen.values()], left
 
 
 def _renamed(part: _Part, groups: Mapping[str, str]) -> _Part:

@@ -81,11 +81,11 @@ class Transfer:
             raise StateError(
                 "the target has given up this object, and no name is used twice", key=record.name, hint=hint
             )
-        found = self._is_there(record, rows)
-        if not found:
+        is_there = self._is_there(record, rows)
+        if not is_there:
             self._put(record.name, self._verified(self._source, record, rows))
         self._good.add(record.name)
-        return (0, record.size_bytes) if found else (record.size_bytes, 0)
+        return (0, record.size_bytes) if is_there else (record.size_bytes, 0)
 
     def check(self, records: Iterable[ObjectRecord]) -> None:
         """Raise StoreError if an object is missing at the target, or has another size."""
@@ -165,12 +165,12 @@ class Transfer:
             for begin in range(0, data.nbytes, READ_BYTES)
         ]
         try:
-            for at, one in enumerate(reads):
-                one.result()
+            for at, read in enumerate(reads):
+                read.result()
                 self._on_progress(min(READ_BYTES, data.nbytes - at * READ_BYTES))
         finally:
-            for one in reads:
-                one.cancel()
+            for read in reads:
+                read.cancel()
             wait(reads)  # a read still running would write into the next object
 
     def _room(self, size_bytes: int) -> memoryview:

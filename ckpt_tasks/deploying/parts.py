@@ -85,8 +85,8 @@ def flow_runs(mark: str, worker: Process) -> list[Process]:
             if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
     parents.pop(worker.pid, None)
-    found = [Process.of(pid) for pid, parent in parents.items() if parent not in parents]
-    return [one for one in found if one.lives]
+    processes = [Process.of(pid) for pid, parent in parents.items() if parent not in parents]
+    return [process for process in processes if process.lives]
 
 
 def end_all(processes: Iterable[Process], patience_s: float) -> None:

@@ -67,7 +67,7 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
         url = _url(port)
         site = read_site(path) or Site(url=url)
         if site.url != url:
-            if any(one.lives for one in site.started.values()):
+            if any(item.lives for item in site.started.values()):
                 raise SiteError(f"a site is up already, at {site.url}", hint="End it with ckpt down, or use its port.")
             site = Site(url=url)
         site, server = _server(site, home, port)
@@ -76,7 +76,7 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
             pool = _pool(client)
             deployments, file = _deploy(directory, url)
             outcomes = apply(build_automations())
-            changed = sum(one.status != "as it was" for one in outcomes)
+            changed = sum(item.status != "as it was" for item in outcomes)
             automations = Part(
                 name="automations",
                 status="applied" if changed else "as they were",
@@ -116,10 +116,10 @@ def take_down() -> tuple[Part, ...]:
 def _end_worker(worker: Process, mark: str) -> str:
     """Stop the worker; its flow runs finish their step, commit, and are scheduled again for the next worker."""
     worker.send(signal.SIGSTOP)  # so that it starts no more flow runs
-    found = flow_runs(mark, worker)
+    runs = flow_runs(mark, worker)
     worker.send(signal.SIGKILL)
-    end_all(found, _PREEMPTED_S)
-    return f"; flow runs that go on with the next worker: {len(found)}" if found else ""
+    end_all(runs, _PREEMPTED_S)
+    return f"; flow runs that go on with the next worker: {len(runs)}" if runs else ""
 
 
 def _mark(home: Path) -> str:
@@ -208,7 +208,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
 
 def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
     workers: list[Worker] = client.read_workers_for_work_pool(POOL)
-    return next((one.last_heartbeat_time for one in workers if one.name == name), None)
+    return next((worker.last_heartbeat_time for worker in workers if worker.name == name), None)
 
 
 @contextmanager

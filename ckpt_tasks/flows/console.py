@@ -67,7 +67,11 @@ class Ended:
 
     def facts(self) -> dict[str, Any]:
         """Return what --json prints."""
-        return {"status": self.status, "step": self.step, "evaluations": [asdict(one) for one in self.evaluations]}
+        return {
+            "status": self.status,
+            "step": self.step,
+            "evaluations": [asdict(result) for result in self.evaluations],
+        }
 
 
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
@@ -124,7 +128,7 @@ def evaluate_in_terminal(
             recorded = "recorded" if results[0].new else "recorded before, nothing was changed"
             out.print(f"Step {results[0].step}, suite {suite}: {recorded}.")
             print_evaluation(out, results[0])
-    return Ended(status=status[0], step=max((one.step for one in results), default=0), evaluations=tuple(results))
+    return Ended(status=status[0], step=max((result.step for result in results), default=0), evaluations=tuple(results))
 
 
 def _announce(out: Console, training: Training, start: int) -> EvaluationResult | None:

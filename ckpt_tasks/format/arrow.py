@@ -212,8 +212,8 @@ class _Table:
 def _read(data: bytes | memoryview, form: str, at: int) -> int:
     if not 0 <= at <= len(data) - struct.calcsize(form):
         raise ValueError("a message that points out of itself")
-    found: int = struct.unpack_from(form, data, at)[0]
-    return found
+    number: int = struct.unpack_from(form, data, at)[0]
+    return number
 
 
 def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> bytes:

@@ -75,8 +75,8 @@ class Lists:
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return for every row whether `mask`, given for each number, is true for any number of its list."""
         count = np.concatenate(([0], np.cumsum(mask)))
-        found: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
-        return found
+        result: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
+        return result
 
     def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return every list's product (-1: too large for a size), and the approximate product without its zeros."""

@@ -113,12 +113,12 @@ class Slot(NamedTuple):
     def regions(self, region_bytes: int = REGION_BYTES) -> list[tuple[Box, int, int]]:
         """Cut the tensor into regions of at most `region_bytes`: (box, begin, end) in bytes of the file."""
         itemsize = STORED_DTYPES[self.spec.dtype].nbytes
-        found, begin = [], self.begin
+        regions, begin = [], self.begin
         for box in blocks(self.spec.shape, region_bytes // itemsize):
             end = begin + box.size * itemsize
-            found.append((box, begin, end))
+            regions.append((box, begin, end))
             begin = end
-        return found
+        return regions
 
 
 @dataclass(frozen=True)
@@ -197,17 +197,17 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
             raise IntegrityError(f"the safetensors header claims {length} bytes")
         entries = parse_json(bytes(prefix[8 : 8 + length]), encoding="utf-8")
         entries.pop("__metadata__", None)
-        found = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
+        header = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
     except (struct.error, *MALFORMED) as error:
         raise IntegrityError(f"the safetensors header is malformed: {error!r:.200}") from error
     at = 8 + length
-    for name, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, (_, _, begin, end) in sorted(header.items(), key=lambda item: item[1][2:]):
         if begin != at or end < begin:
             raise IntegrityError("the tensors of a safetensors file leave a gap or overlap", key=name)
         at = end
     if at != size_bytes:
         raise IntegrityError(f"a safetensors file has {size_bytes} bytes and its tensors end at {at}")
-    return found
+    return header
 
 
 def _parse_entry(entry: Mapping[str, Any], start: int) -> tuple[str, tuple[int, ...], int, int]:

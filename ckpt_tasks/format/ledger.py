@@ -136,15 +136,15 @@ class State:
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
         """Metrics of evaluations by checkpoint identity; of two values of a metric the later one counts."""
-        found: dict[str, dict[str, float]] = {}
+        metrics: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:
-            found.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
-        return found
+            metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
+        return metrics
 
     @property
     def metric_names(self) -> frozenset[str]:
         """Every metric that a live checkpoint has from its save or from an evaluation."""
-        measured = [one.metrics for one in self.live] + [one.metrics for one in self.evaluations]
+        measured = [record.metrics for record in self.live] + [record.metrics for record in self.evaluations]
         return frozenset(name for metrics in measured for name in metrics)
 
     def keeps(self, name: str) -> bool:

@@ -265,23 +265,23 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
     """Return names; raise ValueError if one is not an attempt's object, since such names will be deleted."""
-    found = tuple(names)
-    for name in found:
+    checked = tuple(names)
+    for name in checked:
         if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
             raise ValueError(f"{name!r:.80} is not an object of an attempt")
-    if folded_count(found) > 4 * MAX_FOLDED:
+    if folded_count(checked) > 4 * MAX_FOLDED:
         raise ValueError(f"more than {4 * MAX_FOLDED} objects")
-    return found
+    return checked
 
 
 def _reuses(names: Iterable[Any]) -> tuple[str, ...]:
-    found = tuple(names)
-    for name in found:
+    checked = tuple(names)
+    for name in checked:
         if type(name) is not str or not (is_shard(name) or is_folded(name)):
             raise ValueError(f"{name!r:.80} is not a shard of an attempt")
-    if folded_count(found) > MAX_FOLDED:
+    if folded_count(checked) > MAX_FOLDED:
         raise ValueError(f"more than {MAX_FOLDED} objects")
-    return found
+    return checked
 
 
 def _epochs(value: Any) -> Any:

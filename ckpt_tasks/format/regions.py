@@ -39,13 +39,13 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
         axis += 1
         inner = math.prod(shape[axis + 1 :])
     rows = max(1, max_elements // inner)
-    found = []
+    boxes = []
     for lead in _indices(shape[:axis]):
         for begin in range(0, shape[axis], rows):
             count = min(rows, shape[axis] - begin)
             rest = shape[axis + 1 :]
-            found.append(Box((*lead, begin, *(0,) * len(rest)), (*(1,) * axis, count, *rest)))
-    return found
+            boxes.append(Box((*lead, begin, *(0,) * len(rest)), (*(1,) * axis, count, *rest)))
+    return boxes
 
 
 def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:

@@ -104,18 +104,18 @@ def decode(node: Json) -> Any:
 
 def tensor_refs(value: Any) -> list[TensorRef]:
     """Return every TensorRef of a tree, in the tree's order."""
-    found: list[TensorRef] = []
+    refs: list[TensorRef] = []
     waiting = [value]
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind is TensorRef:
-            found.append(item)
+            refs.append(item)
         elif kind in _MAPPINGS:
             waiting.extend(reversed(item.values()))
         elif kind in (list, tuple, deque):
             waiting.extend(reversed(item))
-    return found
+    return refs
 
 
 def _encode(value: Any, path: str, depth: int) -> Json:

@@ -187,8 +187,8 @@ class _Later:
     def state_dict(self) -> dict[str, Any]:
         if self._given is not None:
             return self._given
-        found = self._find()
-        return {} if found is None else dict(found.state_dict())
+        target = self._find()
+        return {} if target is None else dict(target.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._given = state

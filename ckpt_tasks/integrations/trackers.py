@@ -155,9 +155,9 @@ class MLflow(Tracker):
         known = self._client.get_experiment_by_name(experiment)
         experiment_id = known.experiment_id if known else self._client.create_experiment(experiment)
         quoted = run_key.replace("'", "")
-        found = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id)
+        runs = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
+        if runs:
+            return str(runs[0].info.run_id)
         made = self._client.create_run(experiment_id, tags={"ckpt_tasks.run_key": quoted}, run_name=run_key)
         return str(made.info.run_id)
 

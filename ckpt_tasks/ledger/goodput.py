@@ -92,7 +92,7 @@ class Course:
 
     def of(self, *whats: str) -> list[Placed]:
         """Return the moments of some kinds, oldest first."""
-        return [one for one in self.placed if one.moment.kind in whats]
+        return [place for place in self.placed if place.moment.kind in whats]
 
 
 def follow(moments: Iterable[Moment]) -> Course:

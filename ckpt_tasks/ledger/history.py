@@ -247,14 +247,14 @@ class History:
         numbered = _numbered(names)
         if known and known.entry and not self.store.near and numbered and max(numbered)[0] == known.entry.n:
             return known  # an entry never changes: do not read it again
-        found = self._newest(numbered)
-        if found is None and len(names) == _NEWEST:  # all are damaged or foreign: look at older ones as well
+        newest = self._newest(numbered)
+        if newest is None and len(names) == _NEWEST:  # all are damaged or foreign: look at older ones as well
             numbered = _numbered(self.store.names(LEDGER_PREFIX))
-            found = self._newest(numbered)
+            newest = self._newest(numbered)
         next_n = max((n for n, _ in numbered), default=-1) + 1
-        if found is None:
+        if newest is None:
             return Head(None, None, next_n, tuple(name for _, name in numbered))
-        entry, digest, damaged = found
+        entry, digest, damaged = newest
         return Head(entry, digest, next_n, damaged)
 
     def read_entry(self, n: int) -> tuple[Entry, str]:

@@ -167,7 +167,7 @@ def _trained(events: list[LedgerEvent]) -> Iterator[tuple[float, LedgerEvent, Le
 
 
 def _failures(events: list[LedgerEvent]) -> int:
-    """Count the failures; event that was recorded and then ended its process counts once."""
+    """Count the failures; one that was recorded and then ended its process counts once."""
     count, noted = 0, False
     for event in events:
         if event.kind == "failure" or (event.kind == "lost" and not noted):

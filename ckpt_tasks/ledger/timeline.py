@@ -65,7 +65,7 @@ class Timeline:
     @property
     def copied(self) -> bool:
         """Whether `ckpt sync` copied the run here: then the times are those of the copy."""
-        return any(one.kind == "copied" for one in self.moments)
+        return any(moment.kind == "copied" for moment in self.moments)
 
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:

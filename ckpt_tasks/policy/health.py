@@ -164,17 +164,17 @@ def judge_server(facts: ServerFacts) -> Check:
 def judge_fastapi(facts: ServerFacts) -> Check:
     """Judge whether a server started from this environment would run; a remote server's packages are unknown."""
     name, version = "fastapi", facts.fastapi_version
-    found = _numbers(version or "")
-    if not found:
+    numbers = _numbers(version or "")
+    if not numbers:
         return Check(name, "not checked", "not installed here")
     seen = f"{version} is installed here"
-    if found[:2] <= (0, 150):
+    if numbers[:2] <= (0, 150):
         return Check(name, "ok", seen)
     running = facts.url is not None and facts.failure is None
-    matter = "does not start" if found >= (0, 155) else "refuses some requests (422)"
+    matter = "does not start" if numbers >= (0, 155) else "refuses some requests (422)"
     return Check(
         name,
-        "warning" if running or found < (0, 152) else "wrong",
+        "warning" if running or numbers < (0, 152) else "wrong",
         f"{seen}: a server of Prefect 3.8 {matter} with it",
         "pip install 'fastapi<=0.150' where the server runs.",
     )
@@ -183,13 +183,13 @@ def judge_fastapi(facts: ServerFacts) -> Check:
 def judge_leases(facts: ServerFacts, jobs: Sequence[JobFacts] = ()) -> Check:
     """Judge whether concurrency limits survive a restart of the server; by default it keeps them in memory."""
     name = "lease storage"
-    found = _at(facts.settings, "server", "concurrency", "lease_storage")
-    if not isinstance(found, str):
+    storage = _at(facts.settings, "server", "concurrency", "lease_storage")
+    if not isinstance(storage, str):
         return Check(
             name, "not checked", "the server does not say; PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE on its host"
         )
-    if found != f"{_LEASES}.memory":
-        return Check(name, "ok", found.removeprefix(f"{_LEASES}."))
+    if storage != f"{_LEASES}.memory":
+        return Check(name, "ok", storage.removeprefix(f"{_LEASES}."))
     limited = [job.name for job in jobs if job.limit is not None]
     seen = "the server's memory: when it restarts, healthy runs that hold a slot of a limit are crashed"
     if limited:
@@ -208,24 +208,26 @@ def judge_automations(facts: ServerFacts) -> list[Check]:
         return [Check("automations", "wrong", "the server evaluates no triggers", do)]
     checks = []
     for name, wanted in (("zombies", _ZOMBIES), ("resuming", _RESUMES)):
-        found = [one for one in facts.automations if one.name == wanted]
-        if not found:
+        matches = [automation for automation in facts.automations if automation.name == wanted]
+        if not matches:
             checks.append(Check(name, "wrong", f"no automation {wanted!r}", do))
-        elif len(found) > 1:
-            checks.append(Check(name, "wrong", f"{len(found)} automations {wanted!r}", do))
-        elif not found[0].enabled:
+        elif len(matches) > 1:
+            checks.append(Check(name, "wrong", f"{len(matches)} automations {wanted!r}", do))
+        elif not matches[0].enabled:
             checks.append(Check(name, "wrong", f"{wanted!r} is paused", "Enable it in Prefect's pages: Automations."))
-        elif not found[0].proactive:
+        elif not matches[0].proactive:
             seen = f"{wanted!r} is reactive: it would act twice on one crash"
             checks.append(Check(name, "wrong", seen, do))
         else:
-            checks.append(Check(name, "ok", f"{wanted!r}, after {found[0].within_s or 0:.0f} s"))
+            checks.append(Check(name, "ok", f"{wanted!r}, after {matches[0].within_s or 0:.0f} s"))
     return checks
 
 
 def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | None) -> Check:
     """Judge whether flow runs send heartbeats often enough for the automations; `own_s` is this process's setting."""
-    within_s = next((one.within_s for one in facts.automations or () if one.name == _ZOMBIES), None)
+    within_s = next(
+        (automation.within_s for automation in facts.automations or () if automation.name == _ZOMBIES), None
+    )
     if within_s is not None and jobs:
         jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
         if not jobs:
@@ -301,7 +303,7 @@ def judge_threads(jobs: Sequence[JobFacts]) -> Check:
 
 def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
     """Judge whether the automations hold for the deployments; None if there are none of either."""
-    if not any(one.name in (_ZOMBIES, _RESUMES) for one in facts.automations or ()):
+    if not any(automation.name in (_ZOMBIES, _RESUMES) for automation in facts.automations or ()):
         return None
     deployed = [job for job in jobs if job.deployed and not _is_repeated(job)]
     if not deployed:

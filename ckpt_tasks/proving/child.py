@@ -42,10 +42,10 @@ def train(order: Mapping[str, Any]) -> None:
         train_step = session.program.train_step
 
         def dying() -> Mapping[str, float]:
-            found = train_step()
+            reported = train_step()
             if ckpt.position + 1 == order["die_within"]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return reported
 
         session.program.train_step = dying  # type: ignore[method-assign]
         while step < order["steps"]:
@@ -66,11 +66,11 @@ def _write(log: Any, line: Mapping[str, Any]) -> None:
 def _values(state: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of every tensor and the text of every other value, by its path."""
     captured = capture(state)
-    found = dict(_leaves({name: group.tree for name, group in captured.groups.items()}, ""))
+    values = dict(_leaves({name: group.tree for name, group in captured.groups.items()}, ""))
     for key, tensor in captured.tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        found[key] = digest_hex(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found
+        values[key] = digest_hex(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return values
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -126,12 +126,12 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def _cause(
     one: Mapping[str, Any], other: Mapping[str, Any], what: list[str], unsaved: list[list[str]], kills: int
 ) -> str:
-    found = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
+    names = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
     if kills == 0:
-        hint = f". Not in the state, and perhaps not seeded: {', '.join(found)}" if found else ""
+        hint = f". Not in the state, and perhaps not seeded: {', '.join(names)}" if names else ""
         return _CAUSES["streams" if what[0].startswith("rng/") else "kernel"] + hint
-    found = [f"{path} ({name})" for path, name, _ in unsaved]
+    names = [f"{path} ({name})" for path, name, _ in unsaved]
     own = one["attributes"]
-    found += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
-    hint = f". Held by the program, and not in its state: {', '.join(found)}" if found else ""
+    names += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
+    hint = f". Held by the program, and not in its state: {', '.join(names)}" if names else ""
     return _CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint

@@ -1,4 +1,4 @@
-"""Many runs side by side: what can be said of each from its newest ledger entry alone."""
+"""Many runs side by side: a summary of each from its newest ledger entry alone."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ckpt_tasks.storage.roots import stores_below
 __all__ = ["RunSummary", "summaries_below"]
 
 _THREADS = 16
-_TIMEOUT_S = 120.0  # what an owner has unless its configuration says otherwise
+_TIMEOUT_S = 120.0  # the default of the option owner_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """One run: its newest checkpoint, how many it has, and whether it is trained now.
 
-    `state` is running (its owner lives), ended (its owner has released it), silent (its owner has gone without a word),
-    new (nothing is saved yet), damaged or unreadable; `why` says more of the last four. `size_bytes` is the sum over
-    live checkpoints: objects that several of them use are counted for each. `metrics` are those of the newest
+    `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
+    release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
+    over live checkpoints: objects that several of them use are counted for each. `metrics` are those of the newest
     checkpoint, and of each evaluation suite its newest results, as "suite/metric".
     """
 
@@ -45,18 +45,18 @@ class RunSummary:
 
 
 def summaries_below(store: Store) -> list[RunSummary]:
-    """Summarise every run whose directory lies in this one, by name; a damaged run is one of them, not an error.
+    """Summarise every run directly below this directory, by name; a damaged run is listed, not an error.
 
     Raises StoreError if the directory itself cannot be listed.
     """
     places, me = stores_below(store), identify(None)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-overview") as pool:
-        found = pool.map(partial(_summary, me), places, places.values())
-        return [summary for summary in found if summary is not None]
+        summaries = pool.map(partial(_summary, me), places, places.values())
+        return [summary for summary in summaries if summary is not None]
 
 
 def _summary(me: Owner, name: str, store: Store) -> RunSummary | None:
-    """Summarise one run; None for a directory that is none."""
+    """Summarise one run; return None if the directory is not a run."""
     history = History(store)
     say = partial(RunSummary, name=name, url=store.url)
     try:
@@ -87,7 +87,7 @@ def _summary(me: Owner, name: str, store: Store) -> RunSummary | None:
 
 
 def _run_key(history: History) -> tuple[str | None, bool]:
-    """Return the run's key, None where format.json is damaged or missing, and whether it is missing."""
+    """Return the run's key (None: format.json is damaged or missing), and whether format.json is missing."""
     try:
         return history.check(None), False
     except CheckpointNotFoundError:
@@ -106,12 +106,12 @@ def _state(history: History, head: Head, me: Owner) -> tuple[str, str]:
 
 
 def _evaluated(state: State) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     by_digest: dict[str, list[Evaluation]] = {}
     for evaluation in state.evaluations:
         by_digest.setdefault(evaluation.manifest_digest, []).append(evaluation)
     for checkpoint in lineage(state.live):
         for evaluation in by_digest.get(checkpoint.manifest_digest, ()):
             for name, value in evaluation.metrics.items():
-                found.setdefault(f"{evaluation.suite}/{name}", value)
-    return found
+                metrics.setdefault(f"{evaluation.suite}/{name}", value)
+    return metrics

@@ -94,7 +94,7 @@ class RestoreReport:
 
 
 def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpoint]) -> list[_Snapshot]:
-    """Return the snapshots that belong to snapshot of these checkpoints."""
+    """Return the snapshots that belong to one of these checkpoints."""
     digests = {checkpoint.manifest_digest for checkpoint in checkpoints}
     return [snapshot for snapshot in in_memory if snapshot.checkpoint.manifest_digest in digests]
 

@@ -107,11 +107,11 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
         host = words[together.rank][0]
         here = [rank for rank, (name, *_) in enumerate(words) if name == host] if host else [together.rank]
         try:
-            found = _joint(files, [words[rank][1:] for rank in here], here.index(together.rank), kept=kept)
+            shared = _joint(files, [words[rank][1:] for rank in here], here.index(together.rank), kept=kept)
         except OSError:
-            found = None
-        opened = json.loads(together(b"0" if found is None else b"1", _joined))
-        return found if len(here) > 1 and all(opened[rank] for rank in here) else None
+            shared = None
+        opened = json.loads(together(b"0" if shared is None else b"1", _joined))
+        return shared if len(here) > 1 and all(opened[rank] for rank in here) else None
 
 
 def host_name() -> str:

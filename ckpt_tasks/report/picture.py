@@ -121,14 +121,16 @@ def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
     for step in curve.steps:
         if name in step.metrics:
             steps.setdefault(step.n, []).append(step)
-    found = []
-    for at_s, one in ((p.elapsed_s, p.moment) for p in course.of("commit") if p.moment.n in course.line):
-        taken_s = one.at_s - one.flush_s
-        points = [(max(0.0, at_s - max(0.0, taken_s - s.at_s)), s.step, s.metrics[name]) for s in steps.get(one.n, ())]
-        if not points and name in one.metrics:
-            points = [(at_s, one.step or 0, one.metrics[name])]
-        found += [_Point(when_s, value, f"step {step}: {number(value)}") for when_s, step, value in points]
-    return found
+    drawn = []
+    for at_s, moment in ((p.elapsed_s, p.moment) for p in course.of("commit") if p.moment.n in course.line):
+        taken_s = moment.at_s - moment.flush_s
+        points = [
+            (max(0.0, at_s - max(0.0, taken_s - s.at_s)), s.step, s.metrics[name]) for s in steps.get(moment.n, ())
+        ]
+        if not points and name in moment.metrics:
+            points = [(at_s, moment.step or 0, moment.metrics[name])]
+        drawn += [_Point(when_s, value, f"step {step}: {number(value)}") for when_s, step, value in points]
+    return drawn
 
 
 def _evaluations(course: Course, name: str | None) -> list[_Point]:
@@ -216,15 +218,15 @@ def _thinned(points: Sequence[_Point], x: Scale) -> list[_Point]:
 
 
 def _ticks(course: Course, x: Scale) -> Iterator[str]:
-    """Mark the commits on the axis, at most commit per pixel."""
+    """Mark the commits on the axis, at most one per pixel."""
     places = sorted({round(x(commit.elapsed_s)) for commit in course.of("commit")})
     path = "".join(f"M{at_x} {_BOTTOM - 6}v6" for at_x in places)
     yield f'<path d="{path}" class="ckr-tick" stroke="#2e7d55" stroke-width="1.5"/>'
 
 
 def _marks(course: Course, x: Scale) -> Iterator[str]:
-    """Mark failures, deaths and resumes by vertical lines, at most place of a kind per pixel."""
-    failures = [*course.deaths, *course.of("failure")]  # of both at place pixel, the failure says more
+    """Mark failures, deaths and resumes by vertical lines, at most one of a kind per pixel."""
+    failures = [*course.deaths, *course.of("failure")]  # of both at one pixel, the failure says more
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
         for at_x, place in {round(x(place.elapsed_s)): place for place in places[-_MOST_MARKS:]}.items():
             shape = f'<path d="M{at_x} {_TOP}V{_BOTTOM}" stroke-dasharray="3 3"/><path d="M{at_x} {_TOP}{head}"/>'

@@ -75,7 +75,7 @@ class Report:
     @property
     def summary(self) -> str:
         """Return one line: the run's step and its goodput."""
-        commits = [one.moment for one in self.course.of("commit")]
+        commits = [commit.moment for commit in self.course.of("commit")]
         at = f"step {commits[-1].step:,}" if commits and commits[-1].step is not None else "no checkpoint yet"
         good = self.course.goodput
         share = f", goodput {percent(good)} of {fine_span(self.course.wall_s)}" if good is not None else ""
@@ -89,10 +89,10 @@ class Report:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the run's figures: (name, text)."""
-        course, commits = self.course, [one.moment for one in self.course.of("commit")]
+        course, commits = self.course, [moment.moment for moment in self.course.of("commit")]
         deaths, failures = len(course.deaths), len(course.of("failure"))
         taken = count(len(course.of("taken", "lost")), "time")
-        runs = len({one.moment.flow_run_id for one in course.of("taken", "lost") if one.moment.flow_run_id})
+        runs = len({moment.moment.flow_run_id for moment in course.of("taken", "lost") if moment.moment.flow_run_id})
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
@@ -102,9 +102,9 @@ class Report:
         if course.placed:
             first, last = course.placed[0].moment, course.placed[-1].moment
             rows.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
-        steps_s = [one.step_s for one in commits if one.step_s is not None]
+        steps_s = [moment.step_s for moment in commits if moment.step_s is not None]
         if steps_s:
-            stalls = f"a save stalls {fine_span(median(one.stall_s for one in commits))}"
+            stalls = f"a save stalls {fine_span(median(moment.stall_s for moment in commits))}"
             rows.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
@@ -113,17 +113,17 @@ class Report:
 
     def caveats(self) -> list[str]:
         """Return what this report cannot know."""
-        found = []
+        lines = []
         if self.timeline.copied:
-            found.append("This is a copy: times are those of the copying, not of the training.")
+            lines.append("This is a copy: times are those of the copying, not of the training.")
         if self.timeline.older:
-            found.append(f"{count(self.timeline.older, 'older ledger entry', 'older ledger entries')} were left out.")
+            lines.append(f"{count(self.timeline.older, 'older ledger entry', 'older ledger entries')} were left out.")
         if self.timeline.damaged:
             entries = count(self.timeline.damaged, "ledger entry", "ledger entries")
-            found.append(f"{entries} cannot be read; ckpt verify names them.")
+            lines.append(f"{entries} cannot be read; ckpt verify names them.")
         if self.curve.damaged:
-            found.append(f"{count(self.curve.damaged, 'table')} of steps cannot be read; ckpt verify names them.")
-        return found
+            lines.append(f"{count(self.curve.damaged, 'table')} of steps cannot be read; ckpt verify names them.")
+        return lines
 
     def happenings(self) -> list[tuple[str, str, str]]:
         """Return (time, what, why) of the newest failures, resumes and fall-backs, newest first."""
@@ -139,7 +139,7 @@ class Report:
             "wall_s": course.wall_s,
             "goodput": course.goodput,
             "seconds": course.seconds,
-            "step": next((one.moment.step for one in reversed(course.of("commit"))), None),
+            "step": next((commit.moment.step for commit in reversed(course.of("commit"))), None),
             "commits": len(course.of("commit")),
             "left_behind": len(course.of("commit")) - len(course.line),
             "failed_attempts": len(course.of("failure")),
@@ -181,30 +181,30 @@ def make_report(
 def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return the newest checkpoints as rows of texts, newest first; every row has the same columns."""
     newest_first = lineage(state.live)[:_CHECKPOINTS_SHOWN]
-    metrics = sort_metrics({name for one in newest_first for name in one.metrics})[:_METRICS_SHOWN]
+    metrics = sort_metrics({name for record in newest_first for name in record.metrics})[:_METRICS_SHOWN]
     evaluated: dict[str, dict[tuple[str, str], float]] = {}
-    for one in state.evaluations:
-        found = evaluated.setdefault(one.manifest_digest, {})
-        found.update({(one.suite, name): value for name, value in one.metrics.items()})
+    for record in state.evaluations:
+        values = evaluated.setdefault(record.manifest_digest, {})
+        values.update({(record.suite, name): value for name, value in record.metrics.items()})
     measured = sorted(
-        {key for found in evaluated.values() for key in found}, key=lambda key: ("loss" not in key[1], key)
+        {key for values in evaluated.values() for key in values}, key=lambda key: ("loss" not in key[1], key)
     )
     shown = measured[:_METRICS_SHOWN]
 
-    def row(one: Checkpoint) -> dict[str, str]:
-        results = evaluated.get(one.manifest_digest, {})
+    def row(record: Checkpoint) -> dict[str, str]:
+        results = evaluated.get(record.manifest_digest, {})
         return {
-            "step": f"{one.step:,}",
-            "saved (UTC)": one.saved_at[:19].replace("T", " "),
-            **{name: number(one.metrics[name]) if name in one.metrics else "" for name in metrics},
+            "step": f"{record.step:,}",
+            "saved (UTC)": record.saved_at[:19].replace("T", " "),
+            **{name: number(record.metrics[name]) if name in record.metrics else "" for name in metrics},
             **{f"{s}: {name}": number(results[s, name]) if (s, name) in results else "" for s, name in shown},
-            "size": size(one.size_bytes),
-            "cost": fine_span(one.cost_s),
-            **({} if kept is None else {"kept because": kept.get(one.manifest_digest, "")}),
-            **({"": "left behind" if one.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
+            "size": size(record.size_bytes),
+            "cost": fine_span(record.cost_s),
+            **({} if kept is None else {"kept because": kept.get(record.manifest_digest, "")}),
+            **({"": "left behind" if record.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
         }
 
-    return [row(one) for one in newest_first]
+    return [row(record) for record in newest_first]
 
 
 # ── markdown ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -54,8 +54,8 @@ def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settin
     A learning rate that training has moved is scaled by new/old. Raises StateMismatchError if the two programs have
     other optimizers, schedules or numbers of param groups.
     """
-    for one in (old, restored):
-        if _outline(one) != _outline(new):
+    for settings in (old, restored):
+        if _outline(settings) != _outline(new):
             raise StateMismatchError(
                 "the changed parameters make other optimizers, schedules or param groups",
                 hint="Only values can change in a fork: learning rates, weight decay, lengths of schedules …",

@@ -242,12 +242,12 @@ class LocalSession(StateSession):
         with preserved_rng():
             try:
                 before = params_before(find_program(self._name), recorded, self._params)
-                found = settings_of(build_program(self._name, before).state)
+                settings = settings_of(build_program(self._name, before).state)
             except ProgramError as error:
                 hint = "What a change of parameters does is seen by building the program with those of before, too."
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
         gc.collect()  # as in `discard`
-        return found
+        return settings
 
     def _train_step(self, program: Program) -> dict[str, float]:
         metrics = program.train_step()
@@ -283,7 +283,7 @@ def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Ca
         raise error(
             f"{name} cannot be imported: {missing}", hint="Is its folder the working directory, or on PYTHONPATH?"
         ) from missing
-    found: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(found):
+    named: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(named):
         raise error(f"{module_name} has no {kind.lower()} {attribute!r}")
-    return found
+    return named

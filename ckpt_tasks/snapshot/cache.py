@@ -145,7 +145,7 @@ class SnapshotCache:
         return snapshots
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
-        committed = self._world.size > 1 and any(one.manifest == seal.checkpoint.manifest for one in live)
+        committed = self._world.size > 1 and any(checkpoint.manifest == seal.checkpoint.manifest for checkpoint in live)
         return seal.run_key == self._run_key and (committed or usable(seal, live))
 
     def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot | RankSnapshot]:
@@ -187,7 +187,7 @@ class SnapshotCache:
         """Empty the slots and return the bytes freed; keep them (0) if one holds a snapshot that storage lacks."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
-        lacking = any(one.checkpoint.manifest_digest not in known for one in self._in_memory(tuple(live)))
+        lacking = any(snapshot.checkpoint.manifest_digest not in known for snapshot in self._in_memory(tuple(live)))
         if not isinstance(self.memory, MemoryDirectory) or lacking:
             return 0
         before_bytes = self.memory.held_bytes()

@@ -302,7 +302,7 @@ def _refs(tree: Any, live: Any, place: _Place, beside: Any = ()) -> Iterator[tup
     """Yield every ref of a tree: its place, the live value there, and the tensors beside that value."""
     kind = type(tree)
     if kind is TensorRef:
-        yield place, tree, live, [one for one in beside if isinstance(one, torch.Tensor)]
+        yield place, tree, live, [value for value in beside if isinstance(value, torch.Tensor)]
     elif kind in DICTS:
         inside = live if type(live) in DICTS else {}
         for key, item in tree.items():

@@ -25,7 +25,7 @@ def renamed_places(
     pairs: dict[str, str] = {}
     left = [name for name in unexpected if name in stored]
     for name, described in here.items():
-        fits = [one for one in left if stored[one] == described and _last(one) == _last(name)]
+        fits = [key for key in left if stored[key] == described and _last(key) == _last(name)]
         if len(fits) != 1:
             return {}
         left.remove(fits[0])
@@ -33,7 +33,7 @@ def renamed_places(
     optimizers = {name.partition("/")[0] for name in missing if name not in here}
     if left or not pairs or len(pairs) > _MOST or not _is_of(here, missing):
         return {}
-    parts = {f"{one}/{new}": f"{one}/{old}" for one in sorted(optimizers) for new, old in pairs.items()}
+    parts = {f"{key}/{new}": f"{key}/{old}" for key in sorted(optimizers) for new, old in pairs.items()}
     return {**pairs, **parts, **{name: name for name in groups}}
 
 

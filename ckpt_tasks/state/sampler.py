@@ -308,10 +308,10 @@ class Permutation:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the element at each position; both are int64 in range(size), of shape (n,)."""
-        found = self._map(positions.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._map(found[outside])
-        return found.astype(np.int64)
+        values = self._map(positions.astype(np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._map(values[outside])
+        return values.astype(np.int64)
 
     def _map(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values >> self._half_bits, values & self._low_bits

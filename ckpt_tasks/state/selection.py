@@ -148,7 +148,7 @@ class _Chooser:
             self._differences.unexpected += [name for name in self._there if name != RNG]
         elif not self._selection.keep:
             for name, places in self._there.items():
-                self._differences.unexpected += [one for one in places if self._is_unexpected(name, one)]
+                self._differences.unexpected += [place for place in places if self._is_unexpected(name, place)]
         chosen = self._chosen
         chosen.taken = _summed(self._here, self._taken)
         everywhere = {place for places in self._here.values() for place in places}
@@ -288,7 +288,7 @@ _ABSENT: Any = object()
 
 def _named_nothing(argument: str, name: str, side: str, places: Mapping[str, list[str]]) -> ConfigError:
     group = name.partition("/")[0]
-    known = [one.partition("/")[2] for one in places[group]] if group in places and "/" in name else [*places]
+    known = [place.partition("/")[2] for place in places[group]] if group in places and "/" in name else [*places]
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     where = f"{group} in the {side}" if group in places and "/" in name else f"the {side}"
     hint = f"There {'are' if len(known) != 1 else 'is'} {', '.join(known[:_SHOWN]) or 'none'}{more}."
@@ -317,11 +317,11 @@ def _of_taken(tree: Mapping[str, Any], taken: Mapping[str, str], known: Mapping[
 
 
 def _summed(places: Mapping[str, list[str]], chosen: set[str]) -> tuple[str, ...]:
-    found: list[str] = []
+    names: list[str] = []
     for name, all_of_it in places.items():
         some = [place for place in all_of_it if place in chosen]
-        found += [name] if some and len(some) == len(all_of_it) else some
-    return tuple(found)
+        names += [name] if some and len(some) == len(all_of_it) else some
+    return tuple(names)
 
 
 def _begins(place: str, prefix: str) -> bool:

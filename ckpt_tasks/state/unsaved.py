@@ -40,46 +40,46 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
     """
     state = flat(state)
     alive = _alive(DataLoader, Optimizer, LRScheduler)
-    if _new(one for one in alive if isinstance(one, DataLoader) and _shuffles(one)):
+    if _new(value for value in alive if isinstance(value, DataLoader) and _shuffles(value)):
         _log.warning(
             "A DataLoader with shuffle=True keeps no position: after a resume in the middle of an epoch it goes on "
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
         )
     if not any(map(_may_hold_others, state.values())):
-        _warn_of_optimizers(state, [one for one in alive if isinstance(one, Optimizer)])
-        _warn_of_schedules(state, [one for one in alive if isinstance(one, LRScheduler)])
+        _warn_of_optimizers(state, [value for value in alive if isinstance(value, Optimizer)])
+        _warn_of_schedules(state, [value for value in alive if isinstance(value, LRScheduler)])
     _warn_of_empty(state)
 
 
 def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
     """Warn of optimizers that train the state's parameters but are not in the state."""
     of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(modules_of(state))}
-    for one in state.values():
-        if isinstance(one, Optimizer):
-            of_module = {number: name for number, name in of_module.items() if number not in _parameters(one)}
-    for one in _new(one for one in optimizers if not _parameters(one).isdisjoint(of_module)):
-        module = next(name for number, name in of_module.items() if number in _parameters(one))
+    for value in state.values():
+        if isinstance(value, Optimizer):
+            of_module = {number: name for number, name in of_module.items() if number not in _parameters(value)}
+    for value in _new(value for value in optimizers if not _parameters(value).isdisjoint(of_module)):
+        module = next(name for number, name in of_module.items() if number in _parameters(value))
         _log.warning(
             "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
             "Save it too: state={..., 'optimizer': optimizer}",
-            type(one).__qualname__,
+            type(value).__qualname__,
             module,
         )
 
 
 def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -> None:
     """Warn of schedules of the state's optimizers that are not in the state."""
-    of = {id(one): name for name, one in state.items() if isinstance(one, Optimizer)}
-    for one in state.values():
-        if isinstance(one, LRScheduler):
-            of.pop(id(one.optimizer), None)
-    found = _new(one for one in schedules if id(getattr(one, "optimizer", None)) in of)
-    if found:
+    of = {id(value): name for name, value in state.items() if isinstance(value, Optimizer)}
+    for value in state.values():
+        if isinstance(value, LRScheduler):
+            of.pop(id(value.optimizer), None)
+    missing = _new(value for value in schedules if id(getattr(value, "optimizer", None)) in of)
+    if missing:
         _log.warning(
             "The %s of %s is not in the state: after a resume the schedule begins anew. "
             "Save it too: state={..., 'schedule': schedule}",
-            ", ".join(dict.fromkeys(type(one).__qualname__ for one in found)),
-            of[id(found[0].optimizer)],
+            ", ".join(dict.fromkeys(type(value).__qualname__ for value in missing)),
+            of[id(missing[0].optimizer)],
         )
 
 
@@ -97,9 +97,9 @@ def _warn_of_empty(state: Mapping[str, Any]) -> None:
             )
 
 
-def _new(found: Iterable[Any]) -> list[Any]:
+def _new(objects: Iterable[Any]) -> list[Any]:
     """Return the objects that no warning has named yet, and remember them."""
-    new = [one for one in found if one not in _warned]
+    new = [value for value in objects if value not in _warned]
     _warned.update(new)
     return new
 
@@ -113,7 +113,7 @@ def _alive(*classes: type) -> list[Any]:
     while new:
         kinds.add(kind := new.pop())
         new += set(type.__subclasses__(kind)) - kinds
-    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+    return [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

@@ -93,23 +93,23 @@ def is_expired(error: BaseException) -> bool:
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
-    for one in _behind(error):
-        response: Any = getattr(one, "response", None)
+    for cause in _behind(error):
+        response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(response.get("Error", {}).get("Code", ""))
             return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
-        status = getattr(one, "status_code", None) or getattr(one, "status", None)
+        status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
         if isinstance(status, int):  # azure.core; aiohttp
-            return status, str(getattr(one, "error_code", "") or "")
-        if type(one).__name__ == "HttpError" and str(getattr(one, "code", "")).isdecimal():  # gcsfs
-            return int(one.code), ""  # type: ignore[attr-defined]
+            return status, str(getattr(cause, "error_code", "") or "")
+        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # gcsfs
+            return int(cause.code), ""  # type: ignore[attr-defined]
     return None, ""
 
 
 def _without_answer(error: BaseException, name: str) -> StoreError:
-    names = {kind.__name__ for one in _behind(error) for kind in type(one).__mro__}
-    roots = {type(one).__module__.partition(".")[0] for one in _behind(error)}
+    names = {kind.__name__ for cause in _behind(error) for kind in type(cause).__mro__}
+    roots = {type(cause).__module__.partition(".")[0] for cause in _behind(error)}
     mend = bool(names & _OURS_TO_MEND)
     known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))
     words = " ".join(without_secrets(str(error)).split())[:300]

@@ -110,9 +110,9 @@ class RetryingStore(WrappedStore):
         for piece in [] if size_only else pieces:
             for at in range(0, piece.nbytes, _LOOK_BYTES):
                 wanted = piece[at : at + _LOOK_BYTES]
-                found = bytearray(wanted.nbytes)
-                self.inner.read(name, begin + at, memoryview(found))
-                if found != wanted:
+                stored = bytearray(wanted.nbytes)
+                self.inner.read(name, begin + at, memoryview(stored))
+                if stored != wanted:
                     return False
             begin += piece.nbytes
         return True

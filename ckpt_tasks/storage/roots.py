@@ -1,4 +1,4 @@
-"""The places directly below one: of runs that lie side by side."""
+"""The directories directly below a store, for runs side by side."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt_tasks.storage.retrying import RetryingStore
 
 __all__ = ["stores_below"]
 
-_DEADLINE_S = 10.0  # of one place; a person waits
+_DEADLINE_S = 10.0  # per directory; a person waits
 
 
 def stores_below(store: Store) -> dict[str, Store]:
-    """Return the store of each directory directly below a store, by name and in order; one listing, and no more.
+    """Return a store for each directory directly below a store, by name and in order; sends one listing.
 
     Raises StoreError if the store cannot be listed.
     """
@@ -33,8 +33,8 @@ def stores_below(store: Store) -> dict[str, Store]:
 
     if not isinstance(place, ObjectStore):
         return {}
-    found: dict[str, Store] = {}
+    stores: dict[str, Store] = {}
     for name in place.folders():
         with suppress(ConfigError):  # not a name that a run can have
-            found[name] = RetryingStore(place.below(name), deadline_s=_DEADLINE_S)
-    return found
+            stores[name] = RetryingStore(place.below(name), deadline_s=_DEADLINE_S)
+    return stores

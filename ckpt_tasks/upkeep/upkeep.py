@@ -174,14 +174,14 @@ def orphans(store: Store, state: State) -> list[str]:
     Attempts of the present owner's epoch may be under way and are left out, as are foreign names.
     """
     epoch = state.owner.epoch if state.owner else 0
-    found = []
+    names = []
     for name in store.names(""):
         attempt = parse_attempt(name)
         if attempt is None or state.keeps(name) or attempt.epoch <= state.spared_epochs:
             continue
         if attempt.epoch < epoch or (attempt.epoch == epoch and state.owner is not None and state.owner.released):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
