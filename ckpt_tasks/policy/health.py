@@ -225,9 +225,7 @@ def judge_automations(facts: ServerFacts) -> list[Check]:
 
 def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | None) -> Check:
     """Judge whether flow runs send heartbeats often enough for the automations; `own_s` is this process's setting."""
-    within_s = next(
-        (automation.within_s for automation in facts.automations or () if automation.name == _ZOMBIES), None
-    )
+    within_s = next((rule.within_s for rule in facts.automations or () if rule.name == _ZOMBIES), None)
     if within_s is not None and jobs:
         jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
         if not jobs:
