@@ -110,6 +110,14 @@ def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     assert judge(found).fit
 
 
+def test_a_figure_is_of_three_objects(tmp_path: Path) -> None:
+    """Each way is timed three times, where that is quick: a single time says little."""
+    doing: list[str] = []
+    found = measure(LocalStore(tmp_path / "run"), large_bytes=1 << 20, on_progress=doing.append)
+    assert [doing.count(f"measuring the way {way}") for way in ("up", "down")] == [3, 3]
+    assert found.up_bytes_per_s
+
+
 def test_no_torch_is_waited_for(tmp_path: Path) -> None:
     """The verb imports neither torch nor Prefect."""
     code = f"import sys; sys.argv = ['ckpt', 'doctor-store', {str(tmp_path)!r}]\n"
