@@ -149,8 +149,9 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path, out: str) -> None:
     """P57: exporting 96 MiB in one tensor takes less than 48 MiB of memory of its own, and imports no torch."""
     small = save(tmp_path / "small", {"model": nn.Linear(1, 1)})
     large = save(tmp_path / "large", {"w": {"w": torch.ones(24 << 20)}})
-    calls = ["export", small, tmp_path / "s.safetensors"], ["export", large, tmp_path / out, "--group", "w"]
-    modules, mib = memory_of(*calls)
+    modules, mib = memory_of(
+        ["export", small, tmp_path / "s.safetensors"], ["export", large, tmp_path / out, "--group", "w"]
+    )
     assert (modules, mib < 48) == ([], True), mib
     file = tmp_path / out / "model-00001-of-00001.safetensors" if out == "l" else tmp_path / out
     weights = load_file(file) if out == "l" else torch.load(file, weights_only=True)

@@ -63,6 +63,6 @@ def test_memory_is_bounded(tmp_path: Path, mib: int) -> None:
     """A file of any size takes less than 48 MiB of memory of its own: its tensors are views of the mapped file."""
     torch.save({"w": torch.ones(1)}, tmp_path / "small.pt")
     torch.save({f"w{n}": torch.ones(8 << 18) for n in range(mib // 8)}, tmp_path / "large.pt")
-    calls = ["import", tmp_path / "small.pt", tmp_path / "s"], ["import", tmp_path / "large.pt", tmp_path / "l"]
-    assert memory_of(*calls)[1] < 48
-    assert (tmp_path / "l").stat()
+    small, large = ([tmp_path / f"{name}.pt", tmp_path / name] for name in ("small", "large"))
+    assert memory_of(["import", *small], ["import", *large])[1] < 48
+    assert (tmp_path / "large").stat()
