@@ -1,7 +1,6 @@
-"""What a shell completes: verbs and options by typer, run directories and DIR@STEP by what lies on this machine.
+"""Shell completion: verbs and options by typer, run directories and DIR@STEP from local directories.
 
-Only local directories are looked at: a key press asks no server. Where there is nothing to say the shell completes
-files, as it does by itself.
+A key press never sends a request to a server. If there is nothing to complete, the shell completes file names.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ __all__ = ["SHELLS", "complete_checkpoint", "complete_run", "print_script", "wit
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETE_VAR = "_CKPT_COMPLETE"
 _STEPS_SHOWN = 100
-# bash takes "runs/a@5" for three words, because @ is in its COMP_WORDBREAKS: the line says where words really end, and
-# of what is completed only that goes back which follows the last @.
+# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS: so words are taken from the line itself,
+# and only the part after the last @ is returned.
 _BASH = f"""\
 _ckpt_completion() {{
     local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" IFS=$' \\t\\n'
@@ -38,7 +37,7 @@ complete -o default -F _ckpt_completion ckpt"""
 
 
 def print_script(context: typer.Context, shell: str | None) -> None:
-    """Print the script of a shell; it is to be run when the shell starts."""
+    """Print the completion script of a shell, to be run when the shell starts."""
     if shell is None or context.resilient_parsing:
         return
     if shell not in SHELLS:
@@ -53,7 +52,7 @@ def print_script(context: typer.Context, shell: str | None) -> None:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the directories that a text may go on to; none at all if no run is among them."""
+    """Return the directories that begin with a text; [] if no run is among them."""
     if "://" in incomplete or incomplete.startswith("~"):
         return []
     begun = incomplete.rpartition("/")[2]
@@ -68,7 +67,7 @@ def complete_run(incomplete: str) -> list[str]:
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:
-    """Return DIR@STEP for the checkpoints of a run, newest first, and the run directories where no @ is there yet."""
+    """Return DIR@STEP for the checkpoints of a run, newest first; run directories if the text has no @ yet."""
     directory, at, which = incomplete.rpartition("@")
     if not at or not directory or "://" in directory or not os.path.isdir(directory):
         return complete_run(incomplete)
@@ -88,5 +87,5 @@ def _is_shown(entry: os.DirEntry[str], begun: str) -> bool:
 
 
 def without_typers_flags(parameters: list[Any]) -> list[Any]:
-    """Leave out typer's own flags: they know only the shell that runs now, and write into its start-up files."""
+    """Drop typer's own flags, which know only the present shell and write into its start-up files."""
     return [one for one in parameters if one.name not in ("show_completion", "install_completion")]

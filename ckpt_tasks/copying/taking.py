@@ -127,7 +127,7 @@ def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
 
 
 def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Part]:
-    """Return the groups that an export says it has; what it says wrongly of one is not taken from it."""
+    """Return the groups that an export of ours names, without those that it describes wrongly."""
     parts = []
     for name, kind in about["kinds"].items():
         value, parameters = values.get(name), about["parameters"].get(name)

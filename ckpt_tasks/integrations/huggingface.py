@@ -1,8 +1,8 @@
 """Hugging Face: a mixin for Trainer that saves and resumes by itself, and the state of an Accelerator.
 
-A callback would come too late: Trainer decides how many epochs and batches to skip before it calls the first one. So
-the step is restored where Trainer begins its own state, together with all else, and what does not exist by then
-(schedule) or is set anew later (sums of the loss) is put in its place as it comes.
+A callback would come too late: Trainer decides how many epochs and batches to skip before it calls the first callback.
+So everything is restored where Trainer creates its own state; parts that do not exist yet (the schedule), or that
+Trainer resets later (sums of the loss), are restored as soon as possible.
 
 A checkpoint of step k is taken when the batches of the next step have been fetched: logs, evaluation, epoch ends and
 the decisions of callbacks are then all part of it. The random streams are put back at the same place.
@@ -44,7 +44,7 @@ _OURS = "the run"  # what Trainer is told to resume from; every method that woul
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
-    """Save the steps of a Trainer's `train` into a run, and go on where the run is when train is called again.
+    """Save the steps of a Trainer's `train` into a run, and resume there when `train` is called again.
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
     CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts as
@@ -135,7 +135,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         return batches
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Remember what is logged, as metrics of the next checkpoint."""
+        """Remember logged values as metrics of the next checkpoint."""
         super().log(logs, *args, **kwargs)
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
 
@@ -175,9 +175,9 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 class _Later:
-    """A stateful that takes what is restored before the object is there, and gives it back until then.
+    """A stateful for an object that does not exist yet: it keeps a restored state until then.
 
-    A restore from memory saves at once what storage lacks.
+    It also returns that state, since a restore from memory saves to storage at once.
     """
 
     def __init__(self, find: Callable[[], Any]):
@@ -199,7 +199,7 @@ class _Later:
 
 
 class _Progress:
-    """What Trainer itself counts and sums, and the states of its callbacks."""
+    """Trainer's own counters and sums, and the states of its callbacks."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -208,7 +208,7 @@ class _Progress:
         self.logged: dict[str, Any] = {}
 
     def begin_epoch(self, epoch: int, skipped: int) -> None:
-        """Note at which step an epoch began: a stream does not say how long it is."""
+        """Remember the step at which an epoch began, since a stream does not know its length."""
         self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class _Progress:
         self._given = state
 
     def apply(self) -> tuple[int, int]:
-        """Restore what Trainer keeps; return the epoch to begin with, and the batches of it that are done."""
+        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done."""
         assert self._given is not None
         trainer, given = self._trainer, self._given
         for name, value in given["progress"].items():
@@ -245,7 +245,7 @@ class _Progress:
         return given["epoch"], given["steps_of_epoch"] * trainer.args.gradient_accumulation_steps
 
     def at_first_step(self) -> None:
-        """Put back what Trainer sets to zero when it begins."""
+        """Restore the sums that Trainer resets when it begins."""
         assert self._given is not None
         given, self._given = self._given, None
         for name, value in given["sums"].items():

@@ -1,8 +1,8 @@
 """Lightning: a callback that saves, and resumes by itself.
 
 A checkpoint of step k is taken at the start of the batch after it: validation, epoch ends, schedules and the decisions
-of other callbacks are then all part of it, and only the batch in hand has to be fetched again. The random streams are
-put back at the same place, since what Lightning does before it (a sanity check, workers' seeds) draws from them.
+of other callbacks are then all part of it, and only the current batch has to be fetched again. The random streams are
+restored at the same point, since Lightning draws from them before (a sanity check, workers' seeds).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CkptCallback"]
 
 
 class CkptCallback(Callback):
-    """Save the steps of `Trainer.fit` into a run, and go on where the run is when fit is called again.
+    """Save the steps of `Trainer.fit` into a run, and resume there when `fit` is called again.
 
     ::
 
@@ -53,7 +53,7 @@ class CkptCallback(Callback):
         self._seen_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Come before all other callbacks: what they do at a batch's start belongs to that batch."""
+        """Move before all other callbacks: what they do at a batch's start belongs to that batch."""
         if stage == "fit":
             every: Any = trainer  # Lightning sets `callbacks` where mypy does not look
             every.callbacks = [self, *(callback for callback in every.callbacks if callback is not self)]
@@ -83,7 +83,7 @@ class CkptCallback(Callback):
         self.ckpt.__enter__()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin streams anew."""
+        """Restart streams of data sets for the epoch."""
         if trainer.current_epoch:
             begin_streams(trainer)
 
@@ -103,7 +103,7 @@ class CkptCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Go on with the sums of the epoch that the checkpoint is from."""
+        """Add the restored sums of the epoch to the first batch's."""
         if self._resuming:
             self._resuming = False
             self._lightning.after_first_batch()
@@ -117,11 +117,11 @@ class CkptCallback(Callback):
         self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the run; snapshots in memory stay for a restart."""
+        """Release the run; snapshots in memory stay for a restart."""
         self._end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the run where nothing was left to train."""
+        """Release the run if nothing was left to train."""
         self._end(None)
 
     def _report(self, trainer: Trainer) -> None:

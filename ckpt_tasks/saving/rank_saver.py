@@ -90,7 +90,7 @@ class RankSaver:
         return images, None if first.done else images.fill(captured.tensors, self._devices)
 
     def sample(self, captured: Captured, turn: int) -> Samples:
-        """Look at some of what other ranks hold alike; `turn` is the same in all ranks."""
+        """Sample replicated tensors, to compare the ranks; `turn` must be the same in all ranks."""
         return take_samples(captured.replicated, turn, self._devices)
 
     # ── behind training's back ───────────────────────────────────────────────────────────────────────────────

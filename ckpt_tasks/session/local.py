@@ -170,9 +170,9 @@ class LocalSession(StateSession):
     def restore(self) -> int:
         """Restore as any session does, and record the program and its parameters.
 
-        Where the checkpoint is the one that the run was forked from, changed parameters are brought into what it says
-        of optimizers and schedules. Raises StateMismatchError if they do not fit. On any other one a parameter that
-        sets what a restore brings back would be changed in the record alone: ConfigError.
+        On the checkpoint from which the run was forked, changed parameters are applied to optimizers and schedules;
+        raises StateMismatchError if they do not fit. On any other checkpoint, raises ConfigError for a changed
+        parameter that sets what a restore brings back: the change would be lost.
         """
         step = super().restore()
         self.clean = False

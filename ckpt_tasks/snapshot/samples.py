@@ -1,8 +1,8 @@
-"""Samples of the tensors that several ranks hold alike: they find ranks that have drifted apart.
+"""Samples of replicated tensors: they detect ranks that have drifted apart.
 
-Each rank writes only a share of such a tensor, so no digest of what is written compares two ranks. A step that one rank
-took another way changes nearly every element of every parameter, so a few slices are enough to see it. What changed a
-single element is seen when its turn comes: every save looks at other tensors and slices, a 64th of all bytes.
+Each rank writes only a share of such a tensor, so no digest of written bytes compares two ranks. A step that one rank
+took differently changes nearly every element of every parameter, so a few slices detect it. A change of a single
+element is detected later: every save samples other tensors and slices, a 64th of all bytes.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ckpt_tasks.snapshot.snapshot import storable
 
 __all__ = ["Samples", "take_samples"]
 
-_TENSORS = 32  # about so many are looked at in one save
-_SAVES = 64  # after so many, all bytes have been; later where there are more than 2,048 tensors
-_WHOLE_BYTES = 4096  # a smaller tensor is looked at as a whole
+_TENSORS = 32  # sampled in one save, about
+_SAVES = 64  # until all bytes have been sampled; longer with more than 2,048 tensors
+_WHOLE_BYTES = 4096  # a smaller tensor is sampled whole
 
-Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]  # by key: what a rank holds, and where that begins
+Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]  # by key: the rank's part, and its offset in the whole
 
 
 @dataclass
 class Samples:
-    """What one rank holds of some replicated tensors; call `digests` behind training's back."""
+    """One rank's samples of replicated tensors; call `digests` in the background."""
 
     _found: dict[str, str] = field(default_factory=dict)
     _copied: Sequence[tuple[str, torch.Tensor]] = ()
     _copy: DeviceCopy | None = None
 
     def digests(self) -> dict[str, str]:
-        """Return the digests by name, the same names in all ranks that hold the same; wait for devices."""
+        """Wait for devices; return the digests by name, with the same names in all ranks that hold the same part."""
         if self._copy is not None:
             self._copy.wait()
         return self._found | {name: _digest(copied) for name, copied in self._copied}
@@ -43,9 +43,9 @@ class Samples:
 
 @torch.no_grad()
 def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples:
-    """Look at some tensors as they are now; `turn` is the same in all ranks, and another one in every save.
+    """Sample some tensors now; `turn` must be the same in all ranks, and change with every save.
 
-    Tensors of the host are digested at once; those of devices are copied in the order of their streams.
+    Host tensors are digested at once; device tensors are copied in the order of their streams.
     """
     every = max(1, len(replicated) // _TENSORS)
     found: dict[str, str] = {}
@@ -59,7 +59,7 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
             found[name] = _digest(part)
     if not waiting:
         return Samples(found)
-    # Pinned: a device that writes to other memory keeps the host waiting for its stream.
+    # Pinned: a copy to other memory would make the host wait for the device's stream.
     copied = [(name, torch.empty_like(part, device="cpu", pin_memory=True)) for name, part in waiting]
     pairs = [(into, part) for (_, into), (_, part) in zip(copied, waiting, strict=True)]
     return Samples(found, copied, devices.start(pairs))

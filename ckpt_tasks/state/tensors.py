@@ -56,7 +56,7 @@ class TensorSet:
     only one is stored: the second refers to the first one's key.
 
     Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and its share of
-    what several ranks hold. `places` has the whole tensor's shape and the offset of the part, where it is a part.
+    what several ranks hold. `places` has, for each part, the shape of the whole tensor and the offset in it.
     Without a `world` it takes every tensor as it is.
     """
 
