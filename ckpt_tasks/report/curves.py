@@ -18,7 +18,7 @@ _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # the axes of one picture
 _MOST = 12
 _MOST_VALUE = 1e300  # beyond it differences would be infinite
-_NAME_SHOWN = 36
+_TITLE_SHOWN = 36  # characters above one picture
 _STYLE = """
 .ckc-back{fill:#ffffff}.ckc-grid{stroke:#e6e6e6}.ckc-line{stroke:#1f4e79}.ckc-left{stroke:#d1495b;opacity:.45}
 .ckc-axis{stroke:#888888}
@@ -81,11 +81,16 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
         yield text(at_x, _BOTTOM + 16, f"{step:,.0f}", anchor=anchor, size=11, css="ckc-pale", fill=PALE)
     yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
     last = f": {number(values[-1])}" if values else ""
-    yield text(_LEFT, _TOP - 12, printable(name)[:_NAME_SHOWN] + last, size=12, css="ckc-ink")
+    yield text(_LEFT, _TOP - 12, _shortened(printable(name), _TITLE_SHOWN - len(last)) + last, size=12, css="ckc-ink")
     for (abandoned, _), line in sorted(lines.items(), reverse=True):  # the line that counts is on top
         css, colour = ("ckc-left", "#d1495b") if abandoned else ("ckc-line", "#1f4e79")
         yield _line([(along.part(step), up.part(value)) for step, value in line], css, colour)
     yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckc-axis" stroke="#888888"/>'
+
+
+def _shortened(name: str, length: int) -> str:
+    """Return a name, or its end: metrics of one kind differ at their ends or soon before."""
+    return name if len(name) <= length else "…" + name[1 - length :]
 
 
 def _room(values: Sequence[float]) -> _Span:

@@ -264,7 +264,7 @@ _STYLE = """
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;color:var(--ink);
 background:var(--back);max-width:1400px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .4rem}p{margin:.3rem 0 1rem;color:var(--pale)}
-svg{max-width:100%;height:auto}.wide{overflow-x:auto}
+svg{max-width:100%;height:auto;min-width:44rem}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th{font-weight:500;color:var(--pale);text-align:left}
 th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);vertical-align:top;white-space:nowrap}
@@ -282,6 +282,7 @@ def to_html(report: Report) -> str:
     words = {"kept because", "", "saved (UTC)"}
     numbers = {n for n, column in enumerate(columns) if column not in words}
     texts = {n for n, column in enumerate(columns) if column == "kept because"}
+    curves = draw_curves(report.curve, heading=report.run_key)
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
@@ -291,11 +292,12 @@ def to_html(report: Report) -> str:
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
         *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
-        draw_run(report.course, heading=report.run_key, curve=report.curve),
-        draw_curves(report.curve, heading=report.run_key),
+        # On a phone a picture scrolls as a table does: made narrower, its words would be too small to read.
+        f'<div class="wide">{draw_run(report.course, heading=report.run_key, curve=report.curve)}</div>',
+        f'<div class="wide">{curves}</div>' if curves else "",
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
         _html_table("In numbers", (), report.facts(), texts={1}),
-        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={1, 2}),
+        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={2}),
         _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),
         "</body></html>",
     ]
