@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ckpt_tasks.format.arrow import array, numbers_of
 from ckpt_tasks.format.image import MAX_DIMENSIONS
 
 __all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
@@ -30,7 +31,7 @@ class Words:
             raise ValueError("a dictionary with words that no row has")
         self.words = [*dict.fromkeys(words)]  # a dictionary can have a word twice
         self.code = {word: code for code, word in enumerate(self.words)}
-        self.codes = np.array([self.code[word] for word in words], np.int64)[column.indices.to_numpy()]
+        self.codes = np.array([self.code[word] for word in words], np.int64)[numbers_of(column.indices)]
 
     @property
     def used(self) -> list[Any]:
@@ -50,8 +51,8 @@ class Lists:
         flat = pc.list_flatten(column)
         if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
             raise ValueError("a missing or a negative number in a list")
-        self.numbers: npt.NDArray[np.int64] = flat.to_numpy()
-        self.lengths = np.diff(column.offsets.to_numpy()).astype(np.int64)
+        self.numbers: npt.NDArray[np.int64] = numbers_of(flat)
+        self.lengths = np.diff(numbers_of(column.offsets)).astype(np.int64)
         self.ends = np.cumsum(self.lengths)
         if len(flat) > MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:
             raise ValueError("more dimensions than a tensor has")
@@ -96,5 +97,5 @@ def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
         raise ValueError(f"a value is missing in the column {field.name}")
     if column.num_chunks == 1:
         return column.chunk(0)  # the usual case; combining would load Arrow's compute module, 9 ms the first time
-    array = column.combine_chunks()
-    return pa.array([], field.type) if isinstance(array, pa.ChunkedArray) else array  # of no chunks
+    whole = column.combine_chunks()
+    return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole  # of no chunks

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.arrow import FAULTS, array, numbers_of, read_arrow
 from ckpt_tasks.format.columns import MAX_EXTENTS, MAX_REGIONS, Lists, Words, whole_column
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.gc_pause import gc_paused
@@ -125,8 +125,8 @@ class _Columns:
         columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
         self.group, self.dtype, self.object = (Words(columns[name]) for name in ("group", "dtype", "object"))
         self.full, self.offset, self.shape = (Lists(columns[name]) for name in ("tensor_shape", "offset", "shape"))
-        self.begin: Numbers = columns["begin"].to_numpy()
-        self.end: Numbers = columns["end"].to_numpy()
+        self.begin: Numbers = numbers_of(columns["begin"])
+        self.end: Numbers = numbers_of(columns["end"])
         self.key, self.digest = columns["key"], columns["digest"]
 
 
@@ -147,7 +147,7 @@ class Index:
     @classmethod
     def of_columns(cls, *columns: Sequence[object]) -> Index:
         """Make an index from columns, in the order of the format."""
-        arrays = [_array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
+        arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
         return cls(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
     @classmethod
@@ -178,7 +178,7 @@ class Index:
                 of.object.values(),
                 of.begin.tolist(),
                 of.end.tolist(),
-                of.digest.to_numpy(zero_copy_only=False).tolist(),  # to_pylist would make an Arrow scalar of each
+                _pieces(of.digest),  # to_pylist would make an Arrow scalar of each
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 
@@ -193,10 +193,9 @@ class Index:
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
         """Return the rows with `name` as their object, and with other digests."""
         field = _SCHEMA.field("object")
-        codes = pa.array(np.zeros(len(self), np.int32))
-        of_object = pa.DictionaryArray.from_arrays(codes, pa.array([name] if digests else [], pa.string()))
-        digest = pa.Array.from_buffers(pa.binary(16), len(self), [None, pa.py_buffer(b"".join(digests))])
-        columns = {"object": of_object.cast(field.type), "digest": digest}
+        codes = array(np.zeros(len(self), np.int32), pa.int32())
+        of_object = pa.DictionaryArray.from_arrays(codes, array([name] if digests else [], pa.string()))
+        columns = {"object": of_object.cast(field.type), "digest": array(digests, pa.binary(16))}
         arrays = [columns.get(name, self.table.column(name)) for name in _SCHEMA.names]
         return Index(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
@@ -221,7 +220,7 @@ class Index:
         )
 
     def _take(self, rows: Numbers) -> Index:
-        table = self.table.take(pa.array(rows))
+        table = self.table.take(array(rows, pa.int64()))
         for n, field in enumerate(_SCHEMA):
             column = table.column(n)
             if pa.types.is_dictionary(field.type) and any(len(one.dictionary) > len(rows) for one in column.chunks):
@@ -240,7 +239,7 @@ class Index:
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
         """The number of every row's tensor, in order of first rows; and the first row of every tensor."""
         keys = self._columns.key.dictionary_encode()
-        codes = self._columns.group.codes * max(1, len(keys.dictionary)) + keys.indices.to_numpy()
+        codes = self._columns.group.codes * max(1, len(keys.dictionary)) + numbers_of(keys.indices)
         _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
         rank = np.empty_like(firsts)
         order = np.argsort(firsts)
@@ -341,7 +340,8 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column
 
 
-def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
-    if pa.types.is_dictionary(kind):
-        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
-    return pa.array(values, kind)
+def _pieces(column: pa.FixedSizeBinaryArray) -> list[bytes]:
+    """List the values of a column of bytes of one size."""
+    size = column.type.byte_width
+    data = bytes(column.buffers()[1] or b"")[column.offset * size :]
+    return [data[at : at + size] for at in range(0, len(column) * size, size)]

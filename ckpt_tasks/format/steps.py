@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.arrow import FAULTS, read_arrow
+from ckpt_tasks.format.arrow import FAULTS, array, read_arrow
 from ckpt_tasks.format.digests import digest_hex
 
 __all__ = ["MAX_STEPS_BYTES", "StepMetrics", "read_steps", "write_steps"]
@@ -39,9 +39,7 @@ def write_steps(steps: Iterable[StepMetrics]) -> bytes:
     """Write the metrics of steps, in their order, as the bytes of an uncompressed Arrow IPC file."""
     rows = [(step, at_s, name, value) for step, at_s, metrics in steps for name, value in metrics.items()]
     columns = [*zip(*rows, strict=True)] or [(), (), (), ()]
-    step, at_s, metric, value = columns
-    words = pa.array(metric, pa.string()).dictionary_encode()
-    arrays = [pa.array(step, pa.int64()), pa.array(at_s, pa.float64()), words, pa.array(value, pa.float64())]
+    arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, _SCHEMA) as writer:
         writer.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA))
