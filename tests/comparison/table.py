@@ -35,7 +35,7 @@ def cell(row: str, found: dict[str, Any], newest: int) -> str:
         return f"lost by {lost} of {kills} kills"
     if row in ("cut", "flipped") and outcome not in ("error", "anew"):
         return "goes on from the one before" if found["from"] < newest else "**not noticed**"
-    return {"error": "ends with an error", **_WORDS}.get(outcome, outcome)
+    return str({"error": "ends with an error", **_WORDS}.get(outcome, outcome))
 
 
 def comparison(results: Results) -> str:

@@ -47,6 +47,19 @@ def test_a_root_of_another_user_is_refused(memory: Path, monkeypatch: pytest.Mon
         private_root(memory)
 
 
+def test_a_directory_that_is_not_ours_alone_is_refused(run_dir: Path, memory: Path) -> None:
+    """A memory directory that others may read or write is refused by name, before anything is put there."""
+    made = memory / f"ckpt-tasks-{os.getuid()}"
+    made.mkdir()
+    made.chmod(0o755)
+    with pytest.raises(ConfigError, match="alone"):
+        private_root(memory)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
+    with pytest.raises(ConfigError, match="alone"):
+        Checkpointer(config).save(1, {"x": 1})
+    assert not run_dir.exists()
+
+
 def test_a_runs_directory_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's directory that is somebody else's is neither locked nor written to."""
     root = private_root(memory)
