@@ -17,6 +17,7 @@ from ckpt_tasks.errors import CkptError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from ckpt_tasks.policy.health import Check, MemoryFacts
+    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 __all__ = ["doctor"]
@@ -81,18 +82,21 @@ def _of_place(directory: str | None) -> list[Check]:
         store = Location(directory).open()
         inner = store.inner if isinstance(store, RetryingStore) else store
         patient = RetryingStore(inner, deadline_s=_DEADLINE_S)
-        seen, size_bytes = _store(inner, patient)
+        seen, run = _store(inner, patient)
+        newest = next(iter(run.checkpoints()), None) if run is not None else None
+        disk = _disk(inner, run)
     except CkptError as error:
         return [Check("store", "wrong", error.message, error.hint or ""), judge_memory(_memory(None, None))]
-    return [seen, *_disk(inner, size_bytes), *_clock(inner.endpoint), judge_memory(_memory(inner.url, size_bytes))]
+    memory = judge_memory(_memory(inner.url, newest.size_bytes if newest else None))
+    return [seen, *disk, *_clock(inner.endpoint), memory]
 
 
-def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
-    """Check the run at the store, or probe the store if it holds none; also return the newest checkpoint's size."""
+def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
+    """Check the run at the store, or probe the store if it holds none; also return the run."""
     from ckpt_tasks.format.keys import FORMAT_NAME
-    from ckpt_tasks.format.ledger import lineage
     from ckpt_tasks.ledger.history import History
     from ckpt_tasks.policy.health import Check
+    from ckpt_tasks.reading.reading import Run
 
     try:
         data = patient.get(FORMAT_NAME, 1 << 20)
@@ -100,11 +104,9 @@ def _store(store: Store, patient: Store) -> tuple[Check, int | None]:
         return _tried(store), None
     history = History(patient)
     key = history.check(None)
-    live = lineage(history.head().state.live)
-    size_bytes = live[0].size_bytes if live else None
     if key is None:
         return Check("store", "wrong", f"{store.url}: format.json is damaged", "ckpt verify says what else is."), None
-    return _proved(store, key, json.loads(data)), size_bytes
+    return _proved(store, key, json.loads(data)), Run(history, key)
 
 
 def _proved(store: Store, key: str, written: dict[str, Any]) -> Check:
@@ -134,24 +136,23 @@ def _tried(store: Store) -> Check:
     return Check("store", "ok" if verdict.fit else "wrong", seen, "" if verdict.fit else "ckpt doctor-store says more.")
 
 
-def _disk(store: Store, size_bytes: int | None) -> list[Check]:
+def _disk(store: Store, run: Run | None) -> list[Check]:
     """Check, without writing, whether a local run can be written; a directory without a run has just been probed."""
     from ckpt_tasks.policy.health import DiskFacts, judge_disk
+    from ckpt_tasks.reading.room import forecast_run
+    from ckpt_tasks.storage.space import free_bytes
 
     directories = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
     if store.endpoint is not None or not (Path(store.url) / "ledger").is_dir():
         return []
     unwritable = [str(path) for path in directories if not os.access(path, os.W_OK | os.X_OK, effective_ids=True)]
-    status = os.statvfs(store.url)
-    return [
-        judge_disk(
-            DiskFacts(
-                unwritable=next(iter(unwritable), None),
-                free_bytes=status.f_bavail * status.f_frsize,
-                needed_bytes=size_bytes,
-            )
-        )
-    ]
+    free = free_bytes(store) or 0
+    facts = DiskFacts(
+        unwritable=next(iter(unwritable), None),
+        free_bytes=free,
+        forecast=None if run is None else forecast_run(run, None, free),
+    )
+    return [judge_disk(facts)]
 
 
 def _clock(endpoint: str | None) -> list[Check]:

@@ -28,6 +28,7 @@ from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
 from ckpt_tasks.report.words import count, fine_span, percent
 
 if TYPE_CHECKING:
+    from ckpt_tasks.policy.space import Forecast
     from ckpt_tasks.reading.reading import Run
 
 __all__ = ["draw_curve", "fine_span", "percent", "plan"]
@@ -37,6 +38,10 @@ _REACH, _ROWS = 8.0, 13
 
 CapOption = Annotated[
     float, typer.Option("--overhead-cap", help="the largest share of its time that training may wait for saves")
+]
+KeepOption = Annotated[
+    int | None,
+    typer.Option("--max-num-checkpoints", metavar="N", min=1, help="forecast the room for so many (default: as now)"),
 ]
 MtbfOption = Annotated[
     float | None,
@@ -53,6 +58,7 @@ class _Planned:
     recommended: Recommendation
     source: str
     overhead_cap: float
+    space: Forecast | None  # None where the store has no limit that it tells
 
     @property
     def at(self) -> TradeOff:
@@ -65,6 +71,7 @@ def plan(
     *,
     overhead_cap: CapOption = OVERHEAD_CAP,
     mtbf_s: MtbfOption = None,
+    max_num_checkpoints: KeepOption = None,
     svg: SvgOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,12 +95,23 @@ def plan(
             recommended=recommend(observed, overhead_cap=overhead_cap, mtbf_s=mtbf_s),
             source="given" if mtbf_s is not None else "measured" if observed.failures else "prior",
             overhead_cap=overhead_cap,
+            space=_space(run, max_num_checkpoints),
         )
         if svg is not None:
             _draw(svg, run, planned)
         out.data({**_facts(run, planned), "svg": None if svg is None else str(svg)})
         if not as_json:
             _print(out, run, planned)
+
+
+def _space(run: Run, max_num_checkpoints: int | None) -> Forecast | None:
+    from ckpt_tasks.policy.retention import RetentionPolicy
+    from ckpt_tasks.reading.room import forecast_run
+    from ckpt_tasks.storage.space import free_bytes
+
+    free = free_bytes(run.history.store)
+    policy = None if max_num_checkpoints is None else RetentionPolicy(max_num_checkpoints=max_num_checkpoints)
+    return None if free is None else forecast_run(run, policy, free)
 
 
 def _facts(run: Run, planned: _Planned) -> dict[str, Any]:
@@ -106,6 +124,7 @@ def _facts(run: Run, planned: _Planned) -> dict[str, Any]:
         "mtbf_source": planned.source,
         "overhead_cap": planned.overhead_cap,
         "recommended": {**asdict(recommended), **asdict(planned.at)},
+        "space": None if planned.space is None else {**asdict(planned.space), "fits": planned.space.fits},
         "curve": [asdict(point) for point in trade_off(observed, recommended)],
     }
 
@@ -150,7 +169,14 @@ def _lines(planned: _Planned) -> list[tuple[str, str]]:
         ("save every", every),
         ("because", _why(planned)),
         ("costs", f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"),
+        *([("disk", _room(planned.space))] if planned.space is not None else []),
     ]
+
+
+def _room(space: Forecast) -> str:
+    if space.fits:
+        return f"{space.words}: enough"
+    return f"{space.words}: not enough. Keep fewer, or use another disk"
 
 
 def _mtbf(planned: _Planned) -> str:

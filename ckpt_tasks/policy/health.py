@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckpt_tasks.policy.space import Forecast, gib
+
 __all__ = [
     "AutomationFacts",
     "Check",
@@ -118,11 +120,11 @@ class ServerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """A local run's disk: a directory that this user cannot write, bytes free, and the newest checkpoint's size."""
+    """A local run's disk: a directory that this user cannot write, bytes free, and what as many checkpoints need."""
 
     unwritable: str | None
     free_bytes: int
-    needed_bytes: int | None
+    forecast: Forecast | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,17 +336,17 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
 
 def judge_disk(facts: DiskFacts) -> Check:
     """Judge whether the next save has permission and room to write."""
-    seen = f"{_gib(facts.free_bytes)} free"
+    seen = f"{gib(facts.free_bytes)} free"
     if facts.unwritable is not None:
         do = "Mount it for writing, or give its directories and files to the user who trains."
         return Check("disk", "wrong", f"{facts.unwritable} cannot be written by this user", do)
-    if facts.needed_bytes is None:
+    if facts.forecast is None:
         return Check("disk", "ok", seen)
-    seen += f", the newest checkpoint has {_gib(facts.needed_bytes)}"
+    seen += f", the next checkpoint needs {gib(facts.forecast.needed_bytes)}"
     do = "Free space: ckpt prune, or a smaller max_num_checkpoints. A save is written before an older one goes."
-    if facts.free_bytes < facts.needed_bytes:
+    if not facts.forecast.fits:
         return Check("disk", "wrong", f"{seen}: the next save fails", do)
-    if facts.free_bytes < 2 * facts.needed_bytes:
+    if facts.forecast.room_for < 2:
         return Check("disk", "warning", seen, do)
     return Check("disk", "ok", seen)
 
@@ -354,10 +356,10 @@ def judge_memory(facts: MemoryFacts) -> Check:
     if not facts.there:
         do = "Mount a tmpfs at /dev/shm, or name a memory_dir; without one a restart goes back to storage."
         return Check("memory", "warning", f"no {facts.directory}: snapshots end with their process", do)
-    seen = f"{facts.directory}: {_gib(facts.free_bytes)} of {_gib(facts.total_bytes)} free"
+    seen = f"{facts.directory}: {gib(facts.free_bytes)} of {gib(facts.total_bytes)} free"
     if facts.needed_bytes is None:
         return Check("memory", "ok", seen)
-    seen += f", two snapshots of the newest checkpoint's size need {_gib(facts.needed_bytes)}"
+    seen += f", two snapshots of the newest checkpoint's size need {gib(facts.needed_bytes)}"
     if facts.fits:
         return Check("memory", "ok", seen)
     do = "Give it more (a container: --shm-size), or name a memory_dir; without room a restart goes back to storage."
@@ -393,7 +395,3 @@ def _at(value: Any, *keys: str) -> Any:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / (1 << 30):.1f} GiB"

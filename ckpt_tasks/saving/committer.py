@@ -16,9 +16,11 @@ from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head, History, check_owner
 from ckpt_tasks.ledger.metrics import checked_metrics
 from ckpt_tasks.ledger.steps import put_steps
+from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_index_and_manifest
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
+from ckpt_tasks.saving.space_watch import SpaceWatch
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.pruning import Pruner
 
@@ -144,6 +146,7 @@ class Committer(Follower):
         super().__init__(owner, run_key, line, world_size)
         self._history = history
         self._pruner = pruner
+        self._space = SpaceWatch(history.store, pruner.policy)
 
     def check_line(self) -> None:
         """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
@@ -164,11 +167,17 @@ class Committer(Follower):
         with self._pruner.retiring, super().choosing_base() as base:
             yield base
 
-    def admit(self) -> tuple[Head, State]:
-        """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory."""
+    def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
+        """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory.
+
+        Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
+        """
         head = self._history.head()
         state = head.state.sparing(head.spared_epochs)
         check_owner(state.owner, self.owner)
+        if size is not None:
+            ranks = self._world_size
+            self._space.look(state, CheckpointSize(ranks * size.own_bytes, ranks * size.shared_bytes))
         return head, state
 
     def abandon(self, attempt: Attempt) -> None:

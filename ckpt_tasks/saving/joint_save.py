@@ -67,7 +67,7 @@ class JointSave:
         word: bytes | BaseException
         part: RankPart | None = None
         try:
-            admitted = committer.admit() if isinstance(committer, Committer) else None
+            admitted = committer.admit(self._rank.size) if isinstance(committer, Committer) else None
             part = self._written(snapshot, admitted)
             word = part.with_groups(saving.attempt.step, saving.groups, snapshot.samples.digests()).to_bytes()
         except SupersededError:

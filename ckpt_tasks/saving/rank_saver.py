@@ -14,6 +14,7 @@ from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.records import Seal
 from ckpt_tasks.ledger.steps import steps_file
+from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reuse
 from ckpt_tasks.snapshot.cache import SnapshotCache
@@ -48,6 +49,12 @@ class RankSaver:
         self._taking = threading.Lock()
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def size(self) -> CheckpointSize:
+        """What this rank's part of a checkpoint takes on storage; nothing before a plan is made."""
+        plan = self._plan
+        return CheckpointSize(0) if plan is None else plan.size
 
     @property
     def is_planned(self) -> bool:

@@ -252,7 +252,7 @@ class Saver:
     def _commit_alone(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry]:
         committer, attempt = snapshot.committer, snapshot.saving.attempt
         assert isinstance(committer, Committer)
-        admitted = committer.admit()  # a fenced process must not write
+        admitted = committer.admit(self._rank.size)  # a fenced process must not write
         _, state = admitted
         try:
             if (copies := self._cache.copies) is not None:

@@ -7,6 +7,7 @@ memory and decides whether it outlives the process.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ckpt_tasks.format.image import (
 from ckpt_tasks.format.index import Index
 from ckpt_tasks.format.keys import shard_name
 from ckpt_tasks.format.regions import Box
+from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.state.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
@@ -63,6 +65,13 @@ class SnapshotPlan:
     def sizes(self) -> dict[str, int]:
         """The bytes of each file, by name."""
         return {name: layout.size_bytes for _, name, layout in self.files}
+
+    @cached_property
+    def size(self) -> CheckpointSize:
+        """What the files take on storage: what each checkpoint writes, and frozen tensors, which are written once."""
+        frozen = (dtype.itemsize * math.prod(shape) for _, dtype, shape, still, _ in self.signature if still)
+        shared_bytes = sum(frozen)
+        return CheckpointSize(sum(self.sizes.values()) - shared_bytes, shared_bytes)
 
 
 class Image:

@@ -63,7 +63,7 @@ class Pruner:
         self.in_use: Callable[[], frozenset[str]] = frozenset
         self.retiring = threading.Lock()
         self._history = history
-        self._policy = policy
+        self.policy = policy
         self._swept = False
         self._warned = False
         self._failed = False
@@ -76,7 +76,7 @@ class Pruner:
 
     def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
         known, in_use = frozenset(self.verified), {base, *self.in_use()}
-        verdicts = plan_prune(state, self._policy, verified=known, restored_from=going_on_from)
+        verdicts = plan_prune(state, self.policy, verified=known, restored_from=going_on_from)
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 
     def _agreed(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
@@ -122,7 +122,7 @@ class Pruner:
                 self.unnoted.popleft()
             with self._one:
                 newest = state.live[-1].manifest_digest
-                if self._swept and all(v.keep for v in plan_prune(state, self._policy, restored_from=newest)):
+                if self._swept and all(v.keep for v in plan_prune(state, self.policy, restored_from=newest)):
                     self._delete(
                         state.retired, self._behind.check
                     )  # the commit has retired all: no more requests are needed
@@ -158,7 +158,7 @@ class Pruner:
         """Prune the newest state; what `check` raises stops it. The caller holds `_one`."""
         # One that the policy keeps must be known to be good; one that stays only as the newest verified one does not
         # count, or no newer one would ever be read.
-        wanted = plan_prune(state, self._policy, restored_from=going_on_from)
+        wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         if not all(v.keep for v in wanted):
             self._warn_of_best(state)
             if not self._knows_good(wanted):
@@ -218,7 +218,7 @@ class Pruner:
         return [name for name in orphans(self._history.store, state) if not state.has_retired(name)][:_MOST_ORPHANS]
 
     def _warn_of_best(self, state: State) -> None:
-        missing = None if self._warned else missing_metric(state, self._policy)
+        missing = None if self._warned else missing_metric(state, self.policy)
         if missing is not None:
             _log.warning("None is kept as the best: %s", missing)
             self._warned = True

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.policy import health
 from ckpt_tasks.policy.health import AutomationFacts, Check, DiskFacts, JobFacts, MemoryFacts, PoolFacts, ServerFacts
+from ckpt_tasks.policy.space import Forecast
 
 ZOMBIES = AutomationFacts(name="ckpt-tasks: zombie flow runs are crashed", within_s=90)
 RESUMES = AutomationFacts(name="ckpt-tasks: crashed flow runs are resumed", within_s=20)
@@ -222,7 +223,8 @@ def test_tags() -> None:
 )
 def test_the_disk(unwritable: str | None, free: int, needed: int | None, expected: str) -> None:
     """A run that cannot be written, and a disk without room for one more checkpoint, are wrong."""
-    facts = DiskFacts(unwritable=unwritable, free_bytes=free, needed_bytes=needed)
+    coming = Forecast(most=4, grows=False, own_bytes=needed, needed_bytes=needed, free_bytes=free) if needed else None
+    facts = DiskFacts(unwritable=unwritable, free_bytes=free, forecast=coming)
     assert verdict(health.judge_disk(facts)) == expected
 
 

@@ -1,0 +1,98 @@
+"""How much room a run will need: a pure forecast, from what the policy keeps and what one checkpoint takes.
+
+A save is written before the checkpoint that makes way for it is deleted, so the peak has one checkpoint more than the
+policy keeps. What never changes (frozen parameters) is stored once, however many checkpoints use it. The forecast is an
+upper bound: the best and the pinned ones may be among the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tasks.policy.retention import Candidate, RetentionPolicy
+
+__all__ = ["CheckpointSize", "Forecast", "forecast", "gib"]
+
+_FEW = 3  # checkpoints that fit: so many saves are left to do something about it
+
+
+class CheckpointSize(NamedTuple):
+    """What a checkpoint takes on the disk, in bytes: what each one writes, and what is written once for all."""
+
+    own_bytes: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run will need beyond what it has on the disk, against what is free there.
+
+    `most` is the number of checkpoints at the peak, the one that is being written included. `grows`: the policy keeps
+    ever more, so that any disk will be full one day; `most` is the next save's then.
+    """
+
+    most: int
+    grows: bool
+    own_bytes: int
+    needed_bytes: int
+    free_bytes: int
+
+    @property
+    def room_for(self) -> int:
+        """How many more checkpoints fit."""
+        return self.free_bytes // max(self.own_bytes, 1)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has room for the peak, or for a few more checkpoints of a run that grows."""
+        return self.free_bytes >= self.needed_bytes and not (self.grows and self.room_for < _FEW)
+
+    @property
+    def words(self) -> str:
+        """What is needed and what is free, in one clause."""
+        each = f"checkpoint{'' if self.most == 1 else 's'} of {gib(self.own_bytes)}"
+        if self.grows:
+            room = f"room for {self.room_for} more {'checkpoint' if self.room_for == 1 else 'checkpoints'}"
+            return f"{gib(self.free_bytes)} free: {room} of {gib(self.own_bytes)}, and the policy keeps ever more"
+        return f"{gib(self.free_bytes)} free, {gib(self.needed_bytes)} more needed: up to {self.most} {each} at once"
+
+
+def forecast(
+    policy: RetentionPolicy | None,
+    live: Sequence[Candidate],
+    *,
+    pinned: Collection[str],
+    size: CheckpointSize,
+    free_bytes: int,
+) -> Forecast:
+    """Forecast the peak of a run whose live checkpoints are these; `pinned` holds the identities of pinned ones.
+
+    Without a policy the run is taken to keep as many as it has.
+    """
+    grows = policy is not None and (policy.max_num_checkpoints is None or policy.keep_every_n_steps is not None)
+    most = max(_most(policy, live, pinned), len(live) + 1)
+    return Forecast(
+        most=most,
+        grows=grows,
+        own_bytes=size.own_bytes,
+        needed_bytes=(most - len(live)) * size.own_bytes + (0 if live else size.shared_bytes),
+        free_bytes=free_bytes,
+    )
+
+
+def _most(policy: RetentionPolicy | None, live: Sequence[Candidate], pinned: Collection[str]) -> int:
+    if policy is None or policy.max_num_checkpoints is None:
+        return len(live) + 1
+    stay = sum(one.manifest_digest in pinned or policy.preserves(one.step) for one in live)
+    best = policy.keep_best if policy.best_metric else 0
+    return policy.max_num_checkpoints + stay + best + 1
+
+
+def gib(size_bytes: float) -> str:
+    """Write a size in GiB; a small one, which is not one of a real training, in MiB or KiB."""
+    for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit_bytes / 10:
+            return f"{size_bytes / unit_bytes:.1f} {unit}"
+    return f"{size_bytes / 1024:.0f} KiB"

@@ -1,0 +1,33 @@
+"""What a run's checkpoints will take, from its newest one."""
+
+from __future__ import annotations
+
+from ckpt_tasks.format.keys import MANIFEST_NAME
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.policy.space import CheckpointSize, Forecast, forecast
+from ckpt_tasks.reading.reading import Run
+
+__all__ = ["forecast_run"]
+
+
+def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
+    """Forecast the room that a run needs for checkpoints like its newest one; None if it has none.
+
+    Objects of older checkpoints that the newest one uses again are taken to be used by the next ones, too. Raises
+    IntegrityError or StoreError if the newest one's manifest cannot be read.
+    """
+    state = run.head().state
+    newest_first = lineage(state.live)
+    if not newest_first:
+        return None
+    newest = newest_first[0]
+    place = newest.manifest.removesuffix(MANIFEST_NAME)
+    shared_bytes = 0
+    if newest.reuses:
+        from ckpt_tasks.reading.opening import open_checkpoint  # brings in pyarrow
+
+        objects = open_checkpoint(run.history.store, newest).manifest.objects
+        shared_bytes = sum(record.size_bytes for record in objects if not record.name.startswith(place))
+    size = CheckpointSize(newest.size_bytes - shared_bytes, shared_bytes)
+    return forecast(policy, newest_first, pinned=state.pins, size=size, free_bytes=free_bytes)
