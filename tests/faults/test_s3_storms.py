@@ -226,36 +226,28 @@ def operations(place: Place, since: int) -> Counter[str]:
     return Counter(one.operation for one in place.chaos.log[since:])
 
 
-def test_what_a_save_costs(place: Place) -> None:
-    """P54: a small checkpoint is two objects of data, two of description, and the same requests every time.
+@pytest.mark.parametrize(
+    ("kept", "cost"),
+    [
+        (None, {"ListObjects": 2, "GetObject": 2, "PutObject": 5, "HeadObject": 2}),
+        (3, {"ListObjects": 3, "GetObject": 2, "PutObject": 5, "HeadObject": 2, "DeleteObject": 4}),
+    ],
+)
+def test_what_a_save_costs(place: Place, kept: int | None, cost: dict[str, int]) -> None:
+    """P54, P60: a small checkpoint is two objects of data, two of description, and the same requests every time.
 
-    What each is for stands in docs/STORES.md.
+    What each is for stands in docs/STORES.md. Where the commit's entry retires another one, beside the save itself one
+    list for its names, and each of its objects; every third save reads a checkpoint back, and has an entry of its own
+    for what goes then.
     """
-    with place.run() as ckpt:
-        counts = []
-        for step in range(1, 6):
-            since = len(place.chaos.log)
-            ckpt.save(step, state_of(step))
-            ckpt._pruner.finish(60)
-            counts.append(operations(place, since))
-    assert counts[2] == counts[3] == counts[4]
-    assert counts[4] == {"ListObjects": 2, "GetObject": 2, "PutObject": 5, "HeadObject": 2}
-
-
-def test_what_a_save_costs_that_retires_another_one(place: Place) -> None:
-    """P54, P60: the commit's entry retires it: beside the save itself one list for its names, and each of its objects.
-
-    Every third save reads a checkpoint back, and has an entry of its own for what goes then.
-    """
-    with place.run(max_num_checkpoints=3) as ckpt:
+    with place.run(max_num_checkpoints=kept) as ckpt:
         counts = []
         for step in range(1, 10):
             since = len(place.chaos.log)
             ckpt.save(step, state_of(step))
             ckpt._pruner.finish(60)
             counts.append(operations(place, since))
-    assert counts[7] == counts[8]
-    assert counts[7] == {"ListObjects": 3, "GetObject": 2, "PutObject": 5, "HeadObject": 2, "DeleteObject": 4}
+    assert counts[7] == counts[8] == cost
 
 
 def test_what_a_start_with_an_automatic_cadence_costs(place: Place) -> None:

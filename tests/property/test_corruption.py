@@ -159,9 +159,20 @@ def check_restore(run: Run, place: Place) -> None:
     fresh.close()
 
 
+def check_verify(run: Run, place: Place) -> None:
+    before = place.everything()
+    if "format.json" in before:
+        faults = verify_run_directory(run_of(place).history)
+        assert {c.step for c, found in faults.checkpoints.values() if not found} == set(run.expected(place))
+        assert place.everything() == before
+
+
 @pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int) -> None:
-    """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes."""
+    """P47, P48, P49, P56: after any damage the newest whole checkpoint comes back bit for bit, or nothing changes.
+
+    A look at the run names exactly the others, changes nothing, and raises nothing.
+    """
 
     @settings(max_examples=times * (2 if run.far else 12))
     @given(harms)
@@ -169,28 +180,8 @@ def test_what_is_damaged_is_passed_over_and_never_restored(run: Run, times: int)
         with run.copied() as place:
             for harm in damages:
                 damage(run, place, harm)
+            check_verify(run, place)
             check_restore(run, place)
-
-    check()
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(60, marks=pytest.mark.slow)])
-def test_verify_finds_what_restore_would(run: Run, times: int) -> None:
-    """P49: looking at a run names exactly the checkpoints that are damaged, changes nothing, and raises nothing."""
-
-    @settings(max_examples=times * (1 if run.far else 8))
-    @given(harms)
-    def check(damages: list[Harm]) -> None:
-        with run.copied() as place:
-            for harm in damages:
-                damage(run, place, harm)
-            before = place.everything()
-            if "format.json" not in before:
-                return
-            faults = verify_run_directory(run_of(place).history)
-            whole = {c.step for c, found in faults.checkpoints.values() if not found}
-            assert whole == set(run.expected(place))
-            assert place.everything() == before
 
     check()
 
