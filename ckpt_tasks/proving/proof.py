@@ -14,10 +14,10 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, ProgramError
 
-__all__ = ["Difference", "Proof", "verify_resume"]
+__all__ = ["CAUSES", "Difference", "Proof", "verify_resume"]
 
 _LEAST_STEPS = 6
-_CAUSES = {
+CAUSES = {
     "streams": "more or fewer numbers were drawn from a global random stream: by a loader that is not in the state, by "
     "a thread, or where training begins",
     "hidden": "something outside of the state has another value after a resume: a counter, a generator, a buffer",
@@ -129,9 +129,9 @@ def _cause(
     names = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
     if kills == 0:
         hint = f". Not in the state, and perhaps not seeded: {', '.join(names)}" if names else ""
-        return _CAUSES["streams" if what[0].startswith("rng/") else "kernel"] + hint
+        return CAUSES["streams" if what[0].startswith("rng/") else "kernel"] + hint
     names = [f"{path} ({name})" for path, name, _ in unsaved]
     own = one["attributes"]
     names += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
     hint = f". Held by the program, and not in its state: {', '.join(names)}" if names else ""
-    return _CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint
+    return CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.proving.proof import verify_resume
+from ckpt_tasks.proving.script import verify_script
 
 PROGRAMS = "tests.proving.programs"
 
@@ -59,3 +62,46 @@ def test_bad_orders_are_refused() -> None:
         verify_resume(f"{PROGRAMS}:Whole", steps=5)
     with pytest.raises(ProgramError, match="Absent"):
         verify_resume(f"{PROGRAMS}:Absent", steps=6)
+
+
+SCRIPT = [sys.executable, str(Path(__file__).with_name("script.py"))]
+
+
+def test_a_script_that_makes_no_run_there_is_told_how() -> None:
+    """P50: a command that ignores where its run is to be, one that fails, and options of a program."""
+    with pytest.raises(ConfigError, match="has made no run") as error:
+        verify_script(["true"])
+    assert "{run}" in str(error.value)
+    assert "CKPT_RUN" in str(error.value)
+    with pytest.raises(ProgramError, match="no such step"):
+        verify_script(["sh", "-c", "echo no such step; exit 3"])
+    done = CliRunner().invoke(app, ["verify-resume", "--steps", "9", "--", "python", "train.py"])
+    assert done.exit_code == 1
+    assert "--steps and --set are for a program" in done.output
+
+
+@pytest.mark.slow
+def test_a_script_goes_on_bit_for_bit() -> None:
+    """P73: a plain script, killed from outside twice: metrics of all steps and the last checkpoint are equal."""
+    done = CliRunner().invoke(app, ["verify-resume", "--", *SCRIPT])
+    assert done.exit_code == 0, done.output
+    assert "killed after the commits of" in " ".join(done.output.split())
+    assert "equal bit for bit" in " ".join(done.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forgets", "kills", "first", "named"),
+    [
+        (["generator"], {1, 2}, "metric loss", "outside of the state"),
+        (["chance"], {0}, "metric loss", "without any kill"),
+        (["generator", "quiet"], {2}, "model/", "outside of the state"),
+    ],
+)
+def test_what_a_script_forgets_is_named(forgets: list[str], kills: set[int], first: str, named: str) -> None:
+    """P73: a generator outside of the state, chance, and a script that reports no metrics."""
+    found = verify_script([*SCRIPT, *forgets]).difference
+    assert found is not None
+    assert found.after_kills in kills
+    assert found.what[0].startswith(first)
+    assert named in found.cause

@@ -1,0 +1,177 @@
+"""A user's own command, run without a break and run again with two kills; what their runs committed is compared.
+
+The command is told where its run is to be: in the environment variable CKPT_RUN, and in place of {run} in its words.
+It is killed from outside, with all that it has started, a random part of the time between two saves after a commit. So
+a kill falls between saves, into a save, or into a commit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from ckpt_tasks.copying.compare import compare_checkpoints
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
+from ckpt_tasks.ledger.curve import CurveStep
+from ckpt_tasks.ledger.timeline import Moment, read_timeline
+from ckpt_tasks.proving.proof import CAUSES, Difference, Proof
+from ckpt_tasks.reading.reading import Run, open_run
+
+__all__ = ["verify_script"]
+
+_PLACE, _VARIABLE = "{run}", "CKPT_RUN"
+# A script that draws nothing from these seldom seeds them, and then they differ in every process. What it draws from
+# them shows in the weights.
+_UNSEEDED = ("rng/python/", "rng/numpy/")
+_LEAST_COMMITS = 3
+_LOOK_S = 0.02
+_HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARIABLE} from the environment."
+
+
+def verify_script(command: Sequence[str]) -> Proof:
+    """Run a command twice, once with two kills; say whether the two runs hold the same.
+
+    Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Raises
+    ConfigError if the command makes no run where it is told, or saves too seldom to be killed in between, and
+    ProgramError if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
+        twin, other = (_Script(command, Path(folder, name)) for name in ("twin", "killed"))
+        twin.end()
+        commits = twin.commits()
+        if len(commits) < _LEAST_COMMITS:
+            raise ConfigError(
+                f"the command has saved {len(commits)} times, and {_LEAST_COMMITS} are needed to kill it in between",
+                hint="Let it save more often (step_interval), or train for longer.",
+            )
+        gap_s = median(b.at_s - a.at_s for a, b in pairwise(commits))
+        last = len(commits) - 1
+        kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
+        other.end()
+        return _compared(twin.run(), other.run(), kills)
+
+
+class _Script:
+    """One run of a command, in a directory of its own."""
+
+    def __init__(self, command: Sequence[str], place: Path):
+        self._command = [word.replace(_PLACE, str(place)) for word in command]
+        self._place = place
+        self._said = place.with_suffix(".log")
+
+    def run(self) -> Run:
+        try:
+            return open_run(self._place)
+        except CheckpointNotFoundError:
+            raise ConfigError("the command has made no run in the directory that it was told", hint=_HINT) from None
+
+    def commits(self) -> list[Moment]:
+        return [one for one in read_timeline(self.run().history).moments if one.kind == "commit"]
+
+    def end(self) -> None:
+        """Let it run to its end."""
+        process = self._start()
+        try:
+            status = process.wait()
+        finally:
+            _kill(process)
+        if status:
+            raise self._failed(status)
+
+    def killed_after(self, step: int, gap_s: float) -> tuple[int, float]:
+        """Kill it some time after the commit of a step; return the step committed last, and when it was killed."""
+        process = self._start()
+        try:
+            while self._newest_step() < step:
+                self._check(process)
+                time.sleep(_LOOK_S)
+            time.sleep(random.uniform(0, gap_s))
+            self._check(process)
+            now = time.time()
+        finally:
+            _kill(process)
+        return self._newest_step(), now
+
+    def _newest_step(self) -> int:
+        try:
+            return max((one.step for one in open_run(self._place).checkpoints()), default=0)
+        except CheckpointNotFoundError:
+            return 0
+
+    def _check(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.poll()
+        if status:
+            raise self._failed(status)
+        if status == 0:
+            raise ConfigError("the command ended before it could be killed", hint="Let it train for longer.")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._said.open("ab") as said:
+            try:
+                return subprocess.Popen(
+                    self._command,
+                    env={**os.environ, _VARIABLE: str(self._place)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ProgramError(f"{self._command[0]} cannot be started: {error.strerror}") from error
+
+    def _failed(self, status: int) -> ProgramError:
+        said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return ProgramError(f"{shlex.join(self._command)} failed: {said[-1] if said else f'exit status {status}'}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it with everything that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
+    expected, found = _steps(twin), _steps(other)
+    ends = twin.find("latest"), other.find("latest")
+    comparison = compare_checkpoints(twin.history.store, ends[0], other.history.store, ends[1])
+    values = sum(one.tensors + one.values for one in comparison.groups.values())
+    values += sum(len(one.metrics) for one in expected.values())
+    difference = _first(expected, found, kills)
+    if difference is None and ends[0].step != ends[1].step:
+        difference = Difference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
+    places = [one.place for one in comparison.differences if not one.place.startswith(_UNSEEDED)]
+    if difference is None and places:
+        places.sort(key=lambda place: not place.startswith("rng/"))
+        cause = CAUSES["streams" if places[0].startswith("rng/") else "hidden"]
+        difference = Difference(ends[0].step, tuple(places), len(kills), cause)
+    return Proof(ends[0].step, tuple(step for step, _ in kills), values, difference)
+
+
+def _steps(run: Run) -> dict[int, CurveStep]:
+    return {one.step: one for one in run.curve().steps if not one.abandoned}
+
+
+def _first(
+    expected: Mapping[int, CurveStep], found: Mapping[int, CurveStep], kills: Sequence[tuple[int, float]]
+) -> Difference | None:
+    """Return the first step whose metrics differ; `at_s` says how many kills came before it was trained."""
+    for step in sorted(expected.keys() & found.keys()):
+        one, other = expected[step].metrics, found[step].metrics
+        names = sorted(n for n in one.keys() | other.keys() if repr(one.get(n)) != repr(other.get(n)))
+        if names:
+            after = sum(killed_s < found[step].at_s for _, killed_s in kills)
+            cause = CAUSES["hidden" if after else "kernel"]
+            return Difference(step, tuple(f"metric {name}" for name in names), after, cause)
+    return None
