@@ -52,10 +52,11 @@ SortOption = Annotated[
 def ls(
     directory: RootArgument, *, metrics: MetricsOption = None, sort: SortOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the checkpoints of a run, newest first, or the runs of a directory.
+    """List the checkpoints of a run, or the runs of a directory.
 
-    Each run has one row: its state, step and age of its newest checkpoint, number and size of its live checkpoints, and
-    its last metrics; those of an evaluation are named suite/metric. Exits with 1 if a run is damaged.
+    Checkpoints are listed newest first. Each run has one row: its state, step and age of its newest checkpoint,
+    number and size of its live checkpoints, and its last metrics; those of an evaluation are named suite/metric.
+    Exits with 1 if a run is damaged.
     """
     from ckpt_tasks.reading.reading import open_run
 
