@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.ledger.entries import newest_first
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.port import WrappedStore
 from tests.support.ledgers import commit, owned, steps
@@ -53,6 +54,13 @@ def test_many_entries_at_once_are_found(history: History, listing: Listing) -> N
         commit(history, step)
     assert steps(reader.head()) == [*range(1, 40)]
     assert listing.asked == 2
+
+
+@pytest.mark.parametrize("since", [0, 1, 19, 40])
+def test_entries_are_read_down_to_the_one_that_is_named(history: History, since: int) -> None:
+    """From the newest to the first or to number `since`, that one too, over any number of lists and reads."""
+    newest = max(commit(history, step) for step in range(1, 41))
+    assert [entry.n for entry, _ in newest_first(history, since=since)] == [*range(newest, since - 1, -1)]
 
 
 @pytest.mark.parametrize("lost", ["the next", "all"])
