@@ -227,6 +227,16 @@ def test_a_zip_that_inflates(tmp_path: Path, run_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("names", [["m/readme.txt"], ["m/data.pkl", "n/data.pkl"]])
+def test_a_zip_of_something_else(tmp_path: Path, names: list[str]) -> None:
+    """A zip file without a pickle, or with two, is said not to be one of torch.save."""
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
+        for name in names:
+            file.writestr(name, b"x")
+    with pytest.raises(IntegrityError, match=r"not one that torch\.save writes"):
+        plan_import(tmp_path / "m.pt")
+
+
 def test_what_is_no_file(tmp_path: Path, run_dir: Path) -> None:
     """A pipe is not waited for, and what is neither format is said to be neither."""
     os.mkfifo(tmp_path / "a.pt")
