@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_tasks.reading.reading import open_run
-from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
+from tests.support.cli_runs import ckpt, flip, only, save, save_steps, tree
 
 
 def test_a_good_run_verifies(run_dir: Path) -> None:
@@ -126,3 +127,14 @@ def test_orphans_are_listed_and_no_fault(run_dir: Path) -> None:
     assert answer.status == 0
     assert answer.data["orphans"] == [str(left.relative_to(run_dir))]
     assert "Orphaned" in ckpt("verify", run_dir).out
+
+
+@pytest.mark.parametrize("gone", [8, 9])
+def test_many_faults_are_cut(run_dir: Path, gone: int) -> None:
+    """Eight faults of a checkpoint are shown, and of more it is said how many are left."""
+    save(run_dir, {f"g{n}": {"w": torch.ones(3)} for n in range(9)})
+    for n in range(gone):
+        only(run_dir, f"checkpoint_*/*/g{n}-*").unlink()
+    answer = ckpt("verify", run_dir)
+    assert answer.status == 1
+    assert ("more (--json)" in answer.out) == (gone > 8)
