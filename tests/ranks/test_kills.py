@@ -139,7 +139,7 @@ def left_of(root: Path) -> list[str]:
 
 def survives(root: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     """Kill the gangs of a run, look at what is there, and go on."""
-    drawn, seen = plan(seed), Seen()
+    drawn, seen, before = plan(seed), Seen(), left_of(root)
     live(root, drawn, seen)
     note = f"{drawn}, committed {seen.committed}, died in {seen.phases} {''.join(seen.errors)}"
     assert drawn.phase not in PHASES or drawn.phase in seen.phases, note
@@ -157,7 +157,7 @@ def survives(root: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     restored = restored_steps(root)
     assert keeps or {*seen.committed, *there} <= {*restored}, note
     assert all(restored[step] == first.by_step[step] for step in restored), note
-    assert left_of(root) == [], note
+    assert left_of(root) == before, note  # an aborted sweep may have left some under the same name
 
 
 @pytest.mark.parametrize("seed", QUICK)
