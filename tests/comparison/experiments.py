@@ -1,7 +1,7 @@
 """What becomes of a training with each tool: killed, killed while it saves, its files cut or flipped, two writers.
 
-`python -m tests.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow and
-Ray have an environment of their own (`make peers`); without it what results.json has of them stays.
+`python -m tests.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow
+has an environment of its own (`make peers`); without it what results.json has of it stays.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ TOOLS = [
     Tool("Lightning", "lightning_job.py", "lightning"),
     Tool("Hugging Face Trainer", "huggingface_job.py", "transformers"),
     Tool("Metaflow", "metaflow_job.py", "metaflow", PEERS, ("--no-pylint", "run")),
-    Tool("Ray Train", "ray_job.py", "ray", PEERS),
 ]
 
 
@@ -99,7 +98,8 @@ class Training:
         return self
 
     def kill(self) -> None:
-        """Send SIGKILL to every process of it, whatever session they are in."""
+        """Send SIGKILL to every process of it, whatever session they are in; to the first at once."""
+        self.process.kill()
         while found := [pid for pid in _pids() if self.mark in _environment(pid)]:
             for pid in found:
                 _send_kill(pid)

@@ -27,12 +27,12 @@ Results = dict[str, dict[str, Any]]
 
 def cell(row: str, found: dict[str, Any], newest: int) -> str:
     """Say in a few words what became of a training whose newest checkpoint was of the step `newest`."""
-    outcome = found["outcome"]
     if row == "stall":
-        return f"{outcome:.1f} s"
+        return f"{found['outcome']:.1f} s"
+    outcome: str = found["outcome"]
     if row == "saving" and outcome != "goes on":
         lost, _, kills = outcome.removesuffix(" lost").partition(" of ")
-        return f"lost by {lost} of {kills} kills"
+        return f"error after {lost} of {kills} kills"
     if row in ("cut", "flipped") and outcome not in ("error", "anew"):
         return "goes on from the one before" if found["from"] < newest else "**not noticed**"
     return str({"error": "ends with an error", **_WORDS}.get(outcome, outcome))

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ckpt_tasks.format.ledger import Evaluation, State
-from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
-from ckpt_tasks.report.curves import draw_curves
 from ckpt_tasks.report.picture import draw_run, main_metric
 from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
 from ckpt_tasks.report.svg import round_ticks
@@ -386,18 +384,6 @@ def test_only_columns_of_texts_break_words() -> None:
     assert "min-width" in rules["td.w,th.w"]
     assert "white-space:nowrap" in rules["th,td"]
     assert re.search(r"<td>from, to</td><td class=\"w\">", page)
-
-
-def test_a_long_name_fits_above_its_picture() -> None:
-    """The small picture of each of 40 metrics says the end of its name, and the value, within its own width."""
-    metrics = {f"layer_{n}/the_name_of_a_metric_that_is_long": 0.12345 for n in range(40)}
-    curve = Curve(tuple(CurveStep(n=1, step=n, at_s=n, metrics=metrics, abandoned=False) for n in (1, 2)))
-    svg = ET.fromstring(draw_curves(curve, heading="lm-7"))
-    titles = [one.text or "" for one in svg.iter(f"{SVG}text") if one.attrib.get("class") == "ckc-ink"]
-    assert len(titles) == 12
-    assert {title for title in titles if not title.startswith("…") or not title.endswith("_long: 0.1235")} == set()
-    assert {len(title) for title in titles} == {36}
-    assert "28 more metrics" in " ".join(svg.itertext())
 
 
 def test_pictures_scroll_on_a_narrow_screen() -> None:
