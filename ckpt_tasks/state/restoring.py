@@ -242,4 +242,17 @@ class StatefulPart:
         """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""
         self._target.load_state_dict(self._value)
         if issubclass(type(self._target), DataLoader):
+            _set_epoch(self._target, self._value)
             self._target.state_dict()  # makes the iterator that the program's next iter() returns
+
+
+def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Tell a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can.
+
+    A stream ignores a state of another epoch than its own, and begins the epoch anew.
+    """
+    workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
+    of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}
+    tell = getattr(loader.dataset, "set_epoch", None)
+    if callable(tell) and isinstance(of_dataset, Mapping) and type(epoch := of_dataset.get("epoch")) is int:
+        tell(epoch)
