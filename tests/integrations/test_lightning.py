@@ -75,7 +75,8 @@ def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"every": 6}, pytest.param({"epochs": 3}, marks=pytest.mark.slow)], ids=str)
 def test_lightnings_own_checkpoints_are_ours(options: dict[str, Any], tmp_path: Path) -> None:
     """P73: ModelCheckpoint and `ckpt_path="last"` alone, killed twice: weights and moments are equal; all verifies."""
-    stops = [6, 9] if "every" in options else [2, 7, 12, 24]
+    # Not an epoch's last batch: resumed there, Lightning 2.6 trains other batches, with files of its own too.
+    stops = [6, 9] if "every" in options else [2, 7, 14, 29]
     reference, legs, statuses = compared(OWN, tmp_path, options, stops)
     assert statuses == [0, *[-9] * len(stops), 0]
     assert begins(legs) == ([0, 6, 6] if "every" in options else [0, *stops])
