@@ -203,9 +203,7 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
         group, equals, name = text.partition("=")
         if not is_group(group) or group == RNG or group in chosen:
             raise ConfigError(f"{text!r:.80} does not name a new group", hint="Write GROUP or GROUP=NAME.")
-        part = by_name.get(name if equals else group)
-        if part is None and not equals and len(parts) == 1 and not parts[0].name:
-            part = parts[0]  # a file that is only weights has no name for them
+        part = by_name.get(name) if equals else by_name.get(group, _only_weights(parts))
         if part is None:
             there = ", ".join(part.name or part.group for part in parts)
             raise ConfigError(f"the file has no {name or group!r:.80}", hint=f"It has {there}.")
@@ -213,6 +211,11 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
     groups = {part.name: part.group for part in chosen.values()}
     left = [part.name for part in parts if part.name not in groups]
     return [_renamed(part, groups) for part in chosen.values()], left
+
+
+def _only_weights(parts: list[_Part]) -> _Part | None:
+    """Return what a file has that is only weights, and has no name for them; None for any other file."""
+    return parts[0] if len(parts) == 1 and not parts[0].name else None
 
 
 def _renamed(part: _Part, groups: Mapping[str, str]) -> _Part:
