@@ -22,10 +22,9 @@ from ckpt_tasks.copying.importing import plan_import
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.regions import Box
-from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import config, flip, only, save
-from tests.support.exports import bits, parts
+from tests.support.exports import bits, equal, parts
 
 CUBE = torch.arange(60.0).reshape(3, 4, 5)
 IN_ORDER = [Box((0, 0, 0), (2, 4, 5)), Box((2, 0, 0), (1, 4, 5))]
@@ -86,16 +85,6 @@ def trained() -> dict[str, Any]:
 
 def values_of(state: Any) -> Any:
     return {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and same_bits(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def test_a_loop_goes_on_from_the_file(tmp_path: Path, run_dir: Path) -> None:

@@ -16,9 +16,8 @@ from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.importing import ImportPlan, plan_import
 from ckpt_tasks.errors import ConfigError, IntegrityError, StateError
-from ckpt_tasks.state.tensors import same_bits
 from tests.support.cli_runs import config, save
-from tests.support.exports import export
+from tests.support.exports import equal, export
 
 
 def imported(source: Path, run_dir: Path, **how: Any) -> ImportPlan:
@@ -32,17 +31,6 @@ def restored(run_dir: Path, state: dict[str, Any], **how: Any) -> dict[str, Any]
     with Checkpointer(config(run_dir, memory_dir=None)) as ckpt:
         ckpt.restore(state, **how)
     return state
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Compare nested values, tensors bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and same_bits(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def net() -> nn.Sequential:

@@ -35,18 +35,17 @@ ADAPTERS = {
 BY_TORCH = {"tensorboard"}  # imported by torch's own writer
 # Started as programs (`python -m …`, `make check`) or named in mkdocs.yml, not imported.
 PROGRAMS = {"mkdocs-material", "mypy", "pymdown-extensions", "pytest-timeout", "pytest-xdist", "ruff"}
-# Jobs of other tools run in an environment of their own: `make peers`.
-PEERS = [
-    Requirement(line)
-    for line in (ROOT / "tests/comparison/requirements.txt").read_text(encoding="utf-8").splitlines()
-    if not line.startswith("#")
-]
 OURS = {"ckpt_tasks", "flows", "deployments", "tests", "benchmarks"}
 
 
+def listed(path: str) -> list[Requirement]:
+    """Return what a file of requirements lists."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
 def pins() -> dict[str, Requirement]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    found = listed("constraints.txt")
     assert len(found) == len({canonicalize_name(pin.name) for pin in found})
     return {canonicalize_name(pin.name): pin for pin in found}
 
@@ -133,7 +132,8 @@ def test_tests_and_benchmarks_import_what_they_require() -> None:
     """What tests/ and benchmarks/ import is required by an extra or at run time, and no extra asks for more."""
     found = foreign_imports("tests", "benchmarks", "ckpt_tasks/integrations")
     extras = names([requirement for extra in EXTRAS.values() for requirement in extra])
-    apart = {name for name in names(PEERS) & found.keys() if found[name].startswith("tests/comparison/")}
+    peers = names(listed("tests/comparison/requirements.txt"))  # the jobs of other tools have their own environment
+    apart = {name for name in peers & found.keys() if found[name].startswith("tests/comparison/")}
     assert {name: place for name, place in found.items() if name not in extras | names(RUNTIME) | apart} == {}
     assert extras - found.keys() == PROGRAMS
     assert {*foreign_imports("benchmarks")} <= names(RUNTIME) | names(EXTRAS["bench"])

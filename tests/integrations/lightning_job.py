@@ -155,13 +155,18 @@ class Bare(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])]
 
 
-def own(leg: Leg) -> None:
-    """Train with Lightning's ModelCheckpoint alone, into our store, and go on by Lightning's `ckpt_path`."""
+def seeded_sums() -> TensorDataset:
+    """Silence Lightning, seed everything, and return samples whose sums are to be learned."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(7, verbose=False)
     x = torch.randn(SAMPLES, 4)
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def own(leg: Leg) -> None:
+    """Train with Lightning's ModelCheckpoint alone, into our store, and go on by Lightning's `ckpt_path`."""
+    data = seeded_sums()
     saving = ModelCheckpoint(
         leg.folder / "own",
         monitor="loss",
@@ -192,11 +197,7 @@ def own(leg: Leg) -> None:
 
 def evaluated(leg: Leg) -> None:
     """Train with CkptCallback, and let Lightning's own switches read its run; say what each of them found."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    lightning.seed_everything(7, verbose=False)
-    x = torch.randn(SAMPLES, 4)
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    data = seeded_sums()
     run = str(leg.folder / "run")
     quiet: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     config = CheckpointConfig(checkpoint_dir=run, step_interval=6, memory_dir=None)

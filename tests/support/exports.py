@@ -17,6 +17,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
 
 INDEX = "model.safetensors.index.json"
@@ -81,3 +82,14 @@ def parts(store: LocalStore, tensor: torch.Tensor, boxes: list[Box]) -> Checkpoi
         cost_s=0.0,
         reuses=tuple(record.name for record in records),
     )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Say whether nested values have the same types, and tensors the same bits."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and same_bits(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
