@@ -249,7 +249,7 @@ class StatefulPart:
 def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
     """Tell a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can.
 
-    A stream ignores a state of another epoch than its own, and begins the epoch anew.
+    Without that, the stream finds a state of another epoch, ignores it, and begins its own epoch at the start.
     """
     workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
     of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}
