@@ -29,7 +29,6 @@ __all__ = ["watch"]
 _FIRST = 256  # entries read for the first curve
 _POINTS = 512
 _EVENTS_SHOWN = 5
-_TIMEOUT_S = 120.0  # the default of the option owner_timeout_s
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
 
@@ -79,11 +78,13 @@ class _Course:
     """What is known of a run so far; `new` reads the ledger again and returns what has happened since."""
 
     def __init__(self, run: Run):
+        from ckpt_tasks.ledger.config import CheckpointConfig
         from ckpt_tasks.ledger.ownership import Signs
         from ckpt_tasks.ledger.timeline import read_timeline
 
         self._run = run
-        self._signs = Signs(run.history, _TIMEOUT_S)
+        self._timeout_s = CheckpointConfig.owner_timeout_s  # its default: a run does not say its own
+        self._signs = Signs(run.history, self._timeout_s)
         known = read_timeline(run.history, _FIRST)
         self._commits: deque[Moment] = deque((m for m in known.moments if m.kind == "commit"), _POINTS)
         self._shown: deque[dict[str, Any]] = deque(map(_event, known.moments[-_EVENTS_SHOWN:]), _EVENTS_SHOWN)
@@ -141,7 +142,7 @@ class _Course:
 
         owner = self._head.state.owner
         silent_s = None if owner is None or owner.released else self._signs.silent_s(owner)
-        free = why_free(owner, identify(None), silent_s, _TIMEOUT_S)
+        free = why_free(owner, identify(None), silent_s, self._timeout_s)
         changed = not self._owner_known or (free is None) != (self._free is None)
         self._free, self._owner_known = free, True
         if not changed:

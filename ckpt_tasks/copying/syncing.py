@@ -36,6 +36,7 @@ from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import MAX_EPOCH, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
@@ -48,7 +49,6 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 __all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_sync"]
 
 _IN_FLIGHT = 8
-_OWNER_TIMEOUT_S = 120.0
 _HOLDER = "ckpt sync"
 _MAX_EPOCH = MAX_EPOCH // 10  # in copied names: the target must not run out of epochs for its owners
 
@@ -300,12 +300,12 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
     damage(history)
     state = plan.head.state
     best = (state.best_metric, state.best_mode)
-    owner = acquire(history, identify(None), take_over=False, timeout_s=_OWNER_TIMEOUT_S, best=best)
+    owner = acquire(history, identify(None), take_over=False, timeout_s=CheckpointConfig.owner_timeout_s, best=best)
     heartbeat: Heartbeat | None = None
     try:
         plan = plan_sync(source, history.store, plan.only)
         owner = _risen(history, owner, plan)
-        heartbeat = Heartbeat(history, owner, _OWNER_TIMEOUT_S)
+        heartbeat = Heartbeat(history, owner, CheckpointConfig.owner_timeout_s)
         yield owner, plan
     finally:
         if heartbeat is not None:

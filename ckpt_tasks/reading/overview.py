@@ -10,6 +10,7 @@ from functools import partial
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX
 from ckpt_tasks.format.ledger import Evaluation, Owner, State, lineage
+from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.storage.port import Store
@@ -18,7 +19,7 @@ from ckpt_tasks.storage.roots import stores_below
 __all__ = ["RunSummary", "summaries_below"]
 
 _THREADS = 16
-_TIMEOUT_S = 120.0  # the default of the option owner_timeout_s
+_TIMEOUT_S = CheckpointConfig.owner_timeout_s  # its default: a run does not say its own
 
 
 @dataclass(frozen=True, kw_only=True)
