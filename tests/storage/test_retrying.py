@@ -157,14 +157,6 @@ def test_an_answer_is_an_answer(flaky: Flaky, error: Exception) -> None:
 # ── a put whose answer was lost ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_put_looks_before_it_sends_everything_again(flaky: Flaky) -> None:
-    """P32: an object may have gigabytes: one look tells whether it is there before it goes over the line again."""
-    flaky.faults, flaky.after = [failing()], True
-    RetryingStore(flaky).put(NAME, [b"abc", memoryview(b"def")])
-    assert flaky.asked == ["put", "size"]
-    assert LocalStore(flaky.url).get(NAME, 10) == b"abcdef"
-
-
 def test_a_late_arrival_is_found_by_the_second_put(flaky: Flaky) -> None:
     """P32: not there when looked for, there when sent again: "exists" is said of our own object, and it is done."""
     late = LocalStore(flaky.url)
@@ -221,20 +213,6 @@ def test_the_deadline_ends_it(flaky: Flaky, caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.records) == len(flaky.asked) - 3
     assert "trying again for 0 s more" in caplog.text
     assert flaky.url in caplog.text
-
-
-def test_the_deadline_counts_from_the_first_failure(flaky: Flaky) -> None:
-    """P43: an upload of an hour that fails at its end has its second try."""
-
-    class Slow(Flaky):
-        def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-            time.sleep(0.1)
-            super().put(name, body)
-
-    store = Slow(Path(flaky.url))
-    store.faults = [failing()]
-    RetryingStore(store, deadline_s=0.05).put(NAME, [b"abc"])
-    assert store.asked == ["put", "size", "put"]
 
 
 def test_waits_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
