@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import warnings
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.data import TensorDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.huggingface import CkptTrainer, state_of
 from tests.support.legs import Leg
 
@@ -59,7 +62,7 @@ class Recording(TrainerCallback):
         self.leg.within(state.global_step)
 
 
-def train(leg: Leg) -> None:
+def train(leg: Leg, resume: str | bool | None = None) -> None:
     """Train three epochs of a tiny GPT-2 with random weights."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -101,12 +104,36 @@ def train(leg: Leg) -> None:
         state={"average": average},
     )
     leg.settle = trainer.ckpt.wait
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     assert trainer.optimizer is not None
     held = [v for one in trainer.optimizer.state.values() for v in one.values()]
     if trainer.accelerator.scaler is not None:
         leg.record("scale", trainer.state.global_step, trainer.accelerator.scaler.get_scale())
-    leg.end(trainer.state.global_step, [*model.state_dict().values(), *average.state_dict().values(), *held])
+    if resume is None:  # a checkpoint of Trainer's own has no average
+        held += average.state_dict().values()
+    leg.end(trainer.state.global_step, [*model.state_dict().values(), *held])
+
+
+def switched(leg: Leg) -> None:
+    """Resume by Trainer's own switch, from its checkpoint of step 10; in the second leg that one is a torn one."""
+    out = leg.folder / "out"
+    first, torn = out / "checkpoint-10", out / "checkpoint-30"
+    if leg.folder.name == "reference":
+        try:
+            train(leg, resume=True)
+        except ConfigError as error:
+            leg.record("refused", 0, str(error))
+        train(leg, resume=False)
+    elif not out.exists():
+        shutil.copytree(leg.folder.parent / "reference" / "out" / first.name, first)
+        train(leg, resume=str(first))
+    elif first.exists():
+        first.rename(torn)
+        for path in torn.iterdir():
+            os.truncate(path, 10)
+        train(leg, resume=True)
+    else:
+        train(leg, resume=str(first))
 
 
 def loop(leg: Leg) -> None:

@@ -12,6 +12,8 @@ from ckpt_tasks import open_run
 from tests.support.legs import assert_equal, begins, compared, random_moments, within
 
 JOB = "tests.integrations.huggingface_job:train"
+COMPARED = {"loss", "eval_loss", "grad_norm", "learning_rate", "end"}  # Trainer's train_loss is that of one call
+SWITCHED = "tests.integrations.huggingface_job:switched"
 LOOP = "tests.integrations.huggingface_job:loop"
 
 
@@ -30,6 +32,19 @@ def test_killed_twice_it_ends_as_without_a_stop(tmp_path: Path) -> None:
     assert set(open_run(str(tmp_path / "killed/run")).find("latest").metrics) == {
         *("loss", "grad_norm", "learning_rate", "eval_loss")
     }
+
+
+def test_trainers_own_switch_counts_until_the_run_has_a_checkpoint(tmp_path: Path) -> None:
+    """`resume_from_checkpoint`: its path is where a new run goes on; later the run wins over torn and missing ones."""
+    options = {"their_saves": "steps", "args": {"save_steps": 10}, "logging": 5}
+    reference, legs, statuses = compared(SWITCHED, tmp_path, options, within([15, 22]))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs) == [10, 15, 22]
+    (refused, *values), lines = reference, [line for leg in legs for line in leg if line[0] in COMPARED]
+    assert "has a checkpoint to resume from" in refused[2]
+    assert [line for line in lines if line not in values] == []
+    assert {step for what, step, _ in lines if what == "loss"} == {15, 20, 25, 30, 35}
+    assert lines[-1][0] == "end"
 
 
 PLATEAU = {
