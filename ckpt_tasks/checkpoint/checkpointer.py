@@ -160,7 +160,7 @@ class Checkpointer(HeldRun):
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
-        self._saver.restored(cached.slot if cached else None)
+        self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
         if chosen.n < 0 and cached is not None:  # storage does not have it yet
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))

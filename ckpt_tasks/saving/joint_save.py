@@ -57,7 +57,10 @@ class JointSave:
             prepared = prepare_part(saving, joined(parts, self._ranks.rank))
             in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
             snapshot.prepared = prepared
-            self._rank.seal(snapshot.slot, prepared, snapshot.seal_of(prepared, in_flight))
+            seal = snapshot.seal_of(prepared, in_flight)
+            snapshot.unsealed = not self._rank.seal(snapshot.slot, prepared, seal)
+        else:
+            snapshot.unsealed = self._cache.left is not None
 
     def commit(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry | None]:
         """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks."""

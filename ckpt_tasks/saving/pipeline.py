@@ -5,13 +5,15 @@ then takes the snapshot that waits. A third snapshot replaces the waiting one, u
 
 Invariants
 
-1. A slot is filled only while no thread reads it, and only after the newest snapshot was sealed in the other slot.
+1. A slot is filled only while no thread reads it. The slot with the newest sealed snapshot is filled only if the other
+   slot holds a sealed one too, or if storage has this snapshot or a newer one.
 2. Snapshots are committed in the order in which they were taken.
 3. A failure is kept until the trainer takes it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -65,7 +67,8 @@ class Snapshot:
     `keep`: no newer snapshot may replace it. `known` is set once `prepared` or `error` is; until then `digested` yields
     two parts of each image, as written and with reused objects, and then None. `copy` runs on devices: call its wait()
     before reading the images. `base` is the checkpoint whose objects may be reused. `given_up` asks the threads to
-    drop the snapshot; `outcome` says how its flush ended. `handed_in`: the flush waits for other ranks.
+    drop the snapshot; `outcome` says how its flush ended. `handed_in`: the flush waits for other ranks. `unsealed`: the
+    memory directory could not take its seal.
     """
 
     slot: str
@@ -83,9 +86,15 @@ class Snapshot:
     error: BaseException | None = None
     given_up: bool = False
     handed_in: bool = False
+    unsealed: bool = False
     outcome: Outcome | None = None
     known: threading.Event = field(default_factory=threading.Event)
     digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
+
+    @property
+    def lacks_seal(self) -> bool:
+        """Whether the snapshot could not be sealed; False as long as it is not `known`."""
+        return self.unsealed or self.error is not None
 
     def wait_digested(self) -> None:
         """Wait until the snapshot is digested; raise the error that digesting ended with."""
@@ -141,7 +150,9 @@ class Pipeline:
         self._sealer: threading.Thread | None = None
         self._ended = False
         self._held: str | None = None
+        self._held_lacks = False  # storage does not have the snapshot in the held slot, nor a newer one
         self._in_slot: dict[str, Snapshot] = {}
+        self._stored_s = -math.inf  # when the newest committed snapshot was taken
         self._superseded: list[int] = []
         self._tells_superseded = tells_superseded
         self._replaced: list[Snapshot] = []
@@ -153,10 +164,10 @@ class Pipeline:
             patience = _FOR_RANKS if self._flushing is not None and self._flushing.handed_in else 1
             return self._flushing is not None and time.monotonic() - self._moved_s > patience * self._timeout_s
 
-    def _stuck_error(self) -> StoreError:
+    def _stuck_error(self, more: str = "") -> StoreError:
         left = self.under_way
         stuck = StoreError(
-            f"the store has taken nothing for {self._timeout_s:.0f} s",
+            f"the store has taken nothing for {self._timeout_s:.0f} s{more}",
             step=left[-1].saving.attempt.step if left else None,
             hint="Check the store. The next start on this host restores what is in the memory directory.",
         )
@@ -181,53 +192,71 @@ class Pipeline:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
 
     def take_slot(self) -> str:
-        """Return the slot to fill next; if both hold snapshots and the waiting one must be kept, wait."""
+        """Return the slot to fill next; wait for a flush if neither may be filled before.
+
+        Raises StoreError if the store is stuck then, and the slot holds the only snapshot for a restart.
+        """
         if self._last is not None:
             self._last.known.wait()  # until then the other slot holds the only complete snapshot
         with self._changed:
-            self._changed.wait_for(self._goes_on)
-            while self._flushing and self._waiting and self._waiting.keep and not self.stuck:
-                self._changed.wait(_LOOK_S)
-            waiting, flushing = self._waiting, self._flushing
-            if waiting and flushing:
+            # The flush thread is about to take the waiting one.
+            self._changed.wait_for(lambda: self._goes_on() and (self._flushing is not None or self._waiting is None))
+            while self._flushing and ((self._waiting and self._waiting.keep) or self._is_only(self.next_slot())):
+                if self.stuck:
+                    break
+                self._changed.wait(min(_LOOK_S, self._timeout_s))
+            slot = self.next_slot()
+            if self._is_only(slot):
+                raise self._stuck_error(" and the memory directory no seal; the last sealed snapshot stays there")
+            if self._flushing and self._waiting:
+                waiting, self._waiting = self._waiting, None
                 waiting.given_up = True
-                self._waiting = None
                 self._superseded.append(waiting.saving.attempt.step)
                 if self._tells_superseded:
                     self._replaced.append(waiting)
-                slot = waiting.slot
-            else:  # the flush thread is about to take the waiting one; the newest sealed one stays
-                slot = self.next_slot()
-            before = self._in_slot.get(slot)
+            before = self._in_slot.pop(slot, None)
+            self._held_lacks = self._held_lacks and slot != self._held
         if before is not None:
             before.given_up = True  # also if its flush failed: no thread may read the slot any more
             before.known.wait()
         return slot
 
     def next_slot(self) -> str:
-        """Return the slot that does not hold the newest snapshot."""
-        used = self._waiting or self._flushing or self._last
-        if used is not None and used is self._last and used.error is not None and used is not self._flushing:
-            return used.slot  # its snapshot could not be sealed
-        return next(slot for slot in SLOTS if slot != (used.slot if used else self._held))
+        """Return the slot that no flush reads; if none reads any, the one without the newest sealed snapshot."""
+        sealed = (snapshot for snapshot in self._in_slot.values() if not snapshot.lacks_seal)
+        newest = self._flushing or max(sealed, key=lambda snapshot: snapshot.taken_s, default=None)
+        return next(slot for slot in SLOTS if slot != (newest.slot if newest else self._held))
 
-    def hold(self, slot: str | None) -> None:
-        """Fill the other slot first, since this one holds the snapshot that was restored; none may be under way."""
+    def _is_only(self, slot: str) -> bool:
+        """Whether a slot holds a sealed snapshot, and neither the other slot nor storage has it or a newer one."""
+        others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
+        return self._only_memory_has(slot) and any(other.lacks_seal for other in others)
+
+    def _only_memory_has(self, slot: str) -> bool:
+        if (snapshot := self._in_slot.get(slot)) is None:
+            return slot == self._held and self._held_lacks
+        return not snapshot.lacks_seal and snapshot.taken_s > self._stored_s
+
+    def hold(self, slot: str | None, *, lacks: bool) -> None:
+        """Fill the other slot first, since this one holds the snapshot that was restored; none may be under way.
+
+        `lacks`: storage does not have the snapshot.
+        """
         if self._last is not None:
             self._last.known.wait()
-        self._held, self._last = slot, None
+        with self._changed:
+            self._held, self._held_lacks, self._last = slot, lacks, None
+            self._in_slot = {} if self._flushing is None else {self._flushing.slot: self._flushing}
 
     def forget(self) -> None:
         """Forget every snapshot; none may be under way."""
-        with self._changed:
-            snapshots, self._in_slot = [*self._in_slot.values()], {}
-            last, self._last = self._last, None
-            if last is not None:
-                self._held = last.slot
+        snapshots, last = [*self._in_slot.values()], self._last
         for snapshot in snapshots:
             snapshot.given_up = snapshot is not last  # the newest is sealed first: the next process restores it
             snapshot.known.wait()
             snapshot.given_up = True
+        held = next(slot for slot in SLOTS if slot != self.next_slot())
+        self.hold(held, lacks=self._only_memory_has(held))
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take over a full slot.
@@ -253,7 +282,7 @@ class Pipeline:
 
     def _not_stored(self, slot: str) -> Snapshot | None:
         """Return the snapshot in the other slot if storage does not have it: its flush is under way or has failed."""
-        other = next((snapshot for name, snapshot in self._in_slot.items() if name != slot), self._flushing)
+        other = next((snapshot for name, snapshot in self._in_slot.items() if name != slot), None)
         return None if other is None or isinstance(other.outcome, Committed) else other
 
     def wait(self) -> BaseException | None:
@@ -276,6 +305,16 @@ class Pipeline:
         with self._changed:
             failure, self._failure = self._failure, None
             return failure
+
+    def fail(self, failure: BaseException) -> None:
+        """Remember the first failure, and any that is final; a final one also drops the waiting snapshot."""
+        final = isinstance(failure, _LAST)
+        with self._changed:
+            if self._failure is None or final:
+                self._failure = failure
+            if final and self._waiting is not None:
+                self._waiting.given_up = True
+                self._waiting = None
 
     @property
     def superseded(self) -> list[int]:
@@ -307,7 +346,7 @@ class Pipeline:
         finally:
             snapshot.digested.put(None)
             snapshot.known.set()
-        if snapshot.error is None:
+        if not snapshot.lacks_seal:
             self._sealed(snapshot)
 
     def _run(self) -> None:
@@ -327,8 +366,10 @@ class Pipeline:
             outcome = self._outcome_of(snapshot)
             with self._changed:
                 snapshot.outcome, self._flushing = outcome, None
+                if isinstance(outcome, Committed):
+                    self._stored_s, self._held_lacks = snapshot.taken_s, False
                 if isinstance(outcome, Failed):
-                    self._keep(outcome.error)
+                    self.fail(outcome.error)
                 self._changed.notify_all()
 
     def _outcome_of(self, snapshot: Snapshot) -> Outcome:
@@ -339,15 +380,6 @@ class Pipeline:
             return Superseded()
         except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
             return Failed(error)
-
-    def _keep(self, failure: BaseException) -> None:
-        """Remember the first failure, and any that is final; a final one also drops the waiting snapshot."""
-        final = isinstance(failure, _LAST)
-        if self._failure is None or final:
-            self._failure = failure
-        if final and self._waiting is not None:
-            self._waiting.given_up = True
-            self._waiting = None
 
     def _moved(self) -> None:
         self._moved_s = time.monotonic()

@@ -93,7 +93,7 @@ class RankSaver:
         first = FirstCopy(self._plan, captured.tensors)
         with self._taking:
             images = self._take(slot, self._plan, first.write)
-        self._cache.memory.unseal(slot)
+        self._cache.unseal(slot)
         return images, None if first.done else images.fill(captured.tensors, self._devices)
 
     def sample(self, captured: Captured, turn: int) -> Samples:
@@ -120,14 +120,16 @@ class RankSaver:
             part = digest_image(attempt, image, given_up, self._rank)
             yield part, reuse(part, base)
 
-    def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> None:
-        """Seal the snapshot in a slot, so that it outlives the process; log a warning if that fails."""
+    def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> bool:
+        """Seal the snapshot in a slot; say whether it outlives the process, if memory can, and log a warning if not."""
         files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
         files[STEPS_NAME] = steps_file(prepared.saving.steps)
         try:
             self._cache.memory.seal(slot, files, seal.to_bytes())
         except StoreError as error:
             _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
+            return False
+        return self._cache.left is None
 
     def copy(self, copies: LocalCopies, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
         """Write a snapshot to the local directory; log a warning if that fails."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from ckpt_tasks.errors import CkptError, StoreError
@@ -98,8 +98,16 @@ class Saver:
 
         `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
+        If no slot may be filled, nothing is copied: that is a failure as that of a flush is.
         """
-        slot = self._pipeline.take_slot()
+        try:
+            slot = self._pipeline.take_slot()
+        except StoreError as error:
+            error.step = saving.attempt.step
+            self._pipeline.fail(error)
+            with suppress(CkptError):
+                self.refuse(committer, error, saving.number)
+            return
         try:
             self._plan(captured)
             samples = self._rank.sample(captured, saving.turn)
@@ -153,9 +161,9 @@ class Saver:
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
         self._pruner.unnoted.append(event)  # written to the history once the store takes a checkpoint again
 
-    def restored(self, slot: str | None) -> None:
-        """Fill the slot that was restored from only after the other one."""
-        self._pipeline.hold(slot)
+    def restored(self, slot: str | None, *, lacks: bool = False) -> None:
+        """Fill the slot that was restored from only after the other one; `lacks`: storage does not have it."""
+        self._pipeline.hold(slot, lacks=lacks)
 
     def forget_plan(self) -> None:
         """Forget the plan and the images; the next snapshot makes them anew. No snapshot may be under way."""
@@ -223,7 +231,7 @@ class Saver:
         in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
         seal = snapshot.seal_of(prepared, in_flight)
         snapshot.prepared = prepared
-        self._rank.seal(snapshot.slot, prepared, seal)
+        snapshot.unsealed = not self._rank.seal(snapshot.slot, prepared, seal)
 
     def _take_other(self, snapshot: Snapshot) -> None:
         # Only after a seal: until then the other slot may hold the previous process's snapshot.
@@ -241,6 +249,7 @@ class Saver:
                 error.step = step
             self.listeners.failed(step, error)
             raise
+        self._cache.forget_left()
         self.listeners.committed(checkpoint, time.monotonic() - snapshot.taken_s)
         if self._cache.copies is not None:  # of many ranks, only rank 0 knows what else is live
             self._cache.copies.retain(entry.state.live if entry and self._ranks.size == 1 else [checkpoint])

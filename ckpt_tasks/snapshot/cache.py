@@ -102,6 +102,7 @@ class SnapshotCache:
         self._root = Path()
         self._run = ""
         self._run_key = ""
+        self.left: MemoryDirectory | None = None  # not used any more, but a restart may need what is sealed there
         self._said = False  # the warning that snapshots end with this process has been logged
 
     def check(self) -> None:
@@ -120,7 +121,7 @@ class SnapshotCache:
         if self.copies is not None:
             self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
-        if directory is None or isinstance(self.memory, MemoryDirectory):
+        if directory is None or isinstance(self.memory, MemoryDirectory) or self.left is not None:
             return
         self._run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
         try:
@@ -138,7 +139,7 @@ class SnapshotCache:
         Those in memory come first, then local copies; of each kind the newest first.
         """
         live = tuple(live)
-        snapshots: list[CachedSnapshot | RankSnapshot] = self._in_memory(live)
+        snapshots = self._in_memory(live)
         if self.copies is not None:
             for part in (Part(seal, self.copies.store) for seal in self.copies.seals() if self._belongs(seal, live)):
                 snapshots += [self._snapshot(None, part, self._copied, live)]
@@ -149,9 +150,10 @@ class SnapshotCache:
         return seal.run_key == self._run_key and (committed or usable(seal, live))
 
     def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot | RankSnapshot]:
-        if not isinstance(self.memory, MemoryDirectory):
+        memory = self.left or self.memory
+        if not isinstance(memory, MemoryDirectory):
             return []
-        sealed = [(slot, part) for slot, part in _sealed(self.memory) if self._belongs(part.seal, live)]
+        sealed = [(slot, part) for slot, part in _sealed(memory) if self._belongs(part.seal, live)]
         # If storage lacks both, the older one was there when the newer one was taken.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
@@ -224,10 +226,23 @@ class SnapshotCache:
             self._do_without(str(error))
         return self.take(slot, sizes, fill)
 
+    def unseal(self, slot: str) -> None:
+        """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
+        self.memory.unseal(slot)
+        if self.left is not None:
+            self.left.clear(slot)
+
+    def forget_left(self, *, keep: bool = False) -> None:
+        """Release the memory directory that this process no longer uses; by default its snapshots are removed."""
+        left, self.left = self.left, None
+        if left is not None:
+            left.close(keep=keep)
+
     def close(self, *, keep: bool) -> None:
         """Release the memory; `keep` sealed snapshots for the next process."""
         memory, self.memory = self.memory, PrivateMemory()
         memory.close(keep=keep)
+        self.forget_left(keep=keep)
 
     def _name(self, rank: int) -> str:
         """Return the name of the memory of a rank of this run."""
@@ -248,7 +263,11 @@ class SnapshotCache:
             "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
         )
         self._said = True
-        self.close(keep=False)
+        memory, self.memory = self.memory, PrivateMemory()
+        if isinstance(memory, MemoryDirectory) and any(map(memory.sealed, SLOTS)):
+            self.left = memory
+        else:
+            memory.close(keep=False)
 
 
 def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path:
