@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
@@ -47,9 +48,9 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     """Save the steps of a Trainer's `train` into a run, and resume there when `train` is called again.
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
-    CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts as
-    long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the step in hand, with a commit. What
-    Trainer logs becomes the metrics of the step.
+    CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts
+    until the run has a checkpoint; Trainer's own ones are not read from then on. SIGTERM and Ctrl-C end the training
+    after the step in hand, with a commit. What Trainer logs becomes the metrics of the step.
 
     Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
     """
@@ -68,15 +69,26 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._ckpt_state: dict[str, Any] = {}
         self._progress = _Progress(self)
         self._resumed = False
+        self._theirs: str | bool | None = None  # what Trainer is to resume from if the run has no checkpoint
         self._streams: Any = None  # of the checkpoint restored, until the first step
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Go on from the run; if it has no checkpoint, from what Trainer is told to resume from, or begin.
+
+        Raises ConfigError if that is True, and neither the run nor Trainer's output directory has a checkpoint.
+        """
+        self._theirs = resume_from_checkpoint or None
+        return super().train(None, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self.ckpt:
             return super()._inner_training_loop(*args, **kwargs)
 
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+    def _init_training_state(
+        self, max_steps: int, epoch_steps: int, epochs: int, _: None, trial: Any
+    ) -> tuple[int, int]:
         """Restore everything that exists by now, and say where in the data training begins."""
-        begin: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        begin: tuple[int, int] = super()._init_training_state(max_steps, epoch_steps, epochs, None, trial)
         optimizer = self.create_optimizer()
         self._schedule = _Later(lambda: self.lr_scheduler)
         state = {
@@ -91,15 +103,19 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self.ckpt.restore(self._ckpt_state)
         self._resumed = self.ckpt.last_restore is not None
         if self._resumed:
+            self._theirs = None
             self._streams = current_streams()
             begin = self._progress.apply()
             options = self._ckpt_state["optimizer"].param_groups
             self._options = [{name: value for name, value in one.items() if name != "params"} for one in options]
+        elif self._theirs is not None:
+            self._theirs = _newest_of(self.args.output_dir) if self._theirs is True else self._theirs
+            self._load_from_checkpoint(self._theirs)
+            begin = super()._init_training_state(max_steps, epoch_steps, epochs, self._theirs, trial)
         return begin
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        resume = None if self._resumed else resume_from_checkpoint
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, _: None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         if self._resumed:
             self._schedule.apply()
             # A new schedule sets the optimizer to its own first learning rate.
@@ -108,8 +124,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         return prepared
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self._resumed:
-            kwargs["resume_from_checkpoint"] = _OURS
+        kwargs["resume_from_checkpoint"] = _OURS if self._resumed else self._theirs
         skipped = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"]
         self._progress.begin_epoch(kwargs["epoch"], int(skipped) // self.args.gradient_accumulation_steps)
         super()._run_epoch(**kwargs)
@@ -255,6 +270,16 @@ class _Progress:
 
     def _callbacks(self) -> Iterator[Any]:
         return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
+
+
+def _newest_of(output_dir: str) -> str:
+    newest: str | None = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None  # type: ignore[no-untyped-call]
+    if newest is None:
+        raise ConfigError(
+            f"neither the run nor {output_dir} has a checkpoint to resume from",
+            hint="Leave resume_from_checkpoint=True out: CkptTrainer goes on by itself.",
+        )
+    return newest
 
 
 def _refuse(trainer: Any) -> None:

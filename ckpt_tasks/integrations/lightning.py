@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -37,7 +38,8 @@ class CkptCallback(Callback):
     `fit(ckpt_path=…)` counts as long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the step
     in hand, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
 
-    Raises ConfigError for a strategy other than one device or DDP, and what Checkpointer's `restore` and `step` raise.
+    Raises ConfigError for a strategy other than one device or DDP and for StochasticWeightAveraging, and what
+    Checkpointer's `restore` and `step` raise.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class CkptCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move before all other callbacks: what they do at a batch's start belongs to that batch."""
         if stage == "fit":
-            every: Any = trainer  # Lightning sets `callbacks` where mypy does not look
-            every.callbacks = [self, *(callback for callback in every.callbacks if callback is not self)]
+            every: Any = trainer
+            every.callbacks = [self, *(callback for callback in _callbacks(trainer) if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore: model and optimizers are on their devices, and nothing has been trained."""
@@ -64,6 +66,11 @@ class CkptCallback(Callback):
             raise ConfigError(
                 f"CkptCallback cannot save a {type(trainer.strategy).__name__}",
                 hint="Train on one device or with strategy='ddp', or call Checkpointer in a loop of your own.",
+            )
+        if any(isinstance(one, StochasticWeightAveraging) for one in _callbacks(trainer)):
+            raise ConfigError(
+                "StochasticWeightAveraging does not go on in the middle of an epoch, or after its last one",
+                hint="Take Lightning's WeightAveraging or EMAWeightAveraging.",
             )
         self.ckpt = Checkpointer(self.config)
         self._lightning = LightningState(trainer, pl_module)
@@ -116,6 +123,13 @@ class CkptCallback(Callback):
             self.ckpt.save(trainer.global_step, self._state, metrics=numbers(trainer.callback_metrics))
         self._end(None)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put averages of weights into the module if nothing was left to train: Lightning ends without that then."""
+        if self._streams is not None:
+            for callback in _callbacks(trainer):
+                if isinstance(callback, WeightAveraging):
+                    callback.on_train_end(trainer, pl_module)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the run; snapshots in memory stay for a restart."""
         self._end(exception)
@@ -139,3 +153,8 @@ class CkptCallback(Callback):
         if ckpt is not None:
             self._state = {}
             ckpt.__exit__(type(error) if error else None, error, None)
+
+
+def _callbacks(trainer: Any) -> list[Callback]:
+    """Return the callbacks, which Lightning sets where mypy does not look."""
+    return list(trainer.callbacks)

@@ -193,8 +193,7 @@ def test_what_is_no_place_is_wrong_and_said(place: str) -> None:
 def test_a_bucket_by_its_run(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put-if-absent is tried where no run is, and believed where one has proved it; the store's clock is compared."""
     torch = pytest.importorskip("torch")
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, (ministack.key, ministack.secret, ministack.endpoint, "us-east-1"), strict=True):
+    for name, value in ministack.environment.items():
         monkeypatch.setenv(name, value)
     place = f"s3://{bucket}/run"
     status, checks = doctor(place)

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage import measuring
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.measuring import measure
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.storage.probe import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
 from tests.servers.gcs import GcsServer
-from tests.servers.s3 import REGION, S3Server
+from tests.servers.s3 import S3Server
 from tests.support.answers import ACCESS_DENIED, NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, save_steps, tree
+from tests.support.liars import IgnoresRanges, ListsInNoOrder, Overwrites
 from tests.support.rules import Fault, Gate
 
 if TYPE_CHECKING:
@@ -118,26 +118,12 @@ def test_a_figure_is_of_three_objects(tmp_path: Path) -> None:
     assert found.up_bytes_per_s
 
 
-def test_no_torch_is_waited_for(tmp_path: Path) -> None:
-    """The verb imports neither torch nor Prefect."""
-    code = f"import sys; sys.argv = ['ckpt', 'doctor-store', {str(tmp_path)!r}]\n"
-    code += "from ckpt_tasks.cli import main\ntry: main()\n"
-    code += "finally: print('imported:', sorted({'torch', 'prefect', 'pyarrow'} & {*sys.modules}), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "imported: []"
-
-
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_store_that_keeps_its_conditions(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P31: a server with exact conditions is fit, also for large objects; what was written is gone."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": ministack.endpoint,
-        "AWS_ACCESS_KEY_ID": ministack.key,
-        "AWS_SECRET_ACCESS_KEY": ministack.secret,
-        "AWS_DEFAULT_REGION": REGION,
-    }.items():
+    for name, value in ministack.environment.items():
         monkeypatch.setenv(name, value)
     answer = ckpt("doctor-store", f"s3://{bucket}/run", "--json")
     assert answer.status == 0, answer.out
@@ -180,13 +166,6 @@ def test_a_google_that_ignores_conditions(gcs: GcsServer) -> None:
     assert store.names("") == []
 
 
-class Heedless(WrappedStore):
-    """Let every writer win."""
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self.inner.replace(name, body)
-
-
 class Late(WrappedStore):
     """Show in listings what was there before the last change."""
 
@@ -199,27 +178,13 @@ class Late(WrappedStore):
         return before
 
 
-class Reversed(WrappedStore):
-    """List the last name first."""
-
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return super().names(prefix)[::-1][:limit]
-
-
-class Whole(WrappedStore):
-    """Give the beginning, whatever part is asked for."""
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        super().read(name, 0, into)
-
-
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (Heedless, "only with single_writer=True: a second writer replaces what the first one wrote"),
+        (Overwrites, "only with single_writer=True: a second writer replaces what the first one wrote"),
         (Late, "not fit: "),
-        (Reversed, "not fit: it does not list in order, at once, what is there"),
-        (Whole, "not fit: parts of an object cannot be read"),
+        (ListsInNoOrder, "not fit: it does not list in order, at once, what is there"),
+        (IgnoresRanges, "not fit: parts of an object cannot be read"),
     ],
 )
 def test_a_store_that_misbehaves(harm: type[WrappedStore], words: str) -> None:
@@ -306,13 +271,7 @@ def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: s
     gate = Gate()
     chaos.on(Fault(hold_request=gate), operation=where, times=1)
     script = Path(sys.executable).with_name("ckpt")
-    env = {
-        **os.environ,
-        "AWS_ENDPOINT_URL": chaos.endpoint,
-        "AWS_ACCESS_KEY_ID": ministack.key,
-        "AWS_SECRET_ACCESS_KEY": ministack.secret,
-        "AWS_DEFAULT_REGION": REGION,
-    }
+    env = {**os.environ, **ministack.through(chaos.endpoint).environment}
     with subprocess.Popen(
         [script, "doctor-store", f"s3://{bucket}/run"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -375,10 +334,3 @@ def test_what_a_save_takes() -> None:
     assert found.save_s(10**7) == pytest.approx(10.04)
     assert found.restore_s(10**7) == pytest.approx(5.0)
     assert (findings({}).save_s(1), findings({}).restore_s(1)) == (None, None)
-
-
-def test_a_store_in_memory() -> None:
-    """Whatever opens as a store can be tried: fsspec's memory file system, within one process."""
-    url = f"memory://doctor/{secrets.token_hex(8)}"
-    assert ckpt("doctor-store", url).status == 0
-    assert Location(url).open().names("") == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import pytest
 
 from ckpt_tasks.cli.fork import parse_changes
 from ckpt_tasks.errors import ConfigError
-from tests.house.sources import ROOT
-from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
+from tests.support.cli_runs import ckpt, save_steps, tree
 from tests.support.forks import train
 
 
@@ -102,16 +99,6 @@ def test_bad_names_are_errors_before_anything_is_written(
     assert tree(run_dir) == before
 
 
-def test_a_damaged_source_is_one_line(run_dir: Path, tmp_path: Path) -> None:
-    """P49: damage is an error that names the object, and there is no run then."""
-    save_steps(run_dir, 1)
-    flip(only(run_dir, "checkpoint_*/*/manifest.json"), 40)
-    answer = ckpt("fork", run_dir, tmp_path / "b")
-    assert answer.status == 1
-    assert "manifest" in answer.err
-    assert ckpt("ls", tmp_path / "b").status == 1
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -137,18 +124,3 @@ def test_values_that_only_look_like_json_are_refused(text: str) -> None:
     """Python's words and numbers that JSON writes otherwise would become texts, and be noticed late."""
     with pytest.raises(ConfigError):
         parse_changes([f"x={text}"])
-
-
-def test_forking_does_not_wait_for_torch(run_dir: Path, tmp_path: Path) -> None:
-    """The command needs neither torch nor Prefect."""
-    save_steps(run_dir, 1)
-    code = "import sys\nfrom ckpt_tasks.cli import app\ntry:\n    app(sys.argv[1:])\nexcept SystemExit as ended:\n"
-    code += "    print(ended.code, {'torch', 'prefect'} & {*sys.modules} or 'neither')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "fork", str(run_dir), str(tmp_path / "b")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1] == "0 neither", done.stdout + done.stderr

@@ -23,6 +23,9 @@ from tests.support.cli_runs import ckpt, save_steps
         ("verify DIR", {"torch", "prefect"}),
         ("diff DIR DIR", {"torch", "prefect"}),
         ("prune DIR --dry-run", {"torch", "prefect"}),
+        ("fork DIR DIR-2", {"torch", "prefect"}),
+        ("plan DIR", {"torch", "prefect", "pyarrow"}),
+        ("doctor-store DIR", {"torch", "prefect", "pyarrow"}),
         ("prune DIR", {"prefect"}),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -19,30 +18,20 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.storage.locations import Location
-from tests.servers.s3 import REGION, S3Server
+from tests.servers.s3 import S3Server
 from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
 from tests.support.measured import memory_of
 from tests.support.owner_child import OwnerChild
 from tests.support.rules import Fault, Gate
-
-
-def environment(server: S3Server) -> dict[str, str]:
-    """Return what tells the command line where a server is and who asks."""
-    return {
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "AWS_ACCESS_KEY_ID": server.key,
-        "AWS_SECRET_ACCESS_KEY": server.secret,
-        "AWS_DEFAULT_REGION": REGION,
-    }
+from tests.support.small_disk import small_disk
 
 
 @pytest.fixture
 def s3(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a URL in a fresh bucket; the environment has the credentials."""
-    for name, value in environment(ministack).items():
+    for name, value in ministack.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://{bucket}"
 
@@ -139,16 +128,11 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
 def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
     """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
     source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
-    small = tmp_path / "small"
-    small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(small)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        with started("sync", str(source), str(tmp_path / "b"), TMPDIR=str(small)) as process:
-            _, err = process.communicate(timeout=60)
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
+    with (
+        small_disk(tmp_path / "small", size="1m") as small,
+        started("sync", str(source), str(tmp_path / "b"), TMPDIR=str(small)) as process,
+    ):
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Set TMPDIR to a directory with room" in err
     assert ckpt("sync", source, tmp_path / "b").status == 0
@@ -258,13 +242,3 @@ def test_an_interrupted_copy_is_completed(
     assert [one["outcome"] for one in answer.data["checkpoints"]] == ["there already", "copied"]
     assert answer.data["checkpoints"][1]["found_bytes"] > 0
     assert ckpt("diff", run_dir, target).status == 0
-
-
-def test_memory_is_a_store_too(run_dir: Path) -> None:
-    """Whatever opens as a store can be a target: fsspec's memory file system, within one process."""
-    save_steps(run_dir, 1, 2)
-    target = f"memory://sync/{secrets.token_hex(8)}"
-    assert ckpt("sync", run_dir, target).status == 0
-    assert ckpt("diff", run_dir, target).status == 0
-    names: list[Any] = Location(target).open().names("")
-    assert "format.json" in names

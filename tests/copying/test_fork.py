@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.copying import fork as forking
 from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork, without_user
 from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     ConfigError,
     IntegrityError,
-    NoGoodCheckpointError,
     RunMismatchError,
     StateError,
 )
@@ -283,26 +281,6 @@ def test_the_same_fork_again_changes_nothing(a: Path, b: Path) -> None:
     assert tree(b) == before
     with pytest.raises(RunMismatchError):
         fork(a, 3, b, {"lr": 0.5}, run_key="other")
-
-
-def test_nobody_trains_in_half_a_fork(a: Path, b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P30: without its ledger entry a fork is not a run: training does not begin from nothing in its place."""
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(forking, "_commit", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fork(a, 3, b)
-    with pytest.raises(NoGoodCheckpointError, match="no ledger"):
-        train(b, 1)
-    monkeypatch.undo()
-    fork(a, 3, b)
-    assert train(b, 6, {"lr": 0.02}) == digest_of_six(a)
-
-
-def digest_of_six(a: Path) -> str:
-    return train(a, 6, {"lr": 0.02})
 
 
 @pytest.mark.parametrize("steps", [(3, 6), (3, 3)], ids=["of two checkpoints", "of one"])

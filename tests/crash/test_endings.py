@@ -161,13 +161,9 @@ QUICK = [
     ("local", "return", "alone"),
     ("local", "SIGTERM", "with"),
     ("local", "SIGINT", "alone"),
-    ("local", "SIGKILL", "alone"),
     ("local, no memory", "daemon thread", "alone"),
     ("s3", "return", "alone"),
-    ("s3", "exception", "with"),
     ("s3", "daemon thread", "alone"),
-    ("s3, no memory", "sys.exit", "alone"),
-    ("s3 single_writer", "exception", "alone"),
     ("s3 and local_dir", "os._exit", "alone"),
 ]
 

@@ -52,7 +52,7 @@ def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
     return committed, None
 
 
-@strides(5)
+@strides(9)
 @pytest.mark.parametrize("kept", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["refused", "landed"])
 def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
@@ -81,7 +81,7 @@ def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
         shutil.rmtree(root)
 
 
-@strides(5)
+@strides(9)
 @pytest.mark.parametrize("mode", ["refused", LANDED])
 def test_the_same_process_can_try_again_after_any_failed_call(
     base: Path, fast_dir: Path, mode: Mode, stride: int
@@ -108,7 +108,7 @@ def victim() -> Iterator[Victim]:
         yield victim
 
 
-@strides(5)
+@strides(9)
 @pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
 def test_killed_at_any_call_the_run_goes_on(
     base: Path, fast_dir: Path, victim: Victim, mode: Mode, stride: int

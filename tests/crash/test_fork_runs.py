@@ -51,7 +51,7 @@ def finished(source: Path, target: Path) -> None:
     check_run(target, 3)
 
 
-@strides(7)
+@strides(11)
 @pytest.mark.parametrize("way", ["linked", pytest.param("sent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
 def test_killed_at_any_call_the_same_fork_finishes(  # noqa: PLR0917 (fixtures and parameters)
@@ -67,7 +67,7 @@ def test_killed_at_any_call_the_same_fork_finishes(  # noqa: PLR0917 (fixtures a
         shutil.rmtree(target)
 
 
-@strides(7)
+@strides(11)
 @pytest.mark.parametrize("mode", ["refused", "landed"])
 def test_whatever_call_fails_the_same_fork_finishes(source: Path, fast_dir: Path, mode: Mode, stride: int) -> None:
     """P28, P30: a call that fails, or whose answer is lost, leaves no run or the whole fork; again, it finishes."""

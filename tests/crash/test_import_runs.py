@@ -39,7 +39,7 @@ def finished(source: Path, target: Path) -> None:
     check_run(target, 2)
 
 
-@strides(13)
+@strides(19)
 @pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
 def test_killed_at_any_call_the_same_import_finishes(
     source: Path, fast_dir: Path, victim: Victim, mode: Mode, stride: int
@@ -53,7 +53,7 @@ def test_killed_at_any_call_the_same_import_finishes(
         shutil.rmtree(target)
 
 
-@strides(13)
+@strides(19)
 @pytest.mark.parametrize("mode", ["refused", LANDED])
 def test_whatever_call_fails_the_same_import_finishes(source: Path, fast_dir: Path, mode: Mode, stride: int) -> None:
     """P28, P30: a call that fails, or whose answer is lost, leaves no checkpoint or the whole one."""

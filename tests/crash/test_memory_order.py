@@ -22,7 +22,9 @@ from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
+from tests.support.cli_runs import flip
 from tests.support.pipelines import Gate, Refusing, committed, die, opened
+from tests.support.waiting import until
 
 SIZE = 1 << 14
 
@@ -63,9 +65,7 @@ def test_what_was_restored_is_not_the_first_to_be_written_over(
     """P44: where the newest snapshot is damaged, the other one stays until what follows it is complete."""
     _died(run_dir, memory, 1, last)
     for image in _slot_of(memory, last).glob("*.safetensors"):
-        damaged = bytearray(image.read_bytes())
-        damaged[-1] ^= 1
-        image.write_bytes(damaged)
+        flip(image, -1)
     before = _slot_of(memory, last - 1)
     ckpt = _start(run_dir, memory, gate)
     state = state_of(0, SIZE)
@@ -119,18 +119,13 @@ def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memor
     ckpt = _start(run_dir, memory, gate, flush_timeout_s=0.5)
     ckpt.step(1, state_of(1, SIZE))
     assert gate.reached.wait(30)
-    _until(ckpt, stuck=True)
+    until(lambda: ckpt._saver._pipeline.stuck)
     before = _last_seal(ckpt, memory)
     ckpt.step(2, state_of(2, 2 * SIZE))
     assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest_digest
     gate.opened.set()
-    _until(ckpt, stuck=False)
+    until(lambda: not ckpt._saver._pipeline.stuck)
     ckpt.close()
-
-
-def _until(ckpt: Checkpointer, *, stuck: bool) -> None:
-    while ckpt._saver._pipeline.stuck is not stuck:
-        time.sleep(0.01)
 
 
 def _last_seal(ckpt: Checkpointer, memory: Path) -> Seal:
@@ -163,6 +158,7 @@ def test_without_shared_memory_it_is_said_what_is_lost(
         ckpt.acquire()
         ckpt.prune()  # who saves nothing has nothing to lose
     assert caplog.text == ""
+    assert not (tmp_path / "missing").exists()
     assert committed(run_dir) == [1, 2, 3]
 
 

@@ -76,17 +76,6 @@ def test_shared_memory_is_not_used_where_the_machine_has_less(shared: Path, monk
     assert {size: default_directory(size * MIB) for size in (15, 20)} == {15: shared, 20: None}
 
 
-def test_a_machine_without_shared_memory_does_without(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is no /dev/shm none is made, and the checkpoint is committed all the same."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", tmp_path / "shm")
-    with _opened(run_dir) as ckpt:
-        ckpt.save(1, _state(MIB, 1))
-    assert not (tmp_path / "shm").exists()
-    assert [c.step for c in open_run(str(run_dir)).checkpoints()] == [1]
-
-
 def test_a_state_without_room_leaves_shared_memory_alone(
     run_dir: Path, shared: Path, warned: pytest.LogCaptureFixture
 ) -> None:

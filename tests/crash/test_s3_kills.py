@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.support.places import S3Place
 from tests.support.recording import committed
 from tests.support.rules import Fault, Gate
 from tests.support.runs import run_of
+from tests.support.waiting import until
 
 # Each save is one upload in two parts (the ballast), a few single objects, and a commit; the newest three are kept.
 _STEPS, _INTERVAL = 30, 3
@@ -110,7 +111,7 @@ def kill_somewhere(child: Child, chaos: Chaos, dice: random.Random) -> None:
     gate.open()
     if rule.hits and not fault.drop_request:
         [exchange] = [exchange for exchange in chaos.log if exchange.fault is fault]
-        wait_for(lambda: exchange.server_status is not None)
+        until(lambda: exchange.server_status is not None)
     chaos.off(rule)
 
 
@@ -142,10 +143,3 @@ def check_end(place: S3Place, uninterrupted: Path, ids: Path) -> None:
     assert found.good
     assert found.orphans == ()
     assert place.uploads() == []
-
-
-def wait_for(true: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

@@ -18,6 +18,7 @@ from tests.support.chaos import Chaos
 from tests.support.places import S3Place
 from tests.support.rules import Fault, Gate
 from tests.support.runs import UNTOUCHED, opened, run_of
+from tests.support.waiting import until
 
 
 @contextmanager
@@ -32,11 +33,8 @@ def in_mid_upload(
     command += ["--ballast-bytes", str(zombie.LARGE), *more]
     with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not gate.reached.is_set():
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            until(lambda: gate.reached.is_set() or process.poll() is not None, 60)
+            assert process.poll() is None
             yield process, gate
         finally:
             gate.open()
@@ -47,8 +45,7 @@ def in_mid_upload(
     ("number", "entered"),
     [
         (signal.SIGTERM, True),
-        (signal.SIGINT, False),
-        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+        *(pytest.param(signal.SIGINT, entered, marks=pytest.mark.slow) for entered in (False, True)),
     ],
 )
 def test_a_signal_waits_for_the_upload(

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,6 +18,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.deploying.parts import read_site
 from ckpt_tasks.errors import CheckpointNotFoundError
 from tests.servers.process import free_port
+from tests.support.waiting import until
 
 PATIENCE_S = 240.0
 BIN = Path(sys.prefix, "bin")
@@ -61,7 +61,7 @@ class Shell:
         site = read_site(self.home / "ckpt-up.json")
         assert site is not None
         os.kill(site.started[name].pid, signal.SIGKILL)
-        until(lambda: not site.started[name].lives)
+        until(lambda: not site.started[name].lives, PATIENCE_S)
 
     def step(self) -> int:
         try:
@@ -81,13 +81,6 @@ class Shell:
         return found
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "this was waited for in vain"
-        time.sleep(0.5)
-
-
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """Return a shell in a new project."""
@@ -104,8 +97,10 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     again = shell.up()
     assert (again["server"], again["worker"], again["automations"]) == ("as it was", "as it was", "as they were")
     shell("prefect", "deployment", "run", "train/nets", "-p", "total_steps=10000000", url=True)
-    until(lambda: shell.step() >= 100)
-    until(lambda: open_run(str(shell.project / "runs" / "nets")).evaluations() != [])  # by the project's own follower
+    until(lambda: shell.step() >= 100, PATIENCE_S)
+    until(
+        lambda: open_run(str(shell.project / "runs" / "nets")).evaluations() != [], PATIENCE_S
+    )  # by the project's own follower
 
     shell.kill("worker")
     again = shell.up()
@@ -115,19 +110,19 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     assert (again["server"], again["worker"]) == ("started", "as it was")
 
     before = shell.step()
-    until(lambda: shell.step() > before)
+    until(lambda: shell.step() > before, PATIENCE_S)
     assert shell.down() == {"worker": "ended", "server": "ended"}
-    until(lambda: shell.processes() == [])
+    until(lambda: shell.processes() == [], PATIENCE_S)
     stopped_at, owner = shell.step(), open_run(str(shell.project / "runs" / "nets")).head().state.owner
     assert owner is not None
     assert owner.released  # it was ended by its own end, not by force
 
     shell.up()
-    until(lambda: shell.step() > stopped_at)  # what was under way goes on by itself
+    until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
     for name in ("server", "worker"):
         shell.kill(name)
     assert shell.down() == {"worker": "was gone", "server": "was gone"}
-    until(lambda: shell.processes() == [])
+    until(lambda: shell.processes() == [], PATIENCE_S)
     assert shell.down() == {}
 
 

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from hatchling.builders.wheel import WheelBuilder
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 from tests.servers.process import free_port
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "TUTORIAL.md"
@@ -77,7 +77,7 @@ class Terminal:
         begun = len(self._said)
         self._shell.stdin.write(f"{command}\necho '==='\"$?\"'==='\n".encode())
         self._shell.stdin.flush()
-        until(lambda: re.search(rb"===\d+===", self._said[begun:]) is not None, command)
+        until(lambda: re.search(rb"===\d+===", self._said[begun:]) is not None, PATIENCE_S)
         status = re.search(rb"===(\d+)===", self._said[begun:])
         assert status is not None
         assert status[1] == b"0", self.said()
@@ -104,13 +104,6 @@ class Terminal:
             return
 
 
-def until(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.2)
-
-
 def step_of(run: Path) -> int:
     try:
         return open_run(str(run)).find("latest").step
@@ -129,9 +122,9 @@ def owner_of(run: Path) -> int:
 
 def trains(run: Path, but: int) -> int:
     """Wait until a process other than `but` holds the run and has committed; return its number."""
-    until(lambda: owner_of(run) not in {0, but}, "a process that trains")
+    until(lambda: owner_of(run) not in {0, but}, PATIENCE_S)
     before = step_of(run)
-    until(lambda: step_of(run) > before, "a commit of it")
+    until(lambda: step_of(run) > before, PATIENCE_S)
     return owner_of(run)
 
 
@@ -156,7 +149,7 @@ def follow(terminal: Terminal, place: Path, commands: list[Typed], port: str) ->
     for one in commands:
         command = one.command.replace(":4200", f":{port}")
         if command == "kill -9 $!":
-            until(lambda: step_of(place / "nets/runs/nets") >= 3000, "some thousand steps")
+            until(lambda: step_of(place / "nets/runs/nets") >= 3000, PATIENCE_S)
         if command == "ckpt ls runs/served":
             pid = trains(place / "nets/runs/served", but=pid)
         if command == "kill -9 4711":

@@ -30,17 +30,6 @@ def test_a_lost_answer_is_followed_by_reading_back(place: Place) -> None:
     assert commits(place.truth) == [5]
 
 
-def test_every_second_answer_is_lost(place: Place) -> None:
-    """P32: of eight commits four lose their answer; each is in the ledger once, and none was sent twice."""
-    history = place.history()
-    for step in range(1, 9):
-        if step % 2:
-            place.chaos.on(Fault(drop_answer=True), operation="PutObject", key=LEDGER, times=1)
-        assert commit(history, step) == step
-    assert commits(place.truth) == [*range(1, 9)]
-    assert len(place.chaos.requests(operation="PutObject", key=LEDGER)) == 8
-
-
 def test_a_lost_request_is_sent_again_once_it_is_known_to_be_lost(place: Place) -> None:
     """P32: nothing reached the server: the number is read first, and only then the same bytes go to it again."""
     history = place.history()
@@ -260,15 +249,6 @@ def test_a_store_that_is_gone_is_an_error_and_comes_back(place: Place) -> None:
     place.chaos.off(gone)
     assert commit(history, 6) == 1
     assert commits(place.truth) == [6]
-
-
-def test_a_server_that_knows_no_conditions_is_an_error(place: Place) -> None:
-    """P33: 501 to the condition: it says so, at once, and nothing is committed."""
-    history = place.history()
-    place.chaos.on(Fault(answer=answers.NOT_IMPLEMENTED), operation="PutObject", key=LEDGER)
-    with pytest.raises(StoreError, match="501 NotImplemented"):
-        commit(history, 5)
-    assert commits(place.truth) == []
 
 
 def test_a_server_that_hangs_is_noticed(place: Place) -> None:

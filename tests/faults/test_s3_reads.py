@@ -170,23 +170,6 @@ def test_a_bit_that_flips_while_committing_loses_no_commit(place: Place, history
     assert steps(place.truth.head()) == [1, 2, 3, 4]
 
 
-def test_a_bit_that_flips_while_reading_back_commits_once(place: Place, history: History) -> None:
-    """P32, P49: my own entry comes back with a changed bit: it is mine all the same, and is not committed again."""
-    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(4), times=1)
-    assert commit(history, 4) == 4
-    assert commits(place.truth) == [1, 2, 3, 4]
-    assert steps(place.truth.head()) == [1, 2, 3, 4]
-
-
-def test_an_entry_that_always_flips_is_damaged_and_named(place: Place, history: History) -> None:
-    """P49: no read of the newest entry is good: the state before it is shown, and the entry is named."""
-    place.chaos.on(Fault(flip_answer_at=50), operation="GetObject", key=ledger_name(3))
-    head = History(history.store).head()  # one that has not read the entry before
-    assert [one.step for one in head.state.live] == [1, 2]
-    assert head.damaged == (ledger_name(3),)
-    assert head.next_n == 4
-
-
 def test_a_listed_entry_that_is_not_found_once_is_not_forgotten(place: Place, history: History) -> None:
     """P54: the newest entry is listed, and one read says that it does not exist: no commit is built without it."""
     place.chaos.on(Fault(answer=answers.NO_SUCH_KEY), operation="GetObject", key=ledger_name(3), times=1)

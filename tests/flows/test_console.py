@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ckpt_tasks.cli.settings import default_key
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.orchestration.config import position_of_run
 from tests.flows.test_train import assert_equal, run
+from tests.support.waiting import until
 
 PATIENCE_S = 120.0
 
@@ -92,13 +92,6 @@ class Runs:
                 os.kill(server, signal.SIGKILL)
         for process in self._started:
             process.communicate()
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline, "this was waited for in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -266,7 +259,7 @@ def test_a_complete_run_is_not_another_programs(run_dir: Path, capfd: pytest.Cap
     assert "complete" not in said
 
 
-@pytest.mark.parametrize("module", ["flows.train", "flows.evaluate"])
+@pytest.mark.parametrize("module", ["flows.train", pytest.param("flows.evaluate", marks=pytest.mark.slow)])
 def test_what_is_no_program_is_seen_before_the_server_starts(embedded: Runs, module: str) -> None:
     """A class without train_step and evaluate is one line, and no server is waited for."""
     status, said = embedded.finish("--program", "collections:Counter", module=module)

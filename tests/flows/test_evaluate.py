@@ -23,7 +23,7 @@ from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
 from tests.flows.tiny import Tiny
-from tests.support.cli_runs import ckpt
+from tests.support.cli_runs import ckpt, flip
 
 pytestmark = pytest.mark.usefixtures("harness")
 TINY = "tests.flows.tiny:Tiny"
@@ -60,9 +60,7 @@ def pending(run_dir: Path, **options: Any) -> dict[int, EvaluationResult]:
 def damage(run_dir: Path, step: int) -> None:
     """Flip one bit of a checkpoint's weights."""
     shard = next((run_dir / open_run(str(run_dir)).find(step).manifest).parent.glob("model-*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard, -1)
 
 
 def test_an_evaluation_restores_the_model_only_and_is_recorded(trained: Path) -> None:
@@ -107,15 +105,6 @@ def test_the_lease_ends_with_the_evaluation(trained: Path) -> None:
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     leases = [event for event in events if event["kind"] == "lease"]
     assert [bool(event.get("ended")) for event in leases] == [False, True, False, True]
-
-
-def test_a_damaged_checkpoint_is_not_evaluated(trained: Path) -> None:
-    """P49: a flipped bit in the model is an error that names the tensor; nothing is recorded."""
-    run = open_run(str(trained))
-    damage(trained, 6)
-    with pytest.raises(IntegrityError, match="model/"):
-        evaluated(trained)
-    assert run.evaluations() == []
 
 
 @pytest.mark.parametrize(

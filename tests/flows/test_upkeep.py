@@ -12,6 +12,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.flows.upkeep import upkeep
+from tests.support.cli_runs import flip
 from tests.support.ledgers import owner_of, take
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -40,10 +41,8 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     """The flow run fails and names the checkpoint that is damaged; all others are still there."""
     config = saved(tmp_path / "run", range(1, 6))
     shard = next((tmp_path / "run").glob("checkpoint_000000000005/*/*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
     shard.chmod(0o644)
-    shard.write_bytes(data)
+    flip(shard, -1)
     with pytest.raises(IntegrityError, match=r"step 5: .*Nothing was pruned"):
         upkeep(run_key="run", checkpoint=config)
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5

@@ -10,14 +10,16 @@ from typing import Any
 import lightning
 import torch
 from datasets import Dataset
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, ResumableLoader
-from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.integrations.lightning import CkptCallback
 from ckpt_tasks.integrations.lightning_io import CkptCheckpointIO
 from tests.support.legs import Leg
@@ -40,6 +42,8 @@ class Net(lightning.LightningModule):
         super().__init__()
         self.leg = leg
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        # In a tuple it is no submodule: it is saved as an object of one's own.
+        self.average = (AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),)  # type: ignore[no-untyped-call]
 
     def on_train_start(self) -> None:
         self.leg.record("begin", self.global_step, "")
@@ -53,6 +57,9 @@ class Net(lightning.LightningModule):
         self.leg.settle = self.saving.ckpt.wait
         self.leg.within(self.global_step)
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average[0].update_parameters(self.net)
 
     def validation_step(self, batch: Any, _: int) -> None:
         x, y = batch
@@ -99,12 +106,15 @@ def train(leg: Leg) -> None:
         step_interval=options.get("interval", 1),
         memory_dir=leg.folder / "memory",
     )
-    saving = CkptCallback(config)
+    net = Net(leg)
+    net.saving = saving = CkptCallback(config, state={"average": net.average[0]})
     callbacks: list[Any] = [saving]
     if options.get("early"):
         callbacks.append(EarlyStopping("val", patience=0, min_delta=0.05))
     if options.get("ema"):
         callbacks.append(EMAWeightAveraging(decay=0.9))
+    # The first steps overflow and are skipped; later on the scale grows until some do again.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3) if options.get("scaled") else None
     trainer = lightning.Trainer(
         accelerator="cpu",
         accumulate_grad_batches=options.get("accumulate", 1),
@@ -115,15 +125,16 @@ def train(leg: Leg) -> None:
         enable_progress_bar=False,
         logger=False,
         max_epochs=3,
-        precision=options.get("precision", "32-true"),
+        plugins=MixedPrecision("16-mixed", "cpu", scaler) if scaler is not None else None,
+        precision=options.get("precision"),
         val_check_interval=options.get("val", 1.0),
     )
-    net = Net(leg)
     validation = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=23)
-    net.saving = saving
     trainer.fit(net, loader(kind, data, options.get("workers", 0)), validation)
     moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
-    leg.end(trainer.global_step, [*net.state_dict().values(), *moments])
+    if scaler is not None:
+        leg.record("scale", trainer.global_step, scaler.get_scale())
+    leg.end(trainer.global_step, [*net.state_dict().values(), *net.average[0].state_dict().values(), *moments])
 
 
 class Bare(lightning.LightningModule):
@@ -222,6 +233,11 @@ def evaluated(leg: Leg) -> None:
         )
     except UnsupportedStateError as error:
         leg.record("refused", 0, str(error))
+    averaging = [CkptCallback(config), StochasticWeightAveraging(0.01)]
+    try:
+        lightning.Trainer(callbacks=averaging, enable_checkpointing=False, **quiet).fit(again, DataLoader(data))
+    except ConfigError as error:
+        leg.record("averaging", 0, str(error))
     try:
         CkptCheckpointIO().remove_checkpoint(run)
     except ValueError as error:

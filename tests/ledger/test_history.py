@@ -10,20 +10,17 @@ import pytest
 
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
-    CommitUncertainError,
     FencedError,
     FormatVersionError,
     IntegrityError,
-    ObjectExistsError,
     RunMismatchError,
-    StoreError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
 from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from tests.support.ledgers import ME, OTHER, commit, owned, owner_of, resealed, steps, take
+from tests.support.ledgers import ME, OTHER, commit, owned, owner_of, resealed, steps
 
 Change = Callable[[State, int], State]
 
@@ -55,122 +52,6 @@ def test_number_ten_comes_after_nine(history: History) -> None:
 
 
 # ── outcomes of a put ────────────────────────────────────────────────────────────────────────────────────────
-
-
-class AnswerLost(LocalStore):
-    """Store the entry and report what a client does whose answer was lost: that it exists, or an error."""
-
-    error: Exception = ObjectExistsError("the object exists already")
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        super().put_if_absent(name, body)
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [ObjectExistsError("it exists"), StoreError("the connection was reset")])
-def test_a_commit_whose_answer_was_lost_is_one_commit(history: History, error: StoreError) -> None:
-    """P32: a client's own retry reports "exists" for one's own object; the entry is read back and counts once."""
-    store = AnswerLost(history.store.url)
-    store.error = error
-    assert commit(History(store), 5) == 1
-    assert steps(history.head()) == [5]
-    assert history.head().next_n == 2
-
-
-class Refused(LocalStore):
-    """Refuse the first `times` puts."""
-
-    times = 10**9
-    tries = 0
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self.tries += 1
-        if self.tries <= self.times:
-            raise StoreError("try again later", key=name)
-        super().put_if_absent(name, body)
-
-
-def test_a_refused_put_is_sent_again_and_then_given_up(history: History) -> None:
-    """P28: the same bytes go to the same number a few times; then the error is raised, and nothing is committed."""
-    store = Refused(history.store.url)
-    store.times = 2
-    assert commit(History(store), 5) == 1
-    store = Refused(history.store.url)
-    with pytest.raises(StoreError, match="try again later"):
-        commit(History(store), 6)
-    assert 1 < store.tries < 10
-    assert steps(history.head()) == [5]
-
-
-class Unreadable(LocalStore):
-    """Store the entry and then answer no more."""
-
-    down = False
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        super().put_if_absent(name, body)
-        self.down = True
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        if self.down:
-            raise StoreError("the network is unreachable", key=name)
-        return super().get(name, max_bytes)
-
-
-def test_a_commit_that_cannot_be_read_back_is_uncertain_and_valid_when_it_landed(history: History) -> None:
-    """P32: when nobody can know the outcome the error says so, and what landed is what the next start sees."""
-    with pytest.raises(CommitUncertainError, match="cannot be known"):
-        commit(History(Unreadable(history.store.url)), 5)
-    assert steps(history.head()) == [5]
-
-
-class Raced(LocalStore):
-    """Let something happen between the look at the ledger and the put."""
-
-    happening: Callable[[str], None] | None = None
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        if self.happening is not None:
-            happening, self.happening = self.happening, None
-            happening(name)
-        super().put_if_absent(name, body)
-
-
-def test_an_entry_between_look_and_put_is_built_upon(history: History) -> None:
-    """P33, P64: an evaluator's entry that came first stays, and the commit is made again upon the state after it."""
-    store = Raced(history.store.url)
-
-    def lease(name: str) -> None:
-        commit(history, 1, owner=None)
-
-    store.happening = lease
-    assert commit(History(store), 2) == 2
-    assert steps(history.head()) == [1, 2]
-
-
-def test_a_take_over_between_look_and_put_fences(history: History) -> None:
-    """P33: the directory changed hands at the last moment: the commit is refused and leaves no entry."""
-    store = Raced(history.store.url)
-    store.happening = lambda name: take(history, OTHER)
-    with pytest.raises(FencedError, match="owner epoch 2"):
-        commit(History(store), 2)
-    assert steps(history.head()) == []
-    assert history.head().next_n == 2
-
-
-@pytest.mark.parametrize("body", [b"", b"torn", b"\0" * 700, b"{}"])
-def test_something_foreign_in_the_number_is_passed_over(history: History, body: bytes) -> None:
-    """P33, P35: torn or foreign bytes in a number count as "nothing happened"; the next number is used."""
-    store = Raced(history.store.url)
-
-    def intrude(name: str) -> None:
-        Path(history.store.url, name).write_bytes(body)
-
-    store.happening = intrude
-    assert commit(History(store), 2) == 2
-    assert steps(history.head()) == [2]
-    assert history.head().damaged == ()  # … it lies below a good one
-    assert Path(history.store.url, ledger_name(1)).read_bytes() == body
 
 
 def test_a_change_of_mind_writes_nothing(history: History) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from ckpt_tasks.errors import FencedError
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import build, config, digests, train
+from tests.support.cli_runs import flip
 from tests.support.gang import Gang, report, run
+from tests.support.waiting import until
 
 SIZE = 2
 
@@ -63,11 +64,6 @@ def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[dict[str, str 
     until(lambda: last in slots(Path(place), rank, size))
     report("sealed")
     time.sleep(600)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.01)
 
 
 def killed(
@@ -133,9 +129,7 @@ def test_a_damaged_image_sends_all_ranks_back(tmp_path: Path) -> None:
     root, memory = tmp_path / "run", tmp_path / "memory"
     killed(root, memory, last=8)
     [image] = slots(memory, 1)[8].glob("model-*.safetensors")
-    data = bytearray(image.read_bytes())
-    data[-5] ^= 1
-    image.write_bytes(data)
+    flip(image, -5)
     found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
     assert [one["step"] for one in found] == [6, 6]
     for one in found:

@@ -14,6 +14,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from tests.support.cli_runs import flip
 
 SIZE = 1 << 16
 
@@ -112,9 +113,7 @@ def test_damage_in_a_shared_object_is_found_in_every_checkpoint_that_uses_it(run
         for step in (1, 2, 3):
             ckpt.save(step, _model(step))
     (base,) = _bases(run_dir)
-    data = bytearray(base.read_bytes())
-    data[len(data) // 2] ^= 1
-    base.write_bytes(data)
+    flip(base, base.stat().st_size // 2)
     assert not _whole(run_dir)
     with _opened(run_dir) as ckpt, pytest.raises(NoGoodCheckpointError):
         ckpt.restore(_model(0))

@@ -71,6 +71,16 @@ class S3Server:
         """Options for stores of this process: with the common session a store is made in a moment, and not in 0.5 s."""
         return {**self.storage_options, "session": _aio_session()}
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that tell a client where the server is, and who asks."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": REGION,
+        }
+
     def through(self, endpoint: str) -> S3Server:
         """Return the same server as it is seen through a proxy."""
         return replace(self, endpoint=endpoint)

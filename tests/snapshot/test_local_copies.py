@@ -16,6 +16,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.objects import ObjectStore
+from tests.support.cli_runs import flip
 
 
 @pytest.fixture
@@ -59,9 +60,7 @@ def test_a_checkpoint_is_read_from_the_local_directory(url: str, tmp_path: Path)
     for damage in (None, "changed", "gone"):
         (model,) = tmp_path.rglob("model-*")
         if damage == "changed":
-            data = bytearray(model.read_bytes())
-            data[-8] ^= 1
-            model.write_bytes(data)
+            flip(model, -8)
         if damage == "gone":
             model.unlink()
         target = state(0.0)

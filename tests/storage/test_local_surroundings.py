@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.local import LocalStore
 from tests.storage.conformance import files, pattern
+from tests.support.small_disk import small_disk
 
 
 @pytest.mark.parametrize(("group", "directory", "file"), [(False, 0o700, 0o600), (True, 0o770, 0o660)])
@@ -143,24 +143,14 @@ def test_a_directory_without_permission_says_so(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a tmpfs of 4 MiB and 40 files."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small file system")
-    at = tmp_path / "small"
-    at.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=40", "tmpfs", at], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield at
-    subprocess.run(["umount", "-l", at], check=True)
+def small(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", size="4m", nr_inodes=40) as disk:
+        yield disk
 
 
-def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small: Path) -> None:
     """P37: ENOSPC half-way is a StoreError with what to do; the object is gone and its space is free."""
-    store = LocalStore(small_disk / "run")
+    store = LocalStore(small / "run")
     store.put("a/old", [pattern(1 << 20)])
     for _ in range(3):
         with pytest.raises(StoreError, match="disk is full") as caught:
@@ -168,14 +158,14 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small_disk: Pat
         assert caught.value.errno == errno.ENOSPC
         with pytest.raises(StoreError):
             store.put_if_absent("a/commit", pattern(4 << 20))
-        assert files(small_disk / "run") == ["a", "a/old"]
+        assert files(small / "run") == ["a", "a/old"]
     store.put("a/fits", [pattern(2 << 20)])
-    assert (small_disk / "run/a/old").read_bytes() == pattern(1 << 20)
+    assert (small / "run/a/old").read_bytes() == pattern(1 << 20)
 
 
-def test_a_disk_without_inodes_is_an_error_that_leaves_nothing(small_disk: Path) -> None:
+def test_a_disk_without_inodes_is_an_error_that_leaves_nothing(small: Path) -> None:
     """P37: when no more files can be made the store says so, names nothing new, and goes on when there is room."""
-    store = LocalStore(small_disk / "run")
+    store = LocalStore(small / "run")
 
     def fill() -> None:
         for n in range(100):
@@ -185,13 +175,13 @@ def test_a_disk_without_inodes_is_an_error_that_leaves_nothing(small_disk: Path)
         fill()
     made = store.names("a/")
     assert made == [f"a/{n:03d}" for n in range(len(made))]
-    assert files(small_disk / "run/a") == [name.removeprefix("a/") for name in made]
+    assert files(small / "run/a") == [name.removeprefix("a/") for name in made]
     with pytest.raises(StoreError):
         store.put_if_absent("b/commit", b"x")
     for name in made[:5]:
         store.delete(name)
     store.put_if_absent("b/commit", b"x")
-    assert not [name for name in files(small_disk / "run") if ".tmp" in name]
+    assert not [name for name in files(small / "run") if ".tmp" in name]
 
 
 def test_two_objects_of_one_name_are_told_apart_by_error(tmp_path: Path) -> None:

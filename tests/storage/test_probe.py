@@ -9,61 +9,20 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import ConfigError, ObjectExistsError, StoreError
+from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
-from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.storage.probe import prove
-
-
-class Liar(WrappedStore):
-    """A server that keeps its word in everything but what a test says."""
-
-    where = "http://liar"
-
-    @property
-    def endpoint(self) -> str | None:
-        return self.where
-
-
-class Overwrites(Liar):
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self.inner.replace(name, body)
-
-
-class RefusesAndOverwrites(Liar):
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        try:
-            self.inner.put_if_absent(name, body)
-        except ObjectExistsError:
-            self.inner.replace(name, body)
-            raise
-
-
-class LooksThenWrites(Liar):
-    """Two writers that look at once both see nothing."""
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        if "race" in name:
-            self.inner.replace(name, body)
-        else:
-            self.inner.put_if_absent(name, body)
-
-
-class ListsLate(Liar):
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return self.inner.names(prefix, limit)[:-1]
-
-
-class ListsInNoOrder(Liar):
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return self.inner.names(prefix)[::-1][:limit]
-
-
-class IgnoresRanges(Liar):
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        self.inner.read(name, 0, into)
+from tests.support.liars import (
+    IgnoresRanges,
+    Liar,
+    ListsInNoOrder,
+    ListsLate,
+    LooksThenWrites,
+    Overwrites,
+    RefusesAndOverwrites,
+)
 
 
 @pytest.fixture
@@ -104,37 +63,6 @@ def test_a_store_that_does_not_show_what_it_has_is_refused(
     with pytest.raises(ConfigError, match="does not show"):
         History(lie(good)).create("run", single_writer=single_writer)
     assert good.names("") == []
-
-
-def test_a_single_writer_may_use_any_store_and_it_is_recorded(good: ObjectStore) -> None:
-    """Who says that nobody else writes gets a run; later processes read so in format.json, and look first."""
-    History(Overwrites(good)).create("run", single_writer=True)
-    assert written(good)["single_writer"] is True
-    assert written(good)["proved"]["put_if_absent"] is False
-    later = ObjectStore(good.url)
-    assert History(later).check("run") == "run"
-    later.put_if_absent("a", b"1")
-    with pytest.raises(ObjectExistsError):
-        later.put_if_absent("a", b"2")
-
-
-def test_another_endpoint_is_tried_anew(good: ObjectStore) -> None:
-    """A directory that is reached through another server is tried there once, and refused where that one lies."""
-    first = Liar(good)
-    History(first).create("run")
-    before = written(good)
-    History(first).create("run")
-    assert written(good) == before
-    moved = Liar(good)
-    moved.where = "http://moved"
-    History(moved).create("run")
-    assert written(good) == {**before, "endpoint": "http://moved", "digest": written(good)["digest"]}
-    assert History(moved).check("run") == "run"
-    lying = Overwrites(good)
-    lying.where = "http://elsewhere"
-    with pytest.raises(ConfigError):
-        History(lying).create("run")
-    assert written(good)["endpoint"] == "http://moved"
 
 
 def test_what_cannot_be_removed_stays_and_is_nobodys(good: ObjectStore) -> None:

@@ -17,27 +17,38 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from tests.support.children import Child
 
 Lines = list[list[Any]]  # [what, step, value]
+Moment = tuple[Literal["step", "after_s", "steps", "files"], float]
 
 
 class Leg:
-    """What a job is told: where its run is, what to train, and at which step to kill itself."""
+    """What a job is told: where its run is, what to train, and when to kill itself.
 
-    def __init__(self, folder: Path, log: Path, options: Mapping[str, Any], at: int | None, number: int):
+    A moment is a step that is in hand, with all saves committed ("step"); or, whatever is under way then: the n-th step
+    of this leg ("steps"), the n-th time that it opens, renames, links or removes a file below its folder ("files"),
+    which is in a save if not in a restore; or some seconds after its start ("after_s": somebody else kills it).
+    """
+
+    def __init__(self, folder: Path, log: Path, options: Mapping[str, Any], moment: Moment | None, number: int):
         self.folder = folder
         self.options = options
         self._log = log.open("a")
-        self._at = at
+        self._kind = moment[0] if moment else None
+        self._at = self._left = moment[1] if moment else 0
         self._number = number
         self.settle: Callable[[], Any] = lambda: None
+        if self._kind == "files":
+            sys.addaudithook(self._touched)
 
     def __deepcopy__(self, memo: Any) -> Leg:
         return self  # an average of weights copies the module that holds it
@@ -52,14 +63,25 @@ class Leg:
 
         It waits for saves on their way first (`settle`), so that the next leg begins exactly here.
         """
-        if self._at == step:
+        if self._kind == "step" and self._at == step:
             self.settle()
-            self._at = None
+            self._kind = None
+            os.kill(os.getpid(), self._number)
+        elif self._kind == "steps":
+            self._count()
+
+    def _touched(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in {"open", "os.rename", "os.link", "os.remove"} and str(arguments[0]).startswith(f"{self.folder}/"):
+            self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
             os.kill(os.getpid(), self._number)
 
     def end(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """Record every bit of some tensors, and of the random streams."""
-        seen = hashlib.sha256(repr(random.getstate()).encode())
+        seen = hashlib.sha256(repr((random.getstate(), np.random.get_state(legacy=False))).encode())  # noqa: NPY002
         for tensor in (*tensors, torch.get_rng_state()):
             seen.update(tensor.detach().numpy().tobytes())
         self.record("end", step, seen.hexdigest())
@@ -69,17 +91,16 @@ def compared(
     job: str,
     folder: Path,
     options: Mapping[str, Any],
-    stops: Sequence[int],
+    moments: Sequence[Moment],
     *,
     number: signal.Signals = signal.SIGKILL,
-    after_s: Sequence[float] = (),
 ) -> tuple[Lines, list[Lines], list[int]]:
-    """Train without a stop; train again, stopped within each step of `stops` or after some seconds, and to the end.
+    """Train without a stop; train again, stopped at each of the moments, and to the end.
 
     The folder of each has an empty `memory`. Returns the lines of the first, those of each leg of the second, and the
     legs' statuses; no leg may fail by itself.
     """
-    call = [job, str(folder), json.dumps(options), json.dumps([*stops]), str(int(number)), json.dumps([*after_s])]
+    call = [job, str(folder), json.dumps(options), json.dumps([*moments]), str(int(number))]
     with Child(main, call, folder / "said") as child:
         status = child.wait(600)
         said = child.said()
@@ -103,6 +124,22 @@ def assert_equal(reference: Lines, legs: Sequence[Lines]) -> None:
     assert not missing, f"never trained: {sorted(missing)}"
 
 
+def within(steps: Iterable[int]) -> list[Moment]:
+    """Return a moment in each of some steps, the ones before being committed."""
+    return [("step", step) for step in steps]
+
+
+def random_moments(seed: int, kills: int = 8) -> list[Moment]:
+    """Draw moments in steps, in saves and anywhere, that together are about one training of 36 steps."""
+    chance = random.Random(seed)
+    kinds: list[Callable[[], Moment]] = [
+        lambda: ("steps", chance.randint(1, 9)),
+        lambda: ("files", chance.randint(1, 500)),  # some 40 in a save, 100 in a restore
+        lambda: ("after_s", chance.uniform(0.05, 0.8)),
+    ]
+    return [chance.choice(kinds)() for _ in range(kills)]
+
+
 def begins(legs: Sequence[Lines]) -> list[int]:
     """Return at which step each leg began."""
     return [next(step for what, step, _ in lines if what == "begin") for lines in legs]
@@ -110,34 +147,32 @@ def begins(legs: Sequence[Lines]) -> list[int]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run all legs in forks of this process, which imports the job's module once."""
-    name, where, options, stops, number, after_s = arguments
+    name, where, options, moments, number = arguments
     module, _, attribute = name.partition(":")
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a script; a child of a fork server has its own
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
     job = getattr(import_module(module), attribute)
     folder = Path(where)
-    plan = [("reference", None, None)]
-    plan += [("killed", stop, None) for stop in json.loads(stops)]
-    plan += [("killed", None, seconds) for seconds in json.loads(after_s)]
-    plan += [("killed", None, None)]
+    plan = [("reference", None), *(("killed", moment) for moment in json.loads(moments)), ("killed", None)]
     logs: list[Lines] = []
     statuses = []
-    for n, (which, at, seconds) in enumerate(plan):
+    for n, (which, moment) in enumerate(plan):
         log = folder / f"{n}.log"
         home = folder / which
         (home / "memory").mkdir(parents=True, exist_ok=True)
-        statuses.append(_fork(job, Leg(home, log, json.loads(options), at, int(number)), seconds))
-        logs.append([json.loads(line) for line in log.read_text().splitlines()])
+        statuses.append(_fork(job, partial(Leg, home, log, json.loads(options), moment, int(number)), moment))
+        lines = log.read_text().rpartition("\n")[0]  # a kill may cut the last one
+        logs.append([json.loads(line) for line in lines.splitlines()])
     (folder / "found.json").write_text(json.dumps([logs[0], logs[1:], statuses]))
 
 
-def _fork(job: Any, leg: Leg, seconds: float | None) -> int:
+def _fork(job: Any, leg: Callable[[], Leg], moment: Moment | None) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            job(leg)
+            job(leg())
             status = 0
         except SystemExit as end:
             status = int(end.code or 0)
@@ -146,7 +181,9 @@ def _fork(job: Any, leg: Leg, seconds: float | None) -> int:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)) if seconds is not None else None
+    timer = None
+    if moment is not None and moment[0] == "after_s":
+        timer = threading.Timer(moment[1], os.kill, (pid, signal.SIGKILL))
     if timer:
         timer.start()
     _, waited = os.waitpid(pid, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, StoreError
 from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened, restored, state_at
+from tests.support.waiting import until
 
 
 class Reads(WrappedStore):
@@ -43,15 +44,6 @@ def held(ckpt: Checkpointer) -> Reads:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a close wait no longer than this for a prune that is stuck."""
     monkeypatch.setattr(checkpointer, "_PRUNE_S", 0.05)
-
-
-def until(true: Callable[[], bool]) -> None:
-    changed = threading.Event()
-    for _ in range(6000):
-        if true():
-            return
-        changed.wait(0.01)
-    raise AssertionError("what is waited for does not happen")
 
 
 def kinds(run_dir: Path) -> list[str]:
