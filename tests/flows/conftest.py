@@ -1,8 +1,10 @@
-"""Prefect for the tests: one harness for flows in this process, one real server for flows in processes of their own."""
+"""Prefect for the tests: one real server, for flows in this process and in processes of their own."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,9 +14,10 @@ from urllib.request import urlopen
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.context import _temporary_global_settings_context, get_settings_context
 from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from tests.servers.process import free_port
@@ -23,19 +26,10 @@ PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 
 
 @pytest.fixture(scope="session")
-def harness() -> Iterator[None]:
-    """Run flows of this process against a server and a database of the test session."""
-    _keep_prefect_out_of_later_tests()
-    # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
-    quiet = {PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
-    with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
-        yield
-
-
-@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a real server; yield the environment with which a process uses it."""
     home = tmp_path_factory.mktemp("prefect-server")
+    shutil.copytree(_migrated(tmp_path_factory.getbasetemp()), home, dirs_exist_ok=True)
     port = free_port()
     environment = {
         **os.environ,
@@ -54,6 +48,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         process.wait(30)
 
 
+@pytest.fixture(scope="session")
+def harness(server: dict[str, str]) -> Iterator[None]:
+    """Run flows of this process against the session's server."""
+    _keep_prefect_out_of_later_tests()
+    # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
+    quiet = {PREFECT_API_URL: server["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    # Threads that are not copies of this one's context see the settings too, as in a process that is configured.
+    with temporary_settings(quiet), _temporary_global_settings_context(get_settings_context()):
+        yield
+        APILogWorker.instance().drain()
+        EventsWorker.drain_all()
+
+
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     """Return a client of the real server, which this process is then configured for."""
@@ -62,6 +69,19 @@ def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
         EventsWorker.drain_all()  # one that has begun goes on sending to the server that it began with
         yield found
         EventsWorker.drain_all()
+
+
+def _migrated(place: Path) -> Path:
+    """Return a Prefect home whose database has every table, made once for all workers: it takes as long as a server."""
+    made = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "prefect-home"
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            half = made.with_suffix(".half")
+            command = [PREFECT, "server", "database", "upgrade", "--yes"]
+            subprocess.run(command, env={**os.environ, "PREFECT_HOME": str(half)}, check=True, capture_output=True)
+            half.rename(made)
+    return made
 
 
 def _keep_prefect_out_of_later_tests() -> None:

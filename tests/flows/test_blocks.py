@@ -17,7 +17,7 @@ import pytest
 from prefect import get_client
 from prefect.blocks.core import Block
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -271,8 +271,13 @@ def files(*roots: Path) -> Iterator[Path]:
         yield from (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def test_no_secret_of_a_block_is_seen_anywhere(
-    there: str, ministack: S3Server, bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_no_secret_of_a_block_is_seen_anywhere(  # noqa: PLR0917 (fixtures)
+    there: str,
+    server: dict[str, str],
+    ministack: S3Server,
+    bucket: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A run with a failure, its evaluation, the command line and a run with wrong keys: no secret is left anywhere."""
     checkpoint: dict[str, Any] = {"checkpoint_dir": f"block://{there}/{{run_key}}", "max_num_checkpoints": None}
@@ -302,8 +307,8 @@ def test_no_secret_of_a_block_is_seen_anywhere(
     objects = ministack.client().list_objects_v2(Bucket=bucket)["Contents"]
     assert any(one["Key"] == "runs/tiny/format.json" for one in objects)
     bodies = {f"s3 {one['Key']}": _body(ministack, bucket, one["Key"]) for one in objects}
-    database = Path(PREFECT_API_DATABASE_CONNECTION_URL.value().partition("///")[2]).parent
-    roots = (tmp_path, Path(os.environ["PREFECT_HOME"]), database, *Path("/dev/shm").glob(f"ckpt-tasks-{os.getuid()}"))
+    homes = (Path(os.environ["PREFECT_HOME"]), Path(server["PREFECT_HOME"]))
+    roots = (tmp_path, *homes, *Path("/dev/shm").glob(f"ckpt-tasks-{os.getuid()}"))
     bodies |= {str(path): path.read_bytes() for path in files(*roots)}
     assert any(name.endswith(".db") for name in bodies)  # where Prefect's server keeps the block
     bodies |= {name: text.encode() for name, text in texts.items()}
