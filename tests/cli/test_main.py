@@ -18,7 +18,6 @@ from tests.support.cli_runs import ckpt, save_steps
     [
         ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
         ("ls DIR", {"torch", "prefect", "pyarrow"}),
-        ("ls DIR --json", {"torch", "prefect", "pyarrow"}),
         ("show DIR", {"torch", "prefect"}),
         ("verify DIR", {"torch", "prefect"}),
         ("diff DIR DIR", {"torch", "prefect"}),

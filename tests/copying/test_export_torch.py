@@ -10,21 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.importing import ImportedRun
-from ckpt_tasks.copying.export import ExportReport
 from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
 from ckpt_tasks.copying.importing import plan_import
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.storage.local import LocalStore
-from tests.support.cli_runs import config, flip, only, save
+from tests.support.cli_runs import config, save
 from tests.support.exports import bits, equal, parts
+from tests.support.exports import export_for_torch as export
 
 CUBE = torch.arange(60.0).reshape(3, 4, 5)
 IN_ORDER = [Box((0, 0, 0), (2, 4, 5)), Box((2, 0, 0), (1, 4, 5))]
@@ -45,11 +43,6 @@ class Extra(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state
-
-
-def export(run_dir: Path, out: Path, **how: Any) -> ExportReport:
-    run = open_run(str(run_dir))
-    return write_torch_export(run.history.store, plan_torch_export(run.history.store, run.find("latest"), out, **how))
 
 
 def loaded(out: Path) -> Any:
@@ -206,24 +199,3 @@ def test_streams_are_not_for_others(tmp_path: Path, run_dir: Path) -> None:
     for group in ("own", "rng"):
         with pytest.raises(ConfigError, match="random streams"):
             export(run_dir, tmp_path / "n.pt", groups=["model", group])
-
-
-@pytest.fixture(scope="module")
-def damaged(fast_dir: Path) -> Path:
-    torch.manual_seed(0)
-    return save(fast_dir / "damaged-torch", {"model": nn.Linear(40, 30)})
-
-
-@given(st.sampled_from(["model-*", "manifest.json", "index.arrow"]), st.floats(0, 1, exclude_max=True))
-def test_a_damaged_byte_anywhere_is_an_error(damaged: Path, pattern: str, where: float) -> None:
-    """P49, P47: with any one bit flipped in an object that is needed, there is an error and no file."""
-    path = only(damaged, f"checkpoint_*/*/{pattern}")
-    at = int(where * path.stat().st_size)
-    before = sorted(damaged.parent.iterdir())
-    flip(path, at)
-    try:
-        with pytest.raises(IntegrityError):
-            export(damaged, damaged.parent / "new.pt")
-        assert sorted(damaged.parent.iterdir()) == before
-    finally:
-        flip(path, at)

@@ -24,8 +24,6 @@ from tests.house.sources import ROOT
 
 CASES = hostile_child.cases()
 _SHARES = 8  # of the long form; on a slow machine all of it takes an hour and a half
-# Two parts of about the same length, so that they run at the same time.
-PARTS = ("ledger|fifo|link|device|loop|sparse|memory|change|number|epoch|pid|seconds", "")
 SWEEPS = ("manifests", "entries", "indexes")
 Line = dict[str, Any]
 
@@ -125,29 +123,20 @@ def check(place: Path, wanted: list[str], timeout_s: float) -> list[Line]:
     return lines
 
 
-def part_of(name: str) -> int:
-    return next(number for number, words in enumerate(PARTS) if re.search(words, name))
-
-
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])  # every third case, or all
-@pytest.mark.parametrize("part", range(len(PARTS)))
-def test_a_hostile_directory_ends_in_a_clear_error(fast_dir: Path, part: int, stride: int) -> None:
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])  # every fifth case, or all
+def test_a_hostile_directory_ends_in_a_clear_error(fast_dir: Path, stride: int) -> None:
     """P21, P42, P49, P56: names, links, files that are none, headers, Arrow, JSON, trees, numbers, memory, races.
 
     Every verb of `ckpt`, a restore, saves that go on from it and an evaluation end well or with an error of ours that
-    names what is wrong; never with a crash, a hang, all memory, or something changed outside of the directory.
+    names what is wrong; never with a crash, a hang, all memory, or something changed outside of the directory. So do
+    places of a manifest, an entry and an index that are changed one by one, with digests that fit.
     """
-    wanted = [f"quick {name}" for name, case in CASES.items() if not case.slow and part_of(name) == part][::stride]
-    assert len(wanted) > 50 / stride
-    ends = Counter(line["end"] for line in check(fast_dir, wanted, 280) if "end" in line)
+    wanted = [f"quick {name}" for name, case in CASES.items() if not case.slow][::stride]
+    assert len(wanted) > 100 / stride
+    sweeps = ["sweep manifests 13 120", "sweep entries 7 120", "sweep indexes 100 800"]
+    ends = Counter(line["end"] for line in check(fast_dir, wanted + sweeps, 580) if "end" in line)
     assert ends["well"] > 100
-    assert ends["refused"] > 10
-
-
-def test_any_change_with_fitting_digests_is_read_or_refused(fast_dir: Path) -> None:
-    """P21, P49: places of a manifest, an entry and an index changed one by one: a value or an error of ours."""
-    lines = check(fast_dir, ["sweep manifests 13 60", "sweep entries 7 60", "sweep indexes 100 400"], 280)
-    assert sum("end" in line for line in lines) > 200
+    assert ends["refused"] > 30
 
 
 @pytest.mark.slow

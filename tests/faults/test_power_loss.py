@@ -154,6 +154,7 @@ def test_without_these_fsyncs_a_save_is_lost(experiment: Experiment, leaves_out:
     assert found["wrong"] == 0, moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves_out", ["directories", "ledger", "data"])
 def test_without_these_fsyncs_reordered_writes_lose_a_save(logged: Experiment, leaves_out: str) -> None:
     """The same on the disk that logs its writes."""
@@ -221,7 +222,8 @@ def becomes(wanted: Callable[[], bool], within_s: float = 120) -> bool:
     return wanted()
 
 
-@pytest.mark.parametrize("how", ["reordered", pytest.param("in order", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["reordered", "in order"])
 def test_nothing_stays_when_the_tests_are_killed(room: Path, tmp_path: Path, how: str) -> None:
     """Kill whoever started an experiment while it saves: no loop device and no process is left, and nothing mounted."""
     if how == "reordered" and not Path("/dev/fuse").exists():

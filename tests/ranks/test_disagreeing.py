@@ -42,7 +42,7 @@ def one_cannot_capture(rank: int, size: int, root: str, first: bool) -> Said:
     return said
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_save_stops_the_save_of_all(tmp_path: Path, first: bool) -> None:
     """P7: one rank has a value that cannot be stored: all raise its key, and the next save is as any other.
 
@@ -190,7 +190,7 @@ def saves_until_it_fails(rank: int, size: int, root: str) -> tuple[int, str, str
     return 0, "None", ""
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_fails_the_save_of_the_others(tmp_path: Path, stopped: int) -> None:
     """SIGSTOP holds one rank, also the one that holds the process group's store: the other one raises StoreError."""
     with Gang(2, saves_until_it_fails, str(tmp_path)) as gang:

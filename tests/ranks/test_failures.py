@@ -69,7 +69,10 @@ def _full(self: LocalStore, name: str, parts: Any) -> None:
     raise StoreError("no space left on device", key=name)
 
 
-@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1: no space left"), ("is slow", "rank 1 said nothing")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raises", "rank 1: no space left"), pytest.param("is slow", "rank 1 said nothing", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_does_not_write_its_part_means_no_checkpoint(tmp_path: Path, how: str, words: str) -> None:
     """P47: step 2 fails in both ranks, with the name of the rank that failed, and step 3 is committed."""
     errors = run(2, one_cannot_write, str(tmp_path), how)
@@ -175,7 +178,7 @@ def until_signal(rank: int, size: int, root: str, options: dict[str, Any]) -> No
             time.sleep(0.002)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_rank_ends_all_at_one_step(tmp_path: Path, rank: int) -> None:
     """SIGTERM reaches one rank: both save the same step, commit it, and end by SIGTERM."""
     with Gang(2, until_signal, str(tmp_path), {}) as gang:

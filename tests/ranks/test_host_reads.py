@@ -136,7 +136,10 @@ def test_a_local_directory_is_verified_once_for_a_host(tmp_path: Path) -> None:
     assert all(1.4 * once < rank["read"] < 1.6 * once for rank in found)
 
 
-@pytest.mark.parametrize(("hosts", "times"), [(2, 2), (NAMELESS, 4), (CLOSED, 4)])
+@pytest.mark.parametrize(
+    ("hosts", "times"),
+    [(2, 2), pytest.param(NAMELESS, 4, marks=pytest.mark.slow), pytest.param(CLOSED, 4, marks=pytest.mark.slow)],
+)
 def test_each_host_reads_for_itself(tmp_path: Path, hosts: int, times: int) -> None:
     """Four ranks on two hosts read twice; ranks that cannot see each other's memory read for themselves."""
     saved = run(1, save, "ddp", str(tmp_path))[0]
