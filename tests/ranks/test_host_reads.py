@@ -93,7 +93,7 @@ def state_bytes(root: Path) -> int:
     return sum(row.end - row.begin for row in opened.rows)
 
 
-WORLDS = [("fsdp", 2, "fsdp", 3), ("tp", 2, "ddp", 3), ("ddp", 2, "2d", 4)]
+WORLDS = [("fsdp", 2, "fsdp", 3), ("tp", 2, "ddp", 3)]
 KINDS = ["fsdp", "tp", "ddp"]
 MORE_WORLDS = [
     *product(KINDS, (1, 2, 3, 4), KINDS, (1, 2, 3, 4)),

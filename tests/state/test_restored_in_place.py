@@ -19,19 +19,6 @@ from ckpt_tasks.state.tensors import same_bits
 from tests.support.roundtrip import Holder, assert_same, restore, same_module, save
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, Counter])
-def test_a_dict_is_refilled_whatever_its_class(kind: Any) -> None:
-    """P20: a dict, an OrderedDict and a Counter have keys, order and items after a restore, and after the next one."""
-    live = kind({"b": 2, "a": 1})
-    saved = save({"it": live}, rng=False)
-    live.clear()
-    live["c"] = 7
-    for _ in range(2):
-        restore(saved, {"it": live}, rng=False)
-        assert [*live.items()] == [("b", 2), ("a", 1)]
-        assert save({"it": live}, rng=False).manifest == saved.manifest
-
-
 def test_a_copy_of_a_state_dict_survives_restores() -> None:
     """P20: `copy.deepcopy(model.state_dict())`, an OrderedDict of tensors, comes back whole and in its own memory."""
     ema = copy.deepcopy(nn.Linear(2, 2).state_dict())
