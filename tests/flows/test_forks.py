@@ -1,16 +1,23 @@
-"""DataLoader workers within a flow's tasks."""
+"""DataLoader workers within a flow's tasks; and random numbers of training are training's alone."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+from prefect import flow
 from prefect.settings import get_current_settings
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import ServerConnection, serve
 
+from ckpt_tasks import CheckpointConfig, Checkpointer, resumable_task
 from ckpt_tasks.orchestration.isolation import _is_prefects
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +90,37 @@ def test_hooks_of_prefect_are_known_in_every_shape() -> None:
         assert _is_prefects(wrap(prefects))
         assert not _is_prefects(wrap(own))
         assert not _is_prefects(wrap("text".upper))
+
+
+async def _ping(times: int) -> None:
+    async def listen(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    async with serve(listen, "127.0.0.1", 0) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        async with connect(f"ws://127.0.0.1:{port}") as connection:
+            for _ in range(times):
+                await (await connection.ping())
+
+
+def _pinged_beside(times: int) -> None:
+    thread = threading.Thread(target=asyncio.run, args=(_ping(times),))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("harness")
+def test_pings_beside_a_batch_draw_nothing_from_training(run_dir: Path) -> None:
+    """P74: a websocket's pings in another thread, as Prefect's events have them, leave Python's stream alone."""
+    drawn: list[float] = []
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+
+        @resumable_task(ckpt, {"n": 0})
+        def batch() -> None:
+            random.seed(7)
+            _pinged_beside(5)
+            drawn.append(random.random())
+
+        flow(batch)()
+    assert drawn == [random.Random(7).random()]

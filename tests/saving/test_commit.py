@@ -1,15 +1,25 @@
-"""What a save is about to write is read first, as a restore reads it: nothing that would be refused is committed."""
+"""What a save is about to write is read first, as a restore reads it: nothing that would be refused is committed.
+
+That holds for sizes, and for the parts of a hundred ranks.
+"""
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_tasks.errors import CkptError, IntegrityError
+from benchmarks.scale import Simulation, commit, moved
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
+from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import Index
+from ckpt_tasks.reading import opening
+from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
@@ -51,3 +61,65 @@ def test_a_manifest_that_no_reader_takes_is_refused() -> None:
     saving, part = parts_of()
     with pytest.raises(CkptError):
         prepare_checkpoint(replace(saving, groups={"no group!": {"kind": "plain", "tree": 1}}), [part])
+
+
+@pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_INDEX_BYTES"])
+def test_a_checkpoint_that_could_not_be_read_is_not_committed(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """P42, P44: a manifest or index over the limit fails the save: nothing of it is left, nor written over for it."""
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(tmp_path)))
+    ckpt.save(1, {"x": "small"})
+    (sealed,) = tmp_path.rglob("seal.json")
+    monkeypatch.setattr(opening, limit, 5000)
+    names = {f"tensor{n}": float(n) for n in range(2000)}
+    state = {"x": names} if limit == "MAX_MANIFEST_BYTES" else tensors(200)
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(UnsupportedStateError, match="more than the 5000"):
+        ckpt.save(2, state)
+    assert sorted(run_dir.rglob("*")) == before
+    assert ckpt._saver._pipeline.next_slot() != sealed.parent.name  # the only complete snapshot stays
+    ckpt.close()
+    assert [c.step for c in ckpt.checkpoints()] == [1]
+
+
+def tensors(count: int) -> dict[str, object]:
+    import torch
+
+    return {"x": {f"tensor{n}": torch.zeros(1) for n in range(count)}}
+
+
+def test_a_ledger_entry_that_could_not_be_read_is_not_put(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P42: a note that is larger than a reader takes is refused, and the ledger goes on."""
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir)))
+    ckpt.save(1, {"x": 1})
+    monkeypatch.setattr(ledger, "MAX_ENTRY_BYTES", 10_000)
+    with pytest.raises(StateError, match="more than the 10000 that are read"):
+        ckpt.note("failure", text="x" * 20_000)
+    assert ckpt.save(2, {"x": 2}).step == 2
+    ckpt.close()
+
+
+RANKS, TENSORS = 100, 100
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_parts_of_a_hundred_ranks_are_one_checkpoint(fast_dir: Path, axis: int) -> None:
+    """P47: all regions of all ranks are committed in bounded memory, and one that moved by one element is named."""
+    made = Simulation(fast_dir / f"{axis}", ranks=RANKS, tensors=TENSORS, axis=axis)
+    words = [made.part(rank) for rank in range(RANKS)]
+    saving = made.saving()
+    key = "model/layers.3.weight"
+    with pytest.raises(IntegrityError, match=key):
+        commit(made.history, saving, [*words[:40], moved(words[40], key, axis), *words[41:]])
+    assert made.history.head().state.live == ()
+    tracemalloc.start()
+    commit(made.history, saving, words)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    (checkpoint,) = made.history.head().state.live
+    opened = open_checkpoint(made.history.store, checkpoint)
+    assert len(opened.index) > RANKS * TENSORS
+    assert opened.tensors[key] == ("float32", (RANKS, 64) if axis == 0 else (64, RANKS))
+    assert len({row.object for row in opened.index.of_tensors({key}).rows}) == RANKS
+    assert peak_bytes < 1000 * len(opened.index)  # an object of Python for each region would be more

@@ -1,4 +1,4 @@
-"""Memory that is made ready before a snapshot needs it."""
+"""Which plan of a snapshot fits which state, and memory that is made ready before the snapshot needs it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, touch
+from ckpt_tasks.snapshot.snapshot import plan_snapshot
 from ckpt_tasks.state.processes import map_memory
 
 SIZE_BYTES = 64 << 20
@@ -152,3 +153,14 @@ def test_what_is_made_ready_for_a_plan_that_is_gone_is_not_kept(run_dir: Path) -
         late.start()
         late.join()
         assert not ckpt._saver._rank._sets
+
+
+def test_a_plan_fits_no_part_of_its_structure() -> None:
+    """A state that lost or gained its last tensor, froze one, or has another part of one, is planned again."""
+    state = {f"model/{name}": torch.ones(3) for name in "abc"}
+    plan = plan_snapshot(state)
+    assert plan.fits({**state}, frozenset(), {})
+    assert not plan.fits({name: state[name] for name in ("model/a", "model/b")}, frozenset(), {})
+    assert not plan.fits({**state, "model/d": torch.ones(3)}, frozenset(), {})
+    assert not plan.fits(state, frozenset({"model/c"}), {})
+    assert not plan.fits(state, frozenset(), {"model/c": ((6,), (3,))})
