@@ -330,9 +330,9 @@ class Pipeline:
     # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        lower_priority()
         with self._changed:
             pass  # submit() holds it
+        lower_priority()  # only now: submit() waits for this thread to start
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -350,6 +350,8 @@ class Pipeline:
             self._sealed(snapshot)
 
     def _run(self) -> None:
+        with self._changed:
+            pass  # as above
         lower_priority()
         while True:
             with self._changed:

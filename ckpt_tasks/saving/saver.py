@@ -128,13 +128,13 @@ class Saver:
             copy=copy,
             samples=samples,
         )
+        self._warn_if_stuck(saving.attempt.step)
         try:
-            self._pipeline.submit(snapshot)
+            self._pipeline.submit(snapshot)  # last: whatever waits after it waits for what the threads compute
         except BaseException:
             if copy is not None:  # no thread waits for the copy, and the slot will be filled again
                 copy.wait()
             raise
-        self._warn_if_stuck(saving.attempt.step)
 
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the first failure, StoreError if the store is stuck."""
