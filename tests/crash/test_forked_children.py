@@ -58,13 +58,6 @@ SAVING: dict[str, Phase] = {
 }
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Path:
-    path = tmp_path / "memory"
-    path.mkdir()
-    return path
-
-
 @pytest.fixture(autouse=True)
 def _no_child_left() -> Iterator[None]:
     yield

@@ -237,27 +237,6 @@ def test_prune_keeps_what_is_reused_until_nothing_reuses_it(golden: Path) -> Non
     assert ckpt("verify", golden, "--json").data["orphans"] == []
 
 
-def test_pin_and_rm(golden: Path) -> None:
-    """A pinned checkpoint of three ranks stays, and an unpinned one goes by hand, with its own objects alone."""
-    assert ckpt("pin", f"{golden}@2").status == 0
-    assert ckpt("rm", f"{golden}@2").status == 1
-    assert ckpt("unpin", f"{golden}@2").status == 0
-    assert ckpt("rm", f"{golden}@2").status == 0
-    assert [*golden.glob("checkpoint_*2/*/*")] == []
-    assert ckpt("verify", golden, "--json").data["good"]
-
-
-def test_doctor_report_and_plan(golden: Path, tmp_path: Path) -> None:
-    """What is said of a run is said of one of three ranks as well."""
-    checks = {check["name"]: check for check in ckpt("doctor", golden, "--json").data["checks"]}
-    assert checks["store"]["verdict"] == "ok"
-    out = tmp_path / "report.html"
-    told = ckpt("report", golden, "--out", out, "--json").data
-    assert (told["step"], told["commits"]) == (3, 3)
-    assert "golden-ranks" in out.read_text(encoding="utf-8")
-    assert ckpt("plan", golden, "--json").status == 0
-
-
 def test_who_wrote_it_is_said_by_the_manifest(golden: Path) -> None:
     """P59: what three ranks wrote has version 2, one tree for each rank of what is its own, and no reader of 1."""
     (name,) = golden.glob("checkpoint_*3/*/manifest.json")
