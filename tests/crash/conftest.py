@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import server
+from tests.flows.conftest import prefect_home, server
 from tests.servers.s3 import S3Server
 from tests.support.pipelines import gate
 from tests.support.places import S3Place
 
-__all__ = ["gate", "memory", "s3_place", "server"]
+__all__ = ["gate", "memory", "prefect_home", "s3_place", "server"]
 
 
 @pytest.fixture

@@ -26,10 +26,25 @@ PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a home whose database has every table, once for all workers: it takes as long as a server. Copy it."""
+    place = tmp_path_factory.getbasetemp()
+    made = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "prefect-home"
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            half = made.with_suffix(".half")
+            command = [PREFECT, "server", "database", "upgrade", "--yes"]
+            subprocess.run(command, env={**os.environ, "PREFECT_HOME": str(half)}, check=True, capture_output=True)
+            half.rename(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def server(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a real server; yield the environment with which a process uses it."""
     home = tmp_path_factory.mktemp("prefect-server")
-    shutil.copytree(_migrated(tmp_path_factory.getbasetemp()), home, dirs_exist_ok=True)
+    shutil.copytree(prefect_home, home, dirs_exist_ok=True)
     port = free_port()
     environment = {
         **os.environ,
@@ -69,19 +84,6 @@ def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
         EventsWorker.drain_all()  # one that has begun goes on sending to the server that it began with
         yield found
         EventsWorker.drain_all()
-
-
-def _migrated(place: Path) -> Path:
-    """Return a Prefect home whose database has every table, made once for all workers: it takes as long as a server."""
-    made = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "prefect-home"
-    with made.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            half = made.with_suffix(".half")
-            command = [PREFECT, "server", "database", "upgrade", "--yes"]
-            subprocess.run(command, env={**os.environ, "PREFECT_HOME": str(half)}, check=True, capture_output=True)
-            half.rename(made)
-    return made
 
 
 def _keep_prefect_out_of_later_tests() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,8 +104,9 @@ def served(tmp_path: Path, server: dict[str, str]) -> Iterator[Runs]:
 
 
 @pytest.fixture
-def embedded(tmp_path: Path) -> Iterator[Runs]:
+def embedded(tmp_path: Path, prefect_home: Path) -> Iterator[Runs]:
     """Return runs without a configured server."""
+    shutil.copytree(prefect_home, tmp_path, dirs_exist_ok=True)
     runs = Runs(tmp_path, os.environ)
     yield runs
     runs.end()
