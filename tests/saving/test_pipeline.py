@@ -222,7 +222,7 @@ END = """
 """
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+@pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.slow)])
 def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Path, end: str) -> None:
     """P72: a process that ends right after its last step, without wait or close, has committed it."""
     code = textwrap.dedent(END).format(run=str(run_dir), end=end)
