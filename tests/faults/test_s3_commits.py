@@ -21,21 +21,26 @@ WAIT_S = 20.0
 # ── an answer or a request is lost ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lost_answer_is_followed_by_reading_back(place: Place) -> None:
-    """P32: the server has the entry, its answer is lost: the next request reads the number back, and no PUT follows."""
-    history = place.history()
-    place.chaos.on(Fault(drop_answer=True), operation="PutObject", key=LEDGER, times=1)
-    assert commit(history, 5) == 1
-    assert methods(place.of_entry(1)) == "PUT GET"
-    assert commits(place.truth) == [5]
+@pytest.mark.parametrize(
+    ("fault", "times", "requests"),
+    [
+        (Fault(drop_answer=True), 1, "PUT GET"),
+        (Fault(drop_request=True), 2, "PUT GET PUT GET PUT GET"),
+        (Fault(hold_answer=60.0), 1, "PUT GET"),  # after the read timeout
+        (Fault(answer=answers.SLOW_DOWN), 3, "PUT PUT PUT PUT GET"),
+        (Fault(answer=answers.CONDITIONAL_CONFLICT), 3, "PUT PUT PUT PUT GET"),
+    ],
+    ids=lambda it: "-".join(it.names()) if isinstance(it, Fault) else None,
+)
+def test_after_silence_the_number_is_read_first(place: Place, fault: Fault, times: int, requests: str) -> None:
+    """P28, P32, P43: an answer or a request is lost, or never comes: the number is read, and a PUT follows if need be.
 
-
-def test_a_lost_request_is_sent_again_once_it_is_known_to_be_lost(place: Place) -> None:
-    """P32: nothing reached the server: the number is read first, and only then the same bytes go to it again."""
-    history = place.history()
-    place.chaos.on(Fault(drop_request=True), operation="PutObject", key=LEDGER, times=2)
+    A server that says that it did nothing is asked again at once, with the same bytes for the same number.
+    """
+    history = place.history(read_timeout=0.5)
+    place.chaos.on(fault, operation="PutObject", key=LEDGER, times=times)
     assert commit(history, 5) == 1
-    assert methods(place.of_entry(1)) == "PUT GET PUT GET PUT GET"
+    assert methods(place.of_entry(1)) == requests
     assert commits(place.truth) == [5]
 
 
@@ -214,16 +219,6 @@ def test_a_put_that_was_given_up_for_good_may_still_arrive(place: Place) -> None
 
 
 @pytest.mark.parametrize("answer", [answers.SLOW_DOWN, answers.CONDITIONAL_CONFLICT], ids=["503", "409"])
-def test_a_refused_put_is_made_again_at_once(place: Place, answer: Answer) -> None:
-    """P28: a server that says that it did nothing is asked again, the same bytes and the same number."""
-    history = place.history()
-    place.chaos.on(Fault(answer=answer), operation="PutObject", key=LEDGER, times=3)
-    assert commit(history, 5) == 1
-    assert methods(place.of_entry(1)) == "PUT PUT PUT PUT GET"
-    assert commits(place.truth) == [5]
-
-
-@pytest.mark.parametrize("answer", [answers.SLOW_DOWN, answers.CONDITIONAL_CONFLICT], ids=["503", "409"])
 def test_a_storm_ends_with_the_deadline(place: Place, answer: Answer) -> None:
     """P28, P43: refused for longer than the deadline: a clear error after one deadline, and nothing is committed."""
     history = place.history(deadline_s=1)
@@ -249,12 +244,3 @@ def test_a_store_that_is_gone_is_an_error_and_comes_back(place: Place) -> None:
     place.chaos.off(gone)
     assert commit(history, 6) == 1
     assert commits(place.truth) == [6]
-
-
-def test_a_server_that_hangs_is_noticed(place: Place) -> None:
-    """P43: the entry is stored and the answer never comes: after the read timeout it is read back, and stands once."""
-    history, never = place.history(read_timeout=0.5), Gate()
-    place.chaos.on(Fault(hold_answer=never), operation="PutObject", key=LEDGER, times=1)
-    assert commit(history, 5) == 1
-    assert methods(place.of_entry(1)) == "PUT GET"
-    assert commits(place.truth) == [5]
