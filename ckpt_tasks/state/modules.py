@@ -88,12 +88,20 @@ def capture_module(module: nn.Module, group: str, tensors: TensorSet, *, is_plai
     `is_plain`: only torch's own code is involved, so live tensors are used: detaching a DTensor takes longer than all
     else that is done here.
     """
-    return {
-        name: tensors.add(value, f"{group}/{name}", exact=False)
-        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA)
-        else pack(value, f"{group}/{name}", tensors)
-        for name, value in _named_state(module, group, live=is_plain).items()
-    }
+    # DistributedDataParallel gives every rank the buffers of rank 0 before it computes; between steps they differ.
+    many = tensors.world is not None and tensors.world.size > 1
+    buffers = {bare_name(name) for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)} if many else ()
+    tree = {}
+    for name, value in _named_state(module, group, live=is_plain).items():
+        key = f"{group}/{name}"
+        if not isinstance(value, torch.Tensor) or name.endswith(_EXTRA):
+            tree[name] = pack(value, key, tensors)
+        elif name in buffers:
+            with tensors.of_first():
+                tree[name] = tensors.add(value, key, exact=False)
+        else:
+            tree[name] = tensors.add(value, key, exact=False)
+    return tree
 
 
 class ModulePart:

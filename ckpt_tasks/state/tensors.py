@@ -67,7 +67,7 @@ class TensorSet:
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
-        self._of_rank = False
+        self._of_rank = self._of_first = False
         self._alone = world is not None and world.size == 1
         self._shares = Shares(world) if world is not None else None
 
@@ -79,6 +79,15 @@ class TensorSet:
             yield
         finally:
             self._of_rank = False
+
+    @contextmanager
+    def of_first(self) -> Iterator[None]:
+        """Let rank 0 alone write the plain tensors added in the block: ranks may have different ones."""
+        self._of_first = self.world is not None and self.world.size > 1
+        try:
+            yield
+        finally:
+            self._of_first = False
 
     def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
         """Add a tensor and return the TensorRef for the tree.
@@ -120,6 +129,10 @@ class TensorSet:
         self._keys.add(first)
         if self._shares is None or ((self._alone or self._of_rank) and local is tensor):
             self.tensors[first] = tensor
+            return first
+        if self._of_first and self.world is not None and local is tensor:
+            if self.world.rank == 0:
+                self.tensors[first] = tensor
             return first
         share, begin = self._shares.of(tensor, local, first)
         held = local.detach() if local.requires_grad else local

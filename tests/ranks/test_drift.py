@@ -54,6 +54,25 @@ def test_ranks_that_have_drifted_apart_are_named(tmp_path: Path, what: str, step
     assert steps_of(tmp_path) == steps
 
 
+def buffers_of(rank: int, size: int, root: str) -> set[float]:
+    """Save buffers that hold the rank's number, small ones and one that is large; return what a restore brings."""
+    layers = nn.ModuleList([nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(8)])
+    layers.register_buffer("large", torch.zeros(1 << 17))
+    for buffer in layers.buffers():
+        buffer.fill_(rank)
+    with Checkpointer(config(root)) as ckpt:
+        ckpt.save(1, {"model": layers})
+        for buffer in layers.buffers():
+            buffer.fill_(9)
+        ckpt.restore({"model": layers})
+    return {float(value) for buffer in layers.buffers() for value in buffer.reshape(-1)}
+
+
+def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
+    """Running statistics come back as DistributedDataParallel takes them: whole, and of rank 0."""
+    assert run(2, buffers_of, str(tmp_path)) == [{0.0}, {0.0}]
+
+
 @pytest.mark.parametrize("others", [0, 7, 200])
 def test_one_element_is_seen_when_its_turn_comes(others: int) -> None:
     """Whichever element of whichever tensor differs, one save of 64 compares it; each looks at a few tensors."""
