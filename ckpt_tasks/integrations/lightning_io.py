@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ class CkptCheckpointIO(TorchCheckpointIO):
     A path is a run directory with one checkpoint. `ckpt_path` may also name a run of CkptCallback, "runs/first", or one
     checkpoint of it, "runs/first@500" or "runs/first@best". Files that Lightning wrote before are read as before.
 
+    Of many ranks the first one saves, as Lightning has it for `strategy="ddp"`.
+
     Saving raises UnsupportedStateError, with its key, for a value that is neither a tensor nor plain; ConfigError for
-    `storage_options` and for more than one rank; StateError if the path has a later step; and what
-    `Checkpointer.save` raises. Loading raises CheckpointNotFoundError, IntegrityError and StoreError.
+    `storage_options`; StateError if the path has a later step; and what `Checkpointer.save` raises. Loading raises
+    CheckpointNotFoundError, IntegrityError and StoreError.
     """
 
     def __init__(self) -> None:
@@ -52,12 +55,10 @@ class CkptCheckpointIO(TorchCheckpointIO):
         """Commit a checkpoint at a path; one that is there already is replaced."""
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise ConfigError("CkptCheckpointIO saves the training of one process", hint="Save with CkptCallback.")
         config = CheckpointConfig(checkpoint_dir=path, max_num_checkpoints=1, memory_dir=None)
         step = int(checkpoint.get("global_step", 0))
-        with self._lock:
-            ckpt = Checkpointer(config)
+        with self._lock, _alone() as group:
+            ckpt = Checkpointer(config, process_group=group)
             try:
                 found = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
                 if found > step:
@@ -80,7 +81,10 @@ class CkptCheckpointIO(TorchCheckpointIO):
         return _checkpoint(read_values(run.history.store, run.find("latest" if which is None else which)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint that `save_checkpoint` made. Raises ConfigError for any other run."""
+        """Remove a checkpoint that `save_checkpoint` made; do nothing if the path is missing, as Lightning's own does.
+
+        Raises ConfigError for any other run.
+        """
         if os.path.isfile(path):
             super().remove_checkpoint(path)
             return
@@ -96,6 +100,20 @@ class CkptCheckpointIO(TorchCheckpointIO):
             for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
                 store.delete(name)
             shutil.rmtree(path, ignore_errors=not store.near)
+
+
+@contextmanager
+def _alone() -> Iterator[distributed.ProcessGroup | None]:
+    """Yield a process group of this rank: of many ranks with the same state Lightning lets the first one save."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        yield None
+        return
+    ranks = [distributed.get_rank()]
+    group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        distributed.destroy_process_group(group)
 
 
 class _Group:

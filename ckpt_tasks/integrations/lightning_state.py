@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import distributed
 
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.loader import ResumableLoader
 
 __all__ = ["LightningState", "LoaderPositions", "begin_streams"]
@@ -97,10 +99,11 @@ class LightningState:
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
         # The batch in hand may be the epoch's last one: the restored loop would regard the epoch as done.
         loop["epoch_loop.batch_progress"] = {**loop["epoch_loop.batch_progress"], "is_last_batch": False}
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
-            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "sums": _sums(trainer),
+            # Values that are not reduced over ranks are each rank's own; a checkpoint has to be the same in all.
+            "of_ranks": _of_ranks({"logged": logged, "sums": _sums(trainer)}),
         }
         return dump
 
@@ -109,10 +112,18 @@ class LightningState:
         self._given, self._begun = state, False
 
     def apply(self) -> None:
-        """Restore through Lightning's own functions, as `ckpt_path` does; ignore its own checkpoint, if any."""
+        """Restore through Lightning's own functions, as `ckpt_path` does; ignore its own checkpoint, if any.
+
+        Raises ConfigError if another number of ranks has saved it.
+        """
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         own = self._given["ckpt_tasks"]
+        if (saved := len(own["of_ranks"])) != trainer.world_size:
+            raise ConfigError(
+                f"the run is one of {saved} ranks, and there are {trainer.world_size}",
+                hint="Start as many as before: the sums behind Lightning's means are each rank's own.",
+            )
         connector._loaded_checkpoint = {"state_dict": self._module.state_dict(), **self._given}
         connector.restore_model()
         connector.restore_datamodule()
@@ -123,7 +134,7 @@ class LightningState:
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
         trainer._logger_connector._callback_metrics.update(
-            {name: torch.tensor(value) for name, value in own["logged"].items()}
+            {name: torch.tensor(value) for name, value in own["of_ranks"][trainer.global_rank]["logged"].items()}
         )
 
     def at_train_start(self) -> None:
@@ -142,7 +153,7 @@ class LightningState:
     def after_first_batch(self) -> None:
         """Add the restored sums to those of the first batch: an epoch's mean must cover all of its batches."""
         assert self._given is not None
-        sums, self._given = self._given["ckpt_tasks"]["sums"], None
+        sums, self._given = self._given["ckpt_tasks"]["of_ranks"][self._trainer.global_rank]["sums"], None
         for name, metric in self._trainer.fit_loop.epoch_loop._results.items():
             if name in sums and metric.meta.on_epoch:
                 before = sums[name]
@@ -153,10 +164,19 @@ class LightningState:
                 metric.value = metric.value + value if adds else metric.meta.reduce_fx(metric.value, value)
 
 
+def _of_ranks(own: dict[str, Any]) -> list[Any]:
+    """Return what each rank has, in every rank."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [own]
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return found
+
+
 def _sums(trainer: Trainer) -> dict[str, Any]:
     results = trainer.fit_loop.epoch_loop._results
     return {
-        name: {"value": metric.value, "count": getattr(metric, "cumulated_batch_size", torch.tensor(0))}
+        name: {"value": metric.value.cpu(), "count": getattr(metric, "cumulated_batch_size", torch.tensor(0)).cpu()}
         for name, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch
     }

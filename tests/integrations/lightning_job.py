@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import warnings
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -204,6 +207,69 @@ def own(leg: Leg) -> None:
     torch.manual_seed(0)
     moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
     leg.end(trainer.global_step, [*net.state_dict().values(), *moments])
+
+
+class OfMany(Bare):
+    """Records what its rank does, and what it is in the end; means of epochs are those of a rank."""
+
+    saving: CkptCallback | None = None
+
+    def record(self, what: str, value: float | str) -> None:
+        self.leg.record(f"{what} of rank {self.global_rank}", self.global_step, value)
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            super().on_train_start()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        x, y = batch
+        loss: torch.Tensor = (self.net(x) - y).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.record("loss", loss.item())
+        if self.saving is not None and self.saving.ckpt is not None:
+            self.leg.settle = self.saving.ckpt.wait
+        if self.global_rank == self.leg.options["killed"]:
+            self.leg.within(self.global_step)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.saving is not None:
+            self.record("mean", self.trainer.callback_metrics["loss_epoch"].item())
+
+    def on_train_end(self) -> None:
+        torch.manual_seed(0)
+        held = self.trainer.optimizers[0].state.values()
+        if self.global_rank == 0:
+            self.leg.end(self.global_step, [*self.state_dict().values(), *(v for one in held for v in one.values())])
+
+
+def ranks(leg: Leg) -> None:
+    """Train in two ranks, with Lightning's own checkpoints in our store or with CkptCallback; a rank is killed."""
+    data = seeded_sums()
+    config = CheckpointConfig(checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=None)
+    every_step = ModelCheckpoint(leg.folder / "own", monitor="loss", every_n_train_steps=1, save_last=True)
+    net = OfMany(leg)
+    if leg.options.get("callback"):
+        net.saving = CkptCallback(config)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[net.saving or every_step],
+        default_root_dir=leg.folder,
+        devices=2,
+        enable_checkpointing=net.saving is None,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        log_every_n_steps=1,
+        logger=False,
+        max_epochs=2,
+        plugins=[CkptCheckpointIO()],
+        strategy="ddp_fork",
+    )
+    loader = ResumableLoader(data, batch_size=4, shuffle=True)
+    try:
+        trainer.fit(net, loader, ckpt_path="last" if net.saving is None else None)
+    except ProcessExitedException:  # Lightning has ended the other rank
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def evaluated(leg: Leg) -> None:

@@ -14,6 +14,7 @@ from tests.support.legs import assert_equal, begins, compared, random_moments, w
 
 JOB = "tests.integrations.lightning_job:train"
 OWN = "tests.integrations.lightning_job:own"
+RANKS = "tests.integrations.lightning_job:ranks"
 EVALUATED = "tests.integrations.lightning_job:evaluated"
 
 
@@ -113,6 +114,16 @@ def test_lightnings_own_checkpoints_killed_at_random(seed: int, tmp_path: Path) 
     assert_equal(
         [line for line in reference if line[0] != "held"], [[x for x in leg if x[0] != "held"] for leg in legs]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"killed": 0}, {"killed": 1, "callback": True}], ids=str)
+def test_two_ranks_go_on(options: dict[str, Any], tmp_path: Path) -> None:
+    """P73: under DDP a rank is killed, and both go on bit for bit, with Lightning's own checkpoints and with a run."""
+    reference, legs, statuses = compared(RANKS, tmp_path, options, within([3, 8]))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs)[0] == 0 < begins(legs)[1] <= 3 < begins(legs)[2] <= 8
+    assert_equal(reference, legs)
 
 
 def test_lightnings_switches_read_a_run_of_the_callback(tmp_path: Path) -> None:
