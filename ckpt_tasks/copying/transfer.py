@@ -19,7 +19,7 @@ from typing import Self, cast
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import unfold
+from ckpt_tasks.format.folding import Names, unfold
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import ObjectRecord
@@ -54,8 +54,10 @@ class Transfer:
         self._memory = memoryview(b"")
         self._given_up = given_up.union(unfold(state.retired))
         self._good: set[str] = set()
-        # The newest live checkpoint that names an object of another attempt, or has an attempt's prefix.
-        self._names = {name: c for c in state.live for name in (c.manifest.rpartition("/")[0], *unfold(c.reuses))}
+        self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
+        # Of checkpoints that reuse the same objects the newest one; newest first.
+        reusing = {c.reuses: c for c in state.live}.values()
+        self._reusing = [(Names(c.reuses), c) for c in sorted(reusing, key=lambda c: -c.n)]
         self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
 
     def __enter__(self) -> Self:
@@ -99,7 +101,8 @@ class Transfer:
 
     def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
         """Say whether a live checkpoint of the target names this object, with the same digests."""
-        checkpoint = self._names.get(record.name) or self._names.get(record.name.rpartition("/")[0])
+        reusing = next((c for names, c in self._reusing if record.name in names), None)
+        checkpoint = reusing or self._of_attempt.get(record.name.rpartition("/")[0])
         if checkpoint is None:
             return False
         return self._committed_by(checkpoint).get(record.name) == _digests(record, rows)

@@ -15,9 +15,10 @@ from operator import itemgetter
 
 from ckpt_tasks.format.keys import is_shard
 
-__all__ = ["MAX_FOLDED", "Names", "fold", "folded_count", "is_folded", "unfold"]
+__all__ = ["MAX_FOLDED", "MAX_RETIRED", "Names", "fold", "folded_count", "is_folded", "unfold"]
 
 MAX_FOLDED = 1 << 20  # names in one: a checkpoint has no more regions, and an object has at least one
+MAX_RETIRED = 4 * MAX_FOLDED  # names that one ledger entry gives up
 
 _SHARD = re.compile(r"(.*-)([0-9]{5,9})(-of-[0-9]{5,9}-[0-9]{1,9}\.safetensors)", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.folding import MAX_FOLDED, folded_count, is_folded
+from ckpt_tasks.format.folding import MAX_FOLDED, MAX_RETIRED, folded_count, is_folded
 from ckpt_tasks.format.keys import (
     MANIFEST_NAME,
     MAX_EPOCH,
@@ -269,8 +269,8 @@ def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
     for name in checked:
         if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
             raise ValueError(f"{name!r:.80} is not an object of an attempt")
-    if folded_count(checked) > 4 * MAX_FOLDED:
-        raise ValueError(f"more than {4 * MAX_FOLDED} objects")
+    if folded_count(checked) > MAX_RETIRED:
+        raise ValueError(f"more than {MAX_RETIRED} objects")
     return checked
 
 

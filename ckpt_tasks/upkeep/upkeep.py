@@ -16,9 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import (
+    CkptError,
+    IntegrityError,
+    NoGoodCheckpointError,
+    ObjectNotFoundError,
+    StateError,
+    StoreError,
+)
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import unfold
+from ckpt_tasks.format.folding import MAX_RETIRED, fold, folded_count, unfold
 from ckpt_tasks.format.image import parse_header
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import (
@@ -294,13 +301,17 @@ class Retirement:
     def apply(self, state: State) -> State:
         """Return the state after the entry; set `given_up` to the objects that may be deleted then, manifests first.
 
-        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays.
+        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays. Raises
+        StateError for more objects than one entry may give up.
         """
         gone = _going(self._plan(state)).intersection(self._objects) if self._objects else frozenset()
         after = state.retire(gone, (), self.deleted)
         names = [name for digest, objects in self._objects.items() if digest in gone for name in objects]
-        given_up = (name for name in (*names, *self._unnamed) if not after.keeps(name) and name not in self._spared)
-        self.given_up = tuple(dict.fromkeys(given_up))
+        distinct = fold((*names, *self._unnamed))  # what many checkpoints reuse is unfolded once
+        if folded_count(distinct) > MAX_RETIRED:
+            hint = "Remove fewer at once: `ckpt rm` removes one."
+            raise StateError(f"the checkpoints to remove have more than {MAX_RETIRED} objects", hint=hint)
+        self.given_up = tuple(name for name in unfold(distinct) if not after.keeps(name) and name not in self._spared)
         return state.retire(gone, self.given_up, self.deleted)
 
 
@@ -348,10 +359,11 @@ def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
 
 
 def _objects_of(store: Store, checkpoint: Checkpoint) -> list[str]:
+    """List a checkpoint's objects, manifest first, those of other attempts as folded names."""
     attempt = parse_attempt(checkpoint.manifest)
     assert attempt is not None
     prefix = attempt_prefix(attempt)
-    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *unfold(checkpoint.reuses)]
+    return [*sorted(store.names(prefix), key=lambda name: name != prefix + MANIFEST_NAME), *checkpoint.reuses]
 
 
 def _header_faults(store: Store, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:

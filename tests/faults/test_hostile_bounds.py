@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,18 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tasks.copying.transfer import Transfer
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import index, manifest, parsing
 from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.format.folding import MAX_FOLDED
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
 from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
-from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.ledger import Checkpoint, Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.regions import Box, blocks
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
+from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.upkeep.upkeep import Retirement
 from tests.support.indexes import indexed
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
@@ -254,3 +262,72 @@ def test_a_header_whose_tensor_has_other_bytes_is_refused() -> None:
         with pytest.raises(IntegrityError):
             parse_header(header[: len(layout.header)], layout.size_bytes)
     assert digest_hex(layout.header)
+
+
+# ── folded names ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reusing(*reuses: str) -> State:
+    """Return a state with a checkpoint for each of these folded names, as an entry holds it that can be read."""
+    attempts = [f"e000001-{n:016x}" for n, _ in enumerate(reuses)]
+    live = tuple(
+        Checkpoint(
+            step=n,
+            attempt=attempt,
+            manifest=f"checkpoint_{n:012d}/{attempt}/manifest.json",
+            manifest_digest=f"{n:032x}",
+            parent=None,
+            n=n,
+            metrics={},
+            size_bytes=1,
+            objects=1,
+            saved_at="",
+            cost_s=0.0,
+            reuses=(name,),
+        )
+        for n, (attempt, name) in enumerate(zip(attempts, reuses, strict=True))
+    )
+    entry = Entry(
+        n=len(live), epoch=1, nonce="a", previous=None, at="", event={"kind": "retire"}, state=State(live=live)
+    )
+    return Entry.from_bytes(entry.to_bytes()[0], ledger_name(entry.n))[0].state
+
+
+def folded(last: int, group: str = "base") -> str:
+    return f"checkpoint_000000000000/e000001-{0:016x}/{group}-[0-{last}]-of-99999999-0.safetensors"
+
+
+def removing(store: Store, state: State) -> Retirement:
+    """Return what removes all checkpoints but the newest."""
+    going = frozenset(c.manifest_digest for c in state.live[:-1])
+    return Retirement(
+        store,
+        state,
+        lambda now: [Verdict(c.step, c.manifest_digest, c.manifest_digest not in going, ()) for c in now.live],
+        frozenset(),
+    )
+
+
+def test_names_that_many_checkpoints_reuse_are_unfolded_once(tmp_path: Path) -> None:
+    """P42: a prune and a copy take memory for the different names of an entry, not for those of each checkpoint."""
+    (tmp_path / "run").mkdir()
+    store = LocalStore(tmp_path / "run")
+    state = reusing(*(folded(2000 + n) for n in range(300)), folded(3000, "other"))
+    tracemalloc.start()
+    try:
+        retirement = removing(store, state)
+        assert retirement.apply(state).live == state.live[-1:]
+        assert len(retirement.given_up) == 2300
+        with Transfer(store, store, state, lambda size_bytes: None):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20  # 300 times 2,150 names take 80 MiB and more
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_names_than_an_entry_may_give_up_are_refused_before_they_are_unfolded(tmp_path: Path) -> None:
+    """P42: twenty bytes for each of a million names: a prune that would give up too many says so at once."""
+    (tmp_path / "run").mkdir()
+    state = reusing(*(folded(MAX_FOLDED - 1, f"base{n}") for n in range(5)), folded(1))
+    with pytest.raises(StateError, match=r"more than 4194304 objects.*ckpt rm"):
+        removing(LocalStore(tmp_path / "run"), state).apply(state)
