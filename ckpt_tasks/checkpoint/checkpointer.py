@@ -79,6 +79,7 @@ class Checkpointer(HeldRun):
         self._at = Position()
         self._steps = StepLog()
         self._left_out = LeftOut()
+        self._has_looked = False  # for what the state leaves out: that looks through all live objects
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -273,7 +274,8 @@ class Checkpointer(HeldRun):
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
                 groups = encode_groups(captured)  # raises for an unsupported value before anything is written
-                if self.last_commit is None:
+                if not self._has_looked:
+                    self._has_looked = True
                     warn_of_unsaved(state)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)

@@ -51,7 +51,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
     try:
         head = _head(place)
         if head is None or not is_ours(head):
-            raise ConfigError(f"{place} is not a {what} and is not replaced", hint=hint)
+            raise ConfigError(f"{place} exists, is no {what}, and is not replaced", hint=hint)
         try:
             with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)

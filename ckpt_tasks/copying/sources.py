@@ -271,7 +271,7 @@ def _torch_values(path: Path) -> Mapping[Any, Any]:
         raise IntegrityError(f"torch cannot read the file: {first:.300}", key=path.name) from error
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{path.name} holds a {type(value).__name__}, and not a dict of tensors and values",
+            f"{path.name} holds a value of type {type(value).__name__}, and not a dict of tensors and values",
             hint="Save a state_dict, or a dict that holds some.",
         )
     _check_values(value, path.name)

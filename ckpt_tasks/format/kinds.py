@@ -38,7 +38,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
         if check is not None:
             check(tree)
     except MALFORMED as error:
-        raise IntegrityError(f"the tree of a {kind} is malformed: {error!r:.200}", key=name) from error
+        raise IntegrityError(f"the tree of kind {kind} is malformed: {error!r:.200}", key=name) from error
 
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
@@ -94,13 +94,13 @@ def _named(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _dict(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"a {type(value).__name__} where names have values")
+        raise TypeError(f"a value of type {type(value).__name__} where names have values")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"a {type(value).__name__} where a list must be")
+        raise ValueError(f"a value of type {type(value).__name__} where a list must be")
     return value
 
 

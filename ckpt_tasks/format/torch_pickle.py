@@ -65,7 +65,7 @@ class _Writer:
     def write(self, value: Any, path: str) -> None:
         writer = _WRITERS.get(type(value))
         if writer is None:
-            raise _refusal(f"a {_name(value)}", path)
+            raise _refusal(f"a value of type {_name(value)}", path)
         writer(self, value, path)
 
     def call(self, module: str, name: str, *arguments: Any) -> None:

@@ -135,7 +135,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
     writer = _WRITERS.get(kind)
     if writer is None:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise UnsupportedStateError(f"a {name} cannot be stored", key=path or None, hint=_instead(value))
+        raise UnsupportedStateError(f"a value of type {name} cannot be stored", key=path or None, hint=_instead(value))
     return writer(value, path, depth)
 
 
@@ -294,7 +294,7 @@ def _read_numpy(body: Json, depth: int) -> NumpyScalar:
     least, most = _WHOLE_NUMBERS.get(dtype, (0, 0))
     kind = int if dtype in _WHOLE_NUMBERS else _NUMBERS.get(dtype, type(value))
     if type(value) not in (bool, int, float, complex) or type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} is no {dtype:.40}")
+        raise TypeError(f"a value of type {type(value).__name__} is no {dtype:.40}")
     if type(value) is int and dtype in _WHOLE_NUMBERS and not least <= value <= most:
         raise ValueError(f"{value!r:.80} is no {dtype}")
     number: bool | int | float | complex = value  # type: ignore[assignment]  # seen above, by its exact type

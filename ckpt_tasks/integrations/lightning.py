@@ -64,7 +64,7 @@ class CkptCallback(Callback):
         """Restore: model and optimizers are on their devices, and nothing has been trained."""
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             raise ConfigError(
-                f"CkptCallback cannot save a {type(trainer.strategy).__name__}",
+                f"CkptCallback cannot save with the strategy {type(trainer.strategy).__name__}",
                 hint="Train on one device or with strategy='ddp', or call Checkpointer in a loop of your own.",
             )
         if any(isinstance(one, StochasticWeightAveraging) for one in _callbacks(trainer)):

@@ -6,6 +6,7 @@ docs/OPERATING.md explains the numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -327,7 +328,8 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
         return Check(name, "not checked", f"{whose} tells no time")
     certain_s = max(abs(ahead_s) - within_s, 0.0)
     if certain_s < _SKEW_S:
-        return Check(name, "ok", f"agrees with {whose} to within {max(abs(ahead_s), within_s):.0f} s")
+        bound_s = math.ceil(max(abs(ahead_s), within_s, 0.1) * 10) / 10  # a bound is not rounded down
+        return Check(name, "ok", f"agrees with {whose} to within {bound_s:.12g} s")
     which = "behind" if ahead_s > 0 else "ahead of"
     do = "Set the clocks by NTP: a process that lives could be taken for dead, and a dead one for alive."
     seen = f"this host is {abs(ahead_s):.0f} s {which} {whose}"

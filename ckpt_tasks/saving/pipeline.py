@@ -167,7 +167,7 @@ class Pipeline:
     def _stuck_error(self, more: str = "") -> StoreError:
         left = self.under_way
         stuck = StoreError(
-            f"the store has taken nothing for {self._timeout_s:.0f} s{more}",
+            f"the store has taken nothing for {self._timeout_s:g} s{more}",
             step=left[-1].saving.attempt.step if left else None,
             hint="Check the store. The next start on this host restores what is in the memory directory.",
         )
@@ -282,8 +282,8 @@ class Pipeline:
 
     def _not_stored(self, slot: str) -> Snapshot | None:
         """Return the snapshot in the other slot if storage does not have it: its flush is under way or has failed."""
-        other = next((snapshot for name, snapshot in self._in_slot.items() if name != slot), None)
-        return None if other is None or isinstance(other.outcome, Committed) else other
+        others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
+        return next((other for other in others if not isinstance(other.outcome, Committed)), None)
 
     def wait(self) -> BaseException | None:
         """Wait until no snapshot is under way; return the failure as `take_failure` does, StoreError if stuck."""
@@ -339,8 +339,6 @@ class Pipeline:
             if before is not None:
                 before.known.wait()
             self._seal(snapshot, before)
-        except SupersededError as error:
-            snapshot.error = error
         except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer takes it)
             snapshot.error = error
         finally:

@@ -304,7 +304,7 @@ class Saver:
         stuck = self._pipeline.stuck
         if stuck and not self._warned_stuck:
             _log.warning(
-                "The store has taken nothing for %.0f s; step %d and later ones are kept in memory only",
+                "The store has taken nothing for %g s; step %d and later ones are kept in memory only",
                 self._config.flush_timeout_s,
                 step,
             )

@@ -79,7 +79,9 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
         raise ProgramError(f"{name} cannot be built: {error}") from error
     _check_methods(name, program)
     if not isinstance(getattr(program, "state", None), dict):
-        raise ProgramError(f"{name} made a {type(program).__name__} without `state`, a dict", hint=_NEEDS)
+        raise ProgramError(
+            f"{name} made an object of type {type(program).__name__} without `state`, a dict", hint=_NEEDS
+        )
     built: Program = program
     return built
 
@@ -252,7 +254,9 @@ class LocalSession(StateSession):
     def _train_step(self, program: Program) -> dict[str, float]:
         metrics = program.train_step()
         if not isinstance(metrics, Mapping):
-            raise ProgramError(f"{self._name}.train_step() returned a {type(metrics).__name__}, not metrics by name")
+            raise ProgramError(
+                f"{self._name}.train_step() returned a value of type {type(metrics).__name__}, not metrics by name"
+            )
         return {str(name): _number(value) for name, value in metrics.items()}
 
 

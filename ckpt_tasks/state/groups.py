@@ -159,7 +159,9 @@ def _holds_objects(container: Any, level: int) -> bool:
 def checked_state(state: Mapping[str, Any]) -> None:
     """Raise UnsupportedStateError if a state is not a mapping of group names to values."""
     if not isinstance(state, Mapping):
-        raise UnsupportedStateError(f"a state is a dict of named objects, not a {type(state).__qualname__}")
+        raise UnsupportedStateError(
+            f"a state is a dict of named objects, not a value of type {type(state).__qualname__}"
+        )
     for name in state:
         if not isinstance(name, str) or not is_group(name) or name == RNG:
             hint = "A letter, then letters, digits or underscores, 64 at most; rng is taken."

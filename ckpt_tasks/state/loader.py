@@ -59,7 +59,7 @@ class ResumableLoader:
             raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"a {type(dataset).__name__} has no length",
+                f"a dataset of type {type(dataset).__name__} has no length",
                 hint="Put a stream into torchdata's StatefulDataLoader, and that into the state.",
             )
         self.dataset = dataset

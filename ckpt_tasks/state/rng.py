@@ -104,7 +104,8 @@ def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str
     try:
         return _tree(generator, _state(generator), path, tensors)
     except NotImplementedError as error:
-        raise UnsupportedStateError(f"a {type(generator).__qualname__} has no state to store", key=path) from error
+        kind = type(generator).__qualname__
+        raise UnsupportedStateError(f"a generator of type {kind} has no state to store", key=path) from error
 
 
 def _tree(generator: Any, state: Any, path: str, tensors: TensorSet) -> dict[str, Any]:

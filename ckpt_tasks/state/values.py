@@ -113,7 +113,7 @@ def _pack_leaf(value: Any, path: str) -> Any:
     if has_state(value):
         kind = type(value)
         raise UnsupportedStateError(
-            f"a {kind.__module__}.{kind.__qualname__} inside a value cannot be stored",
+            f"a value of type {kind.__module__}.{kind.__qualname__} inside another one cannot be stored",
             key=path,
             hint="Give it a name of its own at the top of the state.",
         )

@@ -21,7 +21,7 @@ def test_one_command_makes_a_run(tmp_path: Path, run_dir: Path) -> None:
     assert answer.status == 0, answer.err
     assert "run step 5" in answer.out
     assert re.search(r"model +model +module +2 +36 B", answer.out)
-    assert "odd: a bytearray cannot be stored" in answer.out
+    assert "odd: a value of type bytearray cannot be stored" in answer.out
     assert "Imported 2 groups of the torch.save file a.pt" in answer.out
     assert ckpt("verify", run_dir).status == 0
     assert "imported_from" in ckpt("show", f"{run_dir}@5", "--json").out

@@ -82,7 +82,7 @@ def test_what_is_no_report_is_not_replaced(run: Path, tmp_path: Path) -> None:
     place.write_text("mine")
     done = ckpt("report", run, "--out", place)
     assert done.status == 1
-    assert "is not a report and is not replaced" in done.err
+    assert "is no report, and is not replaced" in done.err
     assert place.read_text() == "mine"
     assert ckpt("report", run, "--out", tmp_path / "no such" / "x.html").status == 1
 

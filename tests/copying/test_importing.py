@@ -285,7 +285,7 @@ def test_what_cannot_be_stored_is_listed(tmp_path: Path, run_dir: Path) -> None:
         "7": "no group can have this name",
         "model/sparse": "a tensor of layout torch.sparse_coo",
         "model/version": "it is not a tensor",
-        "blob": "a bytearray",
+        "blob": "a value of type bytearray",
     }
     assert [one.group for one in plan.taken] == ["model", "a_b", "rng_state"]
 

@@ -75,7 +75,7 @@ def test_what_nobody_captures_is_refused(kind: str, change: Callable[[Any], Any]
     tree = copy.deepcopy(GOOD[kind])
     changed = change(tree)
     name = "rng" if kind == "rng" else "group"
-    with pytest.raises(IntegrityError, match=f"the tree of a {kind} is malformed") as caught:
+    with pytest.raises(IntegrityError, match=f"the tree of kind {kind} is malformed") as caught:
         check_group(name, kind, tree if changed is None else changed)
     assert caught.value.key == name
 

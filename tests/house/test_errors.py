@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from ckpt_tasks import errors
 from ckpt_tasks.errors import CkptError
+from tests.house.sources import files, parse
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, CkptError)]
 # What a class has beyond message, key, step and hint, with a value that an empty default cannot pass for.
@@ -100,3 +102,19 @@ def test_ordinary_handlers_catch_ours(cls: type[CkptError], builtin: type[Except
     """Code that knows nothing of us catches what it expects: a bad option is a ValueError, and so on."""
     with pytest.raises(builtin, match="it failed"):
         raise filled(cls)
+
+
+def test_no_article_stands_before_a_word_that_varies() -> None:
+    """No message says "a object" or "an string": it says "of type …", or chooses its words otherwise."""
+    wrong = []
+    for path in files("ckpt_tasks"):
+        for node in ast.walk(parse(path)):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            for part, following in zip(parts, [*parts[1:], None], strict=True):
+                text = part.value if isinstance(part, ast.Constant) else None
+                if not isinstance(text, str):
+                    continue
+                varies = isinstance(following, ast.FormattedValue) and re.search(r"\b[Aa]n? ['\"`]?$", text)
+                if varies or re.search(r"\b[Aa]n? ['\"`]?(%s|%r|\{\w*\})", text):
+                    wrong.append(f"{path.name}:{node.lineno}: {text}")  # type: ignore[attr-defined]
+    assert not wrong

@@ -136,7 +136,7 @@ def test_metrics_must_be_named(run_dir: Path) -> None:
     with Checkpointer(config(run_dir)) as ckpt:
         session = LocalSession(ckpt, TINY)
         session.program.train_step = lambda: 0.5  # type: ignore[method-assign,assignment,return-value]
-        with pytest.raises(ProgramError, match="returned a float"):
+        with pytest.raises(ProgramError, match="returned a value of type float"):
             session.run(1)
     with pytest.raises(Exception, match="not a run directory"):
         open_run(str(run_dir))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
+from tests.support.pipelines import Refusing, opened
 from tests.support.roundtrip import restore, same_module, save
 
 SAMPLES, BATCH, LAST = 20, 2, 25
@@ -104,3 +105,17 @@ def test_a_loader_that_loses_its_order_is_warned_of(run_dir: Path, caplog: pytes
     quiet.append(DataLoader(data, batch_size=2, shuffle=True))
     assert warnings_of("loud", 3) == 1
     assert warnings_of("again", 1) == 0
+
+
+def test_live_objects_are_looked_through_once(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P1: the look at all live objects is at the first save, not at every one until the store takes a checkpoint."""
+    state = {"weights": torch.zeros(3)}
+    with opened(run_dir, Refusing(), on_flush_failure="warn") as ckpt:
+        ckpt.step(1, state)
+        ckpt._saver.wait_idle()
+        assert ckpt.last_commit is None
+        loader = DataLoader(TensorDataset(torch.zeros(4)), shuffle=True)
+        ckpt.step(2, state)
+        ckpt._saver.wait_idle()
+        assert "shuffle=True keeps no position" not in caplog.text, loader
+        ckpt._saver.take_failure()

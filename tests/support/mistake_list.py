@@ -97,7 +97,7 @@ def copy_of_state(place: Path) -> None:
 
 @mistake(
     "A lambda in the state",
-    says="a function cannot be stored \\(at schedule/warmup",
+    says="a value of type function cannot be stored \\(at schedule/warmup",
     do="Leave it out of the state: code",
 )
 def function_in_state(place: Path) -> None:
@@ -112,7 +112,7 @@ def file_in_state(place: Path) -> None:
 
 @mistake(
     "A Python generator (an iterator over batches) in the state",
-    says="a generator cannot be stored \\(at batches",
+    says="a value of type generator cannot be stored \\(at batches",
     do="Use ResumableSampler",
 )
 def iterator_in_state(place: Path) -> None:
