@@ -20,6 +20,7 @@ from ckpt_tasks.storage import retrying
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.retrying import RetryingStore, send_part
 from tests.storage.conformance import StoreConformance
+from tests.support.children import Child
 
 NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
 
@@ -232,6 +233,13 @@ def _draw(arguments: Sequence[str]) -> None:
     before = random.getstate()
     RetryingStore(flaky).names("")
     sys.stdout.write(f"\n{len(flaky.asked)} {random.getstate() == before}")
+
+
+def test_trying_again_leaves_the_trainings_random_numbers_alone(tmp_path: Path) -> None:
+    """P11: waits are thrown with dice of our own: a store that fails must not change what training draws."""
+    with Child(_draw, [str(tmp_path / "run")], tmp_path / "said") as child:  # here, threads of other tests may draw
+        assert child.wait() == 0
+    assert child.said().endswith("\n4 True")
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
