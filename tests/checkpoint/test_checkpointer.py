@@ -18,13 +18,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.interrupt import hold_signals
-from ckpt_tasks.errors import (
-    ConfigError,
-    RunMismatchError,
-    StateError,
-    StateMismatchError,
-    UnsupportedStateError,
-)
+from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, StateMismatchError, UnsupportedStateError
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:

@@ -19,10 +19,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ckpt_tasks.copying.export import ExportReport, export_checkpoint, plan_export, write_export
-from ckpt_tasks.errors import (
-    IntegrityError,
-    StoreError,
-)
+from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.format.image import STORED_DTYPES
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.reading.reading import open_run

@@ -15,17 +15,7 @@ import pytest
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, CommitUncertainError
 from tests.support.calls import Mode
-from tests.support.runs import (
-    EXPECTED,
-    UNTOUCHED,
-    check_run,
-    died,
-    fingerprint,
-    head_of,
-    opened,
-    state_of,
-    train,
-)
+from tests.support.runs import EXPECTED, UNTOUCHED, check_run, died, fingerprint, head_of, opened, state_of, train
 from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
 
 FEWEST_CALLS = 70  # a sweep that ends before has not swept a whole save

@@ -162,9 +162,7 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
     last.known.wait(30)
     calls.second.set()
     until(lambda: committed(run_dir) == [1, 2])
-    assert ckpt._tenure is not None
-    ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)
+    die(ckpt)
     restored, source, _ = _train(run_dir, memory, 0)
     calls.over.set()
     assert restored == 3
@@ -247,9 +245,7 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memor
     assert last is not None
     last.known.wait(30)
     assert gone == [1, 1, 1, 1]
-    assert ckpt._tenure is not None
-    ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)
+    die(ckpt)
 
 
 def test_two_runs_on_one_host_do_not_meet(run_dir: Path, memory: Path, stuck: Stuck, tmp_path: Path) -> None:

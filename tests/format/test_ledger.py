@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER
-from ckpt_tasks.format.ledger import (
-    Entry,
-    Lease,
-    State,
-    lineage,
-)
+from ckpt_tasks.format.ledger import Entry, Lease, State, lineage
 from ckpt_tasks.format.manifest import FORMAT_VERSION
 from tests.support.ledgers import evaluation_of, made, owner_of, resealed
 

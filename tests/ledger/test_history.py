@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import (
-    CheckpointNotFoundError,
-    FencedError,
-    FormatVersionError,
-    IntegrityError,
-    RunMismatchError,
-)
+from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, FormatVersionError, IntegrityError, RunMismatchError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
 from ckpt_tasks.format.ledger import Owner, State

@@ -41,22 +41,27 @@ def train_in_batches(session: StateSession, total: int, batch: int) -> None:
             session.save(step)
 
 
-def test_batch_ends_do_not_push_out_the_interval(run_dir: Path) -> None:
-    """With an interval of 20 and batches of 7 steps, the three newest of the interval stay beside the last batch."""
-    with opened(run_dir, step_interval=20) as ckpt:
+@pytest.mark.parametrize(
+    ("saves", "last", "batch", "expected"),
+    [
+        ({"step_interval": 20}, 77, 7, {20: False, 40: False, 60: False, 77: True}),
+        ({"step_interval": 100}, 35, 7, {0: False, 28: True, 35: True}),
+        ({"step_interval": 5, "max_num_checkpoints": None}, 10, 5, {0: False, 5: False, 10: False}),
+    ],
+    ids=["many of the interval", "none of it yet", "batches that end on it"],
+)
+def test_batch_ends_stay_beside_the_interval(
+    run_dir: Path, saves: dict[str, Any], last: int, batch: int, expected: dict[int, bool]
+) -> None:
+    """The newest of the interval stay beside the last batch; before there are any, batch ends stay in their place.
+
+    Where a save was due at the last step of a batch, the batch's end adds nothing, and it counts.
+    """
+    with opened(run_dir, **saves) as ckpt:
         session = StateSession(ckpt, state())
         session.restore()
-        train_in_batches(session, 77, 7)
-    assert live(run_dir) == {20: False, 40: False, 60: False, 77: True}
-
-
-def test_batch_ends_fill_up_what_the_interval_lacks(run_dir: Path) -> None:
-    """Before the interval has made three checkpoints, the newest batch ends stay in their place."""
-    with opened(run_dir, step_interval=100) as ckpt:
-        session = StateSession(ckpt, state())
-        session.restore()
-        train_in_batches(session, 35, 7)
-    assert live(run_dir) == {0: False, 28: True, 35: True}
+        train_in_batches(session, last, batch)
+    assert live(run_dir) == expected
 
 
 def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
@@ -70,15 +75,6 @@ def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
         ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 20.0)
         assert ckpt.step(2, session.state)
     assert live(run_dir) == {0: False, 1: True, 2: False}
-
-
-def test_a_batch_that_ends_on_the_interval_is_saved_once(run_dir: Path) -> None:
-    """Where a save was due at the last step of a batch, the batch's end adds nothing, and it counts."""
-    with opened(run_dir, step_interval=5, max_num_checkpoints=None) as ckpt:
-        session = StateSession(ckpt, state())
-        session.restore()
-        train_in_batches(session, 10, 5)
-    assert live(run_dir) == {0: False, 5: False, 10: False}
 
 
 def test_a_preempted_step_is_interim(run_dir: Path) -> None:

@@ -10,11 +10,7 @@ import pytest
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.copying.fork import checked_params
-from ckpt_tasks.errors import (
-    ConfigError,
-    RunMismatchError,
-    StateMismatchError,
-)
+from ckpt_tasks.errors import ConfigError, RunMismatchError, StateMismatchError
 from ckpt_tasks.session.forked import check_program, fork_run, record_program, recorded_params
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.parameters import effective_params

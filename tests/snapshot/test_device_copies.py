@@ -17,19 +17,7 @@ from ckpt_tasks.errors import StateError
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory, SnapshotMemory, private_root
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
-from tests.support.devices import (
-    Cuda,
-    Elsewhere,
-    Queue,
-    Still,
-    There,
-    is_all,
-    is_mapped,
-    on,
-    pairs_of,
-    plain,
-    write,
-)
+from tests.support.devices import Cuda, Elsewhere, Queue, Still, There, is_all, is_mapped, on, pairs_of, plain, write
 
 
 @pytest.fixture

@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tasks.errors import (
-    CommitUncertainError,
-    IntegrityError,
-    StoreError,
-)
+from ckpt_tasks.errors import CommitUncertainError, IntegrityError, StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from tests.storage.conformance import StoreConformance, files, pattern
