@@ -59,6 +59,7 @@ class _Planned:
     source: str
     overhead_cap: float
     space: Forecast | None  # None where the store has no limit that it tells
+    keeps: int | None  # as given: the ledger does not hold a run's policy
 
     @property
     def at(self) -> TradeOff:
@@ -96,6 +97,7 @@ def plan(
             source="given" if mtbf_s is not None else "measured" if observed.failures else "prior",
             overhead_cap=overhead_cap,
             space=_space(run, max_num_checkpoints),
+            keeps=max_num_checkpoints,
         )
         if svg is not None:
             _draw(svg, run, planned)
@@ -169,13 +171,14 @@ def _lines(planned: _Planned) -> list[tuple[str, str]]:
         ("save every", every),
         ("because", _why(planned)),
         ("costs", f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"),
-        *([("disk", _room(planned.space))] if planned.space is not None else []),
+        *([("disk", _room(planned.space, planned.keeps))] if planned.space is not None else []),
     ]
 
 
-def _room(space: Forecast) -> str:
+def _room(space: Forecast, keeps: int | None) -> str:
     if space.fits:
-        return f"{space.words}: enough"
+        as_now = "" if keeps else " if the run keeps as many as now (--max-num-checkpoints asks for others)"
+        return f"{space.words}: enough{as_now}"
     return f"{space.words}: not enough. Keep fewer, or use another disk"
 
 

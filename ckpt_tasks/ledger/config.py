@@ -82,7 +82,8 @@ class CheckpointConfig:
     """
     flush_timeout_s: float = 600.0
     """A flush is stuck when the store has taken nothing of it for this many seconds. Saves then stay in memory until
-    the store answers. The end of a run waits until its flush is stuck; see below.
+    the store answers. The end of a run waits until its flush is stuck; see below. Flushes give way to other programs
+    (niceness + 10): where these take every core, allow for that.
     """
     local_dir: str | os.PathLike[str] | None = None
     """For a run in an object store: a directory of this host, one for each run. Checkpoints land there before they are

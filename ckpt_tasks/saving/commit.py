@@ -269,5 +269,7 @@ def _refuse_drift(parts: Sequence[RankPart]) -> None:
                 f"rank {part.rank} and rank {other} have different values in {len(different)} of {len(part.samples)} "
                 f"tensors that were compared: the ranks have drifted apart",
                 key=different[0].rpartition(" [")[0],
-                hint="Restore the last checkpoint; look for what one rank does alone: another seed, module or step.",
+                hint="Restore the last checkpoint, and look for what one rank does alone: another seed, module or step."
+                " Where ranks may differ (unlike GPUs, local SGD), broadcast the parameters and the optimizer's tensors"
+                " from rank 0 before every save.",
             )
