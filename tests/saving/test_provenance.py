@@ -91,6 +91,32 @@ def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: 
     assert "train.py" in shown
 
 
+def test_a_look_at_the_code_runs_and_changes_nothing(tmp_path: Path) -> None:
+    """A repository may name a program of its own for git to run, and have an old index: neither run, nor refreshed."""
+    if shutil.which("git") is None:
+        pytest.skip("no git here")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    for arguments in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *arguments], check=True)
+    (hook := tmp_path / ".git/hook").write_text(f"#!/bin/sh\ntouch {tmp_path}/has-run\n", encoding="utf-8")
+    hook.chmod(0o755)
+    subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)
+    os.utime(tmp_path / "train.py", (1e9, 1e9))
+    before = (tmp_path / ".git/index").read_bytes()
+    assert code_of(str(tmp_path)).endswith(", clean")
+    assert not (tmp_path / "has-run").exists()
+    assert (tmp_path / ".git/index").read_bytes() == before
+
+
+def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P43: a repository on a file system that hangs costs two seconds, and the checkpoint says that it is unknown."""
+    (git := tmp_path / "git").write_text("#!/bin/sh\nexec tail -f /dev/null\n", encoding="utf-8")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert code_of(str(tmp_path)) == "unknown"
+
+
 def test_code_without_a_repository_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a directory outside of a repository nor a machine without git is an error."""
     assert code_of(str(tmp_path)) == "unknown"
