@@ -1,6 +1,7 @@
-"""The chaos proxy changes no byte, and breaks off exactly where its faults say.
+"""The chaos proxy changes no byte, breaks off exactly where its faults say, and keeps answers back.
 
-What the other faults do is seen by the tests of S3 that use them: each fails without its fault.
+What the other faults do is seen by the tests of S3 that use them: each fails without its fault. Those of an answer that
+is lost or late would not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
 from tests.servers.s3 import S3Server
 from tests.support.chaos import Chaos
@@ -141,6 +142,24 @@ def test_an_answer_ends_early(client: Any, chaos: Chaos, medium: Medium, at: int
         assert answer.read(at) == DATA[:at]
         with pytest.raises(ConnectionResetError if torn else http.client.IncompleteRead):
             answer.read()
+
+
+def test_a_dropped_answer_leaves_the_object(client: Any, chaos: Chaos, medium: Medium) -> None:
+    """The server has stored the object; its client learns nothing but that the connection broke."""
+    chaos.on(Fault(drop_answer=True), operation="PutObject")
+    with pytest.raises(BotoCoreError):
+        client.put_object(Bucket=medium.bucket, Key="a", Body=DATA)
+    assert medium.read("a") == DATA
+    assert [(put.status, put.server_status) for put in chaos.requests()] == [(None, 200)]
+
+
+def test_an_answer_may_come_too_late(ministack: S3Server, chaos: Chaos, medium: Medium) -> None:
+    """An answer that is held longer than its client waits is a time-out there, and a success at the server."""
+    chaos.on(Fault(hold_answer=60.0), operation="PutObject")
+    hasty = ministack.through(chaos.endpoint).client(read_timeout=0.5)
+    with pytest.raises(ReadTimeoutError):
+        hasty.put_object(Bucket=medium.bucket, Key="a", Body=DATA)
+    assert medium.read("a") == DATA
 
 
 def test_who_hangs_up_is_not_forgotten() -> None:
