@@ -90,6 +90,17 @@ def test_what_a_tracker_missed_comes_from_the_run(tmp_path: Path) -> None:
     assert steps == [*range(1, 31)]
 
 
+def test_a_tracker_that_comes_late_gets_the_line_that_goes_on(tmp_path: Path) -> None:
+    """Steps of an abandoned line, and steps after the restored one, are not brought from the run."""
+    early, late = tmp_path / "early", tmp_path / "late"
+    train(tmp_path, Noted(early, [], []), 40)
+    train(tmp_path, Noted(early, [], []), 30, back=20)
+    for end, back in ((40, None), (20, 10)):
+        steps: list[int] = []
+        train(tmp_path, Noted(late / str(end), steps, []), end, back)
+        assert steps == [*range(1, end + 1)]
+
+
 def test_a_spike_is_marked_once(tmp_path: Path) -> None:
     """With `on_non_finite="rollback"` what was committed and left is marked, once; a restart marks nothing again."""
     steps: list[int] = []
