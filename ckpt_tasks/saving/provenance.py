@@ -113,6 +113,5 @@ def _packages() -> dict[str, str]:
 
 def _accelerator() -> str:
     """Return the CUDA devices if this process uses them already; does not initialise CUDA."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
-    return "none in use"
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    return f"{count} × {torch.cuda.get_device_name(0)}" if count else "none in use"
