@@ -249,7 +249,7 @@ def test_what_is_no_file(tmp_path: Path, run_dir: Path) -> None:
     scripted.save(tmp_path / "script.pt")
     refused(tmp_path / "script.pt", run_dir, ConfigError, "TorchScript")
     torch.save([1, 2], tmp_path / "list.pt")
-    refused(tmp_path / "list.pt", run_dir, ConfigError, "a list")
+    refused(tmp_path / "list.pt", run_dir, ConfigError, "a value of type list")
 
 
 @pytest.mark.parametrize("seed", range(3))
