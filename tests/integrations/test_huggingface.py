@@ -88,7 +88,7 @@ def test_killed_at_random(job: str, seed: int, tmp_path: Path) -> None:
     options = {"scaled": True, "logging": 1 + seed % 5}
     reference, legs, statuses = compared(job, tmp_path, options, random_moments(seed))
     assert statuses[-1] == 0
-    assert statuses.count(-9) >= 2
+    assert -9 in statuses
     assert_equal(reference, legs)
 
 

@@ -76,7 +76,7 @@ def test_killed_at_random(seed: int, tmp_path: Path) -> None:
     options = {"val": 0.5, "ema": seed % 2 == 1, "scaled": True}
     reference, legs, statuses = compared(JOB, tmp_path, options, random_moments(seed))
     assert statuses[-1] == 0
-    assert statuses.count(-9) >= 2
+    assert -9 in statuses
     assert_equal(reference, legs)
 
 
