@@ -234,10 +234,13 @@ class Checkpointer(HeldRun):
         self._raise_failure()
         self._check_finite(step, metrics, saving=True)
         self._steps.add(step, metrics or {})
-        _, ending = self._due(point(step, epoch))
+        now = point(step, epoch)
+        _, ending = self._due(now)
+        self._at.stepped(now)
         self._left_out.at(step, state)
         self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
+        self._at.waited()
         self._deliver_signal(everywhere=ending)
         assert self.last_commit is not None
         return self.last_commit

@@ -67,6 +67,11 @@ class Position:
         if not interim:
             self.last = self._since
 
+    def waited(self) -> None:
+        """Let the next step begin now: training has waited for a commit."""
+        if self._since is not None:
+            self._since = replace(self._since, clock_s=time.monotonic())
+
 
 def point(step: int, epoch: int | None) -> SavePoint:
     """Return a point of training as of now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from ckpt_tasks.ledger.goodput import SHARES, Course, follow
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import config, flip, save_steps, some_state
 from tests.support.histories import LOST, Told
+from tests.support.pipelines import opened, state_at
 
 CLOCK = ("taken", "lost", "commit", "failure", "released")
 
@@ -215,6 +218,24 @@ def test_what_others_write_takes_no_time() -> None:
     course = follow(run)
     assert (course.wall_s, shares(course)) == (10.0, {"useful": 10.0})
     assert [one.elapsed_s for one in course.of("evaluation")] == [4.0, 10.0]
+
+
+class SlowDisk(WatchedCalls):
+    """Take 20 ms to make something durable."""
+
+    def fsync(self, fd: int) -> None:
+        time.sleep(0.02)
+        super().fsync(fd)
+
+
+def test_a_loop_that_only_saves_waits_for_its_commits(run_dir: Path) -> None:
+    """Where step() is never called, a step lasts from the end of one save to the next: the save is no training."""
+    with opened(run_dir, SlowDisk()) as ckpt:
+        ckpt.restore(state_at(0))
+        for step in range(1, 6):
+            ckpt.save(step, state_at(step))
+    seconds = follow(read_timeline(open_run(run_dir).history).moments).seconds
+    assert seconds["useful"] < seconds["other"] / 5
 
 
 def test_a_death_in_a_real_ledger(run_dir: Path) -> None:
