@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.report.picture import sort_metrics
-from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text
+from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text, tick_labels
 from ckpt_tasks.report.words import count, number, printable
 
 __all__ = ["draw_curves"]
@@ -73,10 +73,11 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
             lines.setdefault((point.abandoned, run), []).append((point.step, value))
     values = [value for line in lines.values() for _, value in line]
     up = _room(values)
-    for value in round_ticks(*up):
+    ticks = round_ticks(*up)
+    for value, label in zip(ticks, tick_labels(ticks), strict=True):
         y = _BOTTOM - (_BOTTOM - _TOP) * up.part(value)
         yield f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" class="ckc-grid" stroke="#e6e6e6"/>'
-        yield text(_LEFT - 6, y + 4, f"{value:.4g}", anchor="end", size=11, css="ckc-pale", fill=PALE)
+        yield text(_LEFT - 6, y + 4, label, anchor="end", size=11, css="ckc-pale", fill=PALE)
     for at_x, step, anchor in ((_LEFT, along.low, "start"), (_RIGHT, along.high, "end")):
         yield text(at_x, _BOTTOM + 16, f"{step:,.0f}", anchor=anchor, size=11, css="ckc-pale", fill=PALE)
     yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import SHARES, Course
-from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
+from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text, tick_labels
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 
 __all__ = ["draw_run", "main_metric", "sort_metrics"]
@@ -159,9 +159,10 @@ def _bands(course: Course, x: Scale) -> Iterator[str]:
 
 
 def _axes(course: Course, x: Scale, y: Scale, ends: tuple[float, float] | None) -> Iterator[str]:
-    for value in round_ticks(*ends) if ends else ():
+    ticks = round_ticks(*ends) if ends else []
+    for value, label in zip(ticks, tick_labels(ticks), strict=True):
         yield f'<path d="M{_LEFT} {y(value):.1f}H{_RIGHT}" class="ckr-grid" stroke="#e6e6e6"/>'
-        yield text(_LEFT - 8, y(value) + 4, f"{value:.4g}", anchor="end", size=12, css="ckr-pale", fill=PALE)
+        yield text(_LEFT - 8, y(value) + 4, label, anchor="end", size=12, css="ckr-pale", fill=PALE)
     if ends is None:
         middle = (_LEFT + _RIGHT) / 2
         yield text(middle, (_TOP + _BOTTOM) / 2, "no metrics", anchor="middle", css="ckr-pale", fill=PALE)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["FONTS", "INK", "PALE", "polyline", "round_ticks", "text"]
+__all__ = ["FONTS", "INK", "PALE", "polyline", "round_ticks", "text", "tick_labels"]
 
 INK, PALE = "#333333", "#777777"
 FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
@@ -47,3 +47,13 @@ def round_ticks(lowest: float, highest: float) -> list[float]:
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.7)
     first = math.ceil(lowest / step)
     return [n * step for n in range(first, min(math.floor(highest / step), first + _MOST_TICKS) + 1)]
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Write round numbers with as many digits as it takes to see their distance, four at least."""
+    near = (ticks[1] - ticks[0]) / 10 if len(ticks) > 1 else math.inf
+    for digits in range(4, 17):
+        labels = [f"{value:.{digits}g}" for value in ticks]
+        if all(abs(float(label) - value) <= near for label, value in zip(labels, ticks, strict=True)):
+            break
+    return labels
