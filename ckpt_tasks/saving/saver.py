@@ -171,11 +171,12 @@ class Saver:
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return the lock that a training thread and a closing thread take in turn; at the interpreter's end, no lock.
+        """Return the lock that a training thread and a closing thread take in turn.
 
-        By then Python may have stopped a daemon thread that holds it.
+        At the interpreter's end the main thread takes none, and daemon threads wait for it until they are stopped.
         """
-        return nullcontext() if self._pipeline.has_ended else self._turn
+        ends = self._pipeline.has_ended and threading.current_thread() is threading.main_thread()
+        return nullcontext() if ends else self._turn
 
     def release(self) -> bool:
         """Release the run directory; return False if the store is stuck and cannot take the release."""
@@ -191,6 +192,9 @@ class Saver:
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
+            # A daemon thread that is taking a snapshot submits it first: the one before may have made way for it. The
+            # next one waits for its turn until Python stops it.
+            self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._pipeline.end()
             if failure is not None:
                 report_lost(failure, kept=kept)
