@@ -52,8 +52,7 @@ def round_ticks(lowest: float, highest: float) -> list[float]:
 def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Write round numbers with as many digits as it takes to see their distance, four at least."""
     near = (ticks[1] - ticks[0]) / 10 if len(ticks) > 1 else math.inf
-    for digits in range(4, 17):
-        labels = [f"{value:.{digits}g}" for value in ticks]
-        if all(abs(float(label) - value) <= near for label, value in zip(labels, ticks, strict=True)):
-            break
-    return labels
+    digits = 4
+    while digits < 17 and any(abs(float(f"{value:.{digits}g}") - value) > near for value in ticks):
+        digits += 1
+    return [f"{value:.{digits}g}" for value in ticks]

@@ -1,11 +1,15 @@
-"""The small pictures of a run's metrics."""
+"""The small pictures of a run's metrics, and the ticks of an axis."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.report.curves import draw_curves
+from ckpt_tasks.report.svg import round_ticks, tick_labels
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,3 +24,21 @@ def test_a_long_name_fits_above_its_picture() -> None:
     assert {title for title in titles if not title.startswith("…") or not title.endswith("_long: 0.1235")} == set()
     assert {len(title) for title in titles} == {36}
     assert "28 more metrics" in " ".join(svg.itertext())
+
+
+@given(st.floats(-1e300, 1e300), st.floats(1e-6, 1e6))
+def test_ticks_are_round_and_few(lowest: float, width: float) -> None:
+    """An axis has ticks between its ends, a handful, and no two are written alike."""
+    highest = lowest + width * max(1.0, abs(lowest))
+    ticks = round_ticks(lowest, highest)
+    assert 1 <= len(ticks) <= 12
+    room = (highest - lowest) * 1e-6
+    assert all(lowest - room <= tick <= highest + room for tick in ticks)
+    assert len({*tick_labels(ticks)}) == len(ticks)
+
+
+def test_ticks_have_the_digits_that_tell_them_apart() -> None:
+    """Four digits are enough for most axes; one about 19.0005 needs more."""
+    assert tick_labels([0.0, 0.2, 0.4]) == ["0", "0.2", "0.4"]
+    assert tick_labels([19.0002, 19.0004]) == ["19.0002", "19.0004"]
+    assert tick_labels([11.02, 11.025, 11.03]) == ["11.02", "11.025", "11.03"]

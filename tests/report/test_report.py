@@ -20,7 +20,6 @@ from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
 from ckpt_tasks.report.picture import draw_run, main_metric
 from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
-from ckpt_tasks.report.svg import round_ticks, tick_labels
 from ckpt_tasks.report.words import clock, printable, utc
 from tests.support.ledgers import made
 
@@ -339,24 +338,6 @@ def test_words_for_times() -> None:
     """Times to come in hours, minutes and seconds, and times that were in UTC; what is no time is a question mark."""
     assert [clock(s) for s in (0.4, 75.0, 3_725.0, math.nan, math.inf, -1.0)] == ["0:00", "1:15", "1:02:05", *"???"]
     assert (utc(DAY_S), utc(1e30), utc(math.nan)) == ("1970-01-02 00:00:00", "?", "?")
-
-
-@given(st.floats(-1e300, 1e300), st.floats(1e-6, 1e6))
-def test_ticks_are_round_and_few(lowest: float, width: float) -> None:
-    """An axis has ticks between its ends, a handful, and no two are written alike."""
-    highest = lowest + width * max(1.0, abs(lowest))
-    ticks = round_ticks(lowest, highest)
-    assert 1 <= len(ticks) <= 12
-    room = (highest - lowest) * 1e-6
-    assert all(lowest - room <= tick <= highest + room for tick in ticks)
-    assert len({*tick_labels(ticks)}) == len(ticks)
-
-
-def test_ticks_have_the_digits_that_tell_them_apart() -> None:
-    """Four digits are enough for most axes; one about 19.0005 needs more."""
-    assert tick_labels([0.0, 0.2, 0.4]) == ["0", "0.2", "0.4"]
-    assert tick_labels([19.0002, 19.0004]) == ["19.0002", "19.0004"]
-    assert tick_labels([11.02, 11.025, 11.03]) == ["11.02", "11.025", "11.03"]
 
 
 def test_the_first_start_is_no_resume() -> None:
