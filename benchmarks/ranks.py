@@ -236,12 +236,12 @@ def _saves_and_restores(kind: str, root: str, tiny: bool, rounds: int, source: i
     with _checkpointer(directory, kind, size) as ckpt:
         ckpt.restore(trained.state)
         saves = _saves(trained, ckpt, directory / f"{kind}-{size}", stager)
-        for number in range(1, rounds + 3):
+        for number in range(1, rounds + 4):
             for name in random.Random(number).sample(sorted(saves), len(saves)):
                 trained.set(number)
                 _settle()
                 times = saves[name](number)
-                if number > 2:  # the first ones allocate and plan
+                if number > 3:  # the first ones plan, and touch new memory in both slots
                     for timed, value in zip(("waits", "durable"), times, strict=False):
                         seconds.setdefault(timed, {}).setdefault(name, []).append(value)
         _restore(trained, ckpt, _path(directory, kind, size), rounds, seconds.setdefault(_RESTORES, {}))
