@@ -179,7 +179,7 @@ def test_an_exception_in_one_rank_ends_all(tmp_path: Path) -> None:
 
 def saves_until_it_fails(rank: int, size: int, root: str) -> tuple[int, str, str]:
     state = state_of("ddp", size)
-    ckpt = Checkpointer(config(root, flush_timeout_s=1))
+    ckpt = Checkpointer(config(root, flush_timeout_s=4))
     for step in range(1, 10_000):
         if step == 2:
             report("saved")
