@@ -25,7 +25,7 @@ from ckpt_tasks.format.folding import MAX_FOLDED
 from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
 from ckpt_tasks.format.index import Index, IndexRow, write_index
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State
+from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.regions import Box, blocks
@@ -35,6 +35,7 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 from tests.support.indexes import indexed
+from tests.support.ledgers import made_reusing
 
 PLACE = "checkpoint_000000000005/e000001-0123456789abcdef/model-00000-of-00001-0.safetensors"
 PRIME = 2**61 - 1  # the modulus of Python's hash of whole numbers
@@ -269,24 +270,7 @@ def test_a_header_whose_tensor_has_other_bytes_is_refused() -> None:
 
 def reusing(*reuses: str) -> State:
     """Return a state with a checkpoint for each of these folded names, as an entry holds it that can be read."""
-    attempts = [f"e000001-{n:016x}" for n, _ in enumerate(reuses)]
-    live = tuple(
-        Checkpoint(
-            step=n,
-            attempt=attempt,
-            manifest=f"checkpoint_{n:012d}/{attempt}/manifest.json",
-            manifest_digest=f"{n:032x}",
-            parent=None,
-            n=n,
-            metrics={},
-            size_bytes=1,
-            objects=1,
-            saved_at="",
-            cost_s=0.0,
-            reuses=(name,),
-        )
-        for n, (attempt, name) in enumerate(zip(attempts, reuses, strict=True))
-    )
+    live = tuple(made_reusing(n, (name,)) for n, name in enumerate(reuses))
     entry = Entry(
         n=len(live), epoch=1, nonce="a", previous=None, at="", event={"kind": "retire"}, state=State(live=live)
     )

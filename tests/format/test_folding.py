@@ -13,8 +13,9 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.folding import MAX_FOLDED, Names, fold, is_folded, unfold
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State
+from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import read_segment, write_segment
+from tests.support.ledgers import made_reusing
 
 PLACE = "checkpoint_000000000001/e000001-9d30edd20d094bd9/"
 
@@ -56,28 +57,10 @@ def test_there_is_one_way_to_write_it(ranks: str) -> None:
     assert not is_folded("../base-[0-1,3]-of-00009-0.safetensors")
 
 
-def checkpoint(step: int, reuses: tuple[str, ...]) -> Checkpoint:
-    attempt = f"e000001-{step:016x}"
-    return Checkpoint(
-        step=step,
-        attempt=attempt,
-        manifest=f"checkpoint_{step:012d}/{attempt}/manifest.json",
-        manifest_digest=f"{step:032x}",
-        parent=None,
-        n=step,
-        metrics={},
-        size_bytes=1,
-        objects=1,
-        saved_at="",
-        cost_s=0.0,
-        reuses=reuses,
-    )
-
-
 def entry_of(ranks: int, *, live: int = 20, folded: bool = True) -> Entry:
     """Return an entry in which every live checkpoint reuses an object of every rank, and as many are retired."""
     names, gone = ([shard(rank, group, ranks) for rank in range(ranks)] for group in ("base", "gone"))
-    state = State(live=tuple(checkpoint(n, fold(names) if folded else tuple(names)) for n in range(2, 2 + live)))
+    state = State(live=tuple(made_reusing(n, fold(names) if folded else tuple(names)) for n in range(2, 2 + live)))
     state = state.retire(frozenset(), tuple(gone), frozenset()) if folded else state
     event = {"kind": "commit", "step": 1 + live}
     return Entry(n=live + 9, epoch=1, nonce="a", previous=None, at="", event=event, state=state)

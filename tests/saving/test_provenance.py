@@ -66,14 +66,20 @@ def test_what_is_no_secret_stays() -> None:
     assert command_of(["python", "-c", "print(1)", "--steps", "3"], inline=True) == "python -c '…' --steps 3"
 
 
-def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: Path) -> None:
-    """A real process in a repository: commit, changes and command are shown, and no byte of a secret is stored."""
+def repository(place: Path) -> list[str]:
+    """Commit SCRIPT in a new repository; return the words that begin a git command there."""
     if shutil.which("git") is None:
         pytest.skip("no git here")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    git = ["git", "-C", str(place), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (place / "train.py").write_text(SCRIPT, encoding="utf-8")
     for arguments in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *arguments], check=True)
+    return git
+
+
+def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: Path) -> None:
+    """A real process in a repository: commit, changes and command are shown, and no byte of a secret is stored."""
+    git = repository(tmp_path)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert code_of(str(tmp_path)) == f"git {commit}, clean"
     (tmp_path / "train.py").write_text(SCRIPT + "# changed\n", encoding="utf-8")
@@ -93,12 +99,7 @@ def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: 
 
 def test_a_look_at_the_code_runs_and_changes_nothing(tmp_path: Path) -> None:
     """A repository may name a program of its own for git to run, and have an old index: neither run, nor refreshed."""
-    if shutil.which("git") is None:
-        pytest.skip("no git here")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    for arguments in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *arguments], check=True)
+    git = repository(tmp_path)
     (hook := tmp_path / ".git/hook").write_text(f"#!/bin/sh\ntouch {tmp_path}/has-run\n", encoding="utf-8")
     hook.chmod(0o755)
     subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def made(step: int, n: int, parent: str | None = None, **more: Any) -> Checkpoin
         cost_s=0.5,
         **more,
     )
+
+
+def made_reusing(number: int, reuses: tuple[str, ...]) -> Checkpoint:
+    """Make a checkpoint that reuses objects of these names; an entry that holds it can be read."""
+    return replace(made(number, number, reuses=reuses), manifest_digest=f"{number:032x}")
 
 
 def owner_of(epoch: int, **more: Any) -> Owner:
