@@ -73,7 +73,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._streams: Any = None  # of the checkpoint restored, until the first step
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Go on from the run; if it has no checkpoint, from what Trainer is told to resume from, or begin.
+        """Go on from the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
 
         Raises ConfigError if that is True, and neither the run nor Trainer's output directory has a checkpoint.
         """

@@ -98,7 +98,7 @@ class Saver:
 
         `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
-        If no slot may be filled, nothing is copied: that is a failure as that of a flush is.
+        If no slot may be filled, nothing is copied, and the failure is kept as that of a flush is.
         """
         try:
             slot = self._pipeline.take_slot()

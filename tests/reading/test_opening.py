@@ -1,6 +1,6 @@
 """reading/opening.py: what is known of a checkpoint when it is opened, and what is found by who asks for it.
 
-A checkpoint whose tree nobody can restore, under fitting digests, is refused by whoever answers for it.
+A checkpoint may have the right digests and a tree that nobody can restore: restore and verify refuse it.
 """
 
 from __future__ import annotations
