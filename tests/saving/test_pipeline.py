@@ -20,6 +20,7 @@ from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.state.tensors import same_bits
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
+from tests.support.waiting import until
 
 
 def test_every_snapshot_has_its_own_values_and_its_own_structure(run_dir: Path) -> None:
@@ -230,6 +231,22 @@ def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Pat
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert committed(run_dir)[-1] == 3
+
+
+def test_the_end_waits_for_the_snapshot_that_a_daemon_thread_is_taking(run_dir: Path, gate: Gate) -> None:
+    """P69: step 2 has made way for step 3, which is being taken when the process ends: step 3 is committed."""
+    ckpt = opened(run_dir, gate)
+    ckpt.restore(state_at(0))
+    ckpt.step(1, state_at(1))
+    gate.reached.wait(30)
+    ckpt.step(2, state_at(2))
+    # Another structure is planned once nothing is under way: between the slot and the submission.
+    taken = {**state_at(3), "more": torch.ones(3)}
+    threading.Thread(target=ckpt.step, args=(3, taken), daemon=True).start()
+    until(lambda: ckpt._saver._pipeline.superseded == [2])
+    threading.Timer(0.3, gate.opened.set).start()
+    ckpt._saver.end()
+    assert committed(run_dir) == [1, 3]
 
 
 def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
