@@ -304,8 +304,10 @@ def _check_zip(path: Path) -> None:
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
         raise IntegrityError("the zip file is compressed or encrypted, which torch.save never does", key=path.name)
     claimed = sum(entry.file_size for entry in entries)
-    if claimed > size_bytes or pickles[0].file_size > _MAX_PICKLE_BYTES:
+    if claimed > size_bytes:
         raise IntegrityError(f"the zip file claims {claimed} bytes, and has {size_bytes}", key=path.name)
+    if pickles[0].file_size > _MAX_PICKLE_BYTES:
+        raise IntegrityError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes, without the tensors", key=path.name)
 
 
 def _check_values(value: Any, name: str) -> None:

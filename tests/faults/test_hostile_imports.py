@@ -167,6 +167,14 @@ def test_an_index_that_is_none(tmp_path: Path, run_dir: Path, body: str) -> None
     refused(tmp_path / "model", run_dir, IntegrityError, "index")
 
 
+def test_an_index_of_any_size(tmp_path: Path, run_dir: Path) -> None:
+    """An index above the bound is refused before it is read."""
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors.index.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    refused(tmp_path / "model", run_dir, IntegrityError, "more than")
+
+
 def test_an_index_whose_tensor_is_elsewhere(tmp_path: Path, run_dir: Path) -> None:
     """A shard that lacks a tensor which the index says it has is an error that names both."""
     directory = tmp_path / "model"
@@ -225,6 +233,23 @@ def test_a_zip_that_inflates(tmp_path: Path, run_dir: Path) -> None:
         IntegrityError,
         "compressed",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "size_bytes", "words"), [(b"data/0", 1 << 30, "claims"), (b"data.pkl", (256 << 20) + 1, "its pickle has")]
+)
+def test_a_zip_that_claims_a_size(tmp_path: Path, run_dir: Path, name: bytes, size_bytes: int, words: str) -> None:
+    """A zip file whose entries claim more than it has, or whose pickle is above the bound, is refused unread."""
+    source = tmp_path / "a.pt"
+    torch.save(WEIGHTS, source)
+    data = bytearray(source.read_bytes())
+    listing, entry = data.index(b"PK\1\2"), data.rindex(name) - 48
+    data[entry + 20 : entry + 28] = struct.pack("<II", size_bytes, size_bytes)
+    with source.open("wb") as file:
+        file.write(data[:listing])
+        file.seek(size_bytes if name == b"data.pkl" else listing)  # a hole: as long as it says
+        file.write(data[listing:])
+    refused(source, run_dir, IntegrityError, words)
 
 
 @pytest.mark.parametrize("names", [["m/readme.txt"], ["m/data.pkl", "n/data.pkl"]])
