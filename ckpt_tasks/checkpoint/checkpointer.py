@@ -13,7 +13,7 @@ from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import FencedError, StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import Checkpoint, lineage
@@ -200,7 +200,7 @@ class Checkpointer(HeldRun):
         now = point(step, epoch)
         due, ending = self._due(now)
         taken = due or ending
-        self._check_finite(step, metrics, saving=taken)
+        self._check_step(step, metrics, saving=taken)
         self._steps.add(step, metrics or {})
         self._at.stepped(now)
         self._left_out.at(step, state)
@@ -232,7 +232,7 @@ class Checkpointer(HeldRun):
         """
         step = check_step(step, self._at.step)
         self._raise_failure()
-        self._check_finite(step, metrics, saving=True)
+        self._check_step(step, metrics, saving=True)
         self._steps.add(step, metrics or {})
         now = point(step, epoch)
         _, ending = self._due(now)
@@ -289,11 +289,15 @@ class Checkpointer(HeldRun):
             self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
         self._at.saved(step, epoch, interim=interim)
 
-    def _check_finite(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Treat NaN and infinite metrics by `on_non_finite`; raise NonFiniteError in all ranks if the step is saved."""
+    def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
+        """Check that the heartbeat has seen no other owner, and treat NaN and infinite metrics by `on_non_finite`.
+
+        Raises FencedError and NonFiniteError; in all ranks if the step is saved.
+        """
         try:
+            self._check_owner()
             self._finite.check(step, metrics or {}, saving=saving)
-        except StateError as error:
+        except (FencedError, StateError) as error:
             if saving:
                 self._refuse_save(error)
             raise

@@ -256,11 +256,14 @@ class HeldRun:
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
-        """Raise the error of a background thread, if there is one."""
+        """Raise the failure of an earlier save, if there is one; it is the same in every rank."""
         self._process.check()
+        self._saver.raise_failure()
+
+    def _check_owner(self) -> None:
+        """Raise FencedError if the heartbeat has seen another owner; only rank 0 has one."""
         if self._tenure is not None:
             self._tenure.check()
-        self._saver.raise_failure()
 
     def _wait_idle(self) -> None:
         """Wait for saves under way, whether they succeed or fail; raise only the loss of the run."""

@@ -50,12 +50,14 @@ class Fated(WatchedCalls):
     def __init__(self, fates: Mapping[int, Fate]):
         super().__init__()
         self.fates = fates
+        self.stuck = threading.Event()
         self.over = threading.Event()
 
     def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
         store = next((fate.store for step, fate in self.fates.items() if f"/checkpoint_{step:012d}/" in path), "stored")
         if name == "pwrite" and store != "stored":
             if store == "stuck":
+                self.stuck.set()
                 self.over.wait(60)
             raise OSError(errno.EIO, "on purpose")
         return super().do(name, path, call)
@@ -102,10 +104,11 @@ class Life:
 
     def settle(self) -> None:
         """Wait until the last snapshot is sealed or will not be, and its flush has ended or is stuck; then look."""
-        sealer = self._saver._pipeline._sealer
-        if sealer is not None:
-            sealer.join(30)  # it prepares the other slot at its end
-        self._saver.wait_idle()
+        pipeline = self._saver._pipeline
+        if pipeline._sealer is not None:
+            pipeline._sealer.join(30)  # it prepares the other slot at its end
+        while not (pipeline.idle or (pipeline.stuck and self._calls.stuck.is_set())):
+            time.sleep(0.001)  # a flush that is only slow is waited for, whatever the timeout
         self.look()
 
     def train(self, steps: Iterable[int]) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
+from ckpt_tasks.checkpoint.tenure import Tenure
 from ckpt_tasks.errors import CkptError, StateMismatchError, StoreError
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.ranks.training import build, config, digests, train
@@ -220,6 +222,30 @@ def takes_over(rank: int, size: int, root: str) -> int:
     ckpt.save(20_000, state)
     ckpt.close()
     return step
+
+
+def fenced_between_saves(rank: int, size: int, root: str, call: str) -> str:
+    state = state_of("fsdp", size)
+    ckpt = Checkpointer(config(root, flush_timeout_s=60))
+    ckpt.save(1, state)
+    if rank == 0:
+        acquire(History(LocalStore(root)), identify(None), take_over=True, timeout_s=30)
+        assert isinstance(ckpt._tenure, Tenure)
+        assert ckpt._tenure.heartbeat is not None
+        ckpt._tenure.heartbeat.look()
+    try:
+        getattr(ckpt, call)(2, state)
+        ckpt.wait()
+    except CkptError as error:
+        return type(error).__name__
+    return "saved"
+
+
+@pytest.mark.parametrize("call", ["save", pytest.param("step", marks=pytest.mark.slow)])
+def test_what_the_heartbeat_of_one_rank_sees_is_raised_in_all(tmp_path: Path, call: str) -> None:
+    """Rank 0's heartbeat sees another owner between two saves: the next save raises FencedError in all."""
+    assert run(2, fenced_between_saves, str(tmp_path), call) == ["FencedError", "FencedError"]
+    assert steps_of(tmp_path) == [1]
 
 
 def test_two_gangs_on_one_directory_are_fenced_as_a_whole(tmp_path: Path) -> None:
