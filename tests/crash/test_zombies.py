@@ -99,7 +99,8 @@ def taken_over(place: Place, how: str, size_bytes: int) -> Checkpointer:
 
 def lasting(place: Place) -> dict[str, bytes]:
     """Return what lies there but for signs of life and the temporary names of one process."""
-    return {name: data for name, data in place.everything().items() if "heartbeat/" not in name and "/." not in name}
+    names = (name for name in place.names() if "heartbeat/" not in name and "/." not in name)
+    return {name: place.get(name) for name in names}
 
 
 _SHORT = {("in mid-upload", "its silence")}
