@@ -26,6 +26,7 @@ __all__ = ["answers", "api_url", "end_of", "main", "start_server"]
 _PATIENCE_S = 180  # the first start creates the database
 _LOOK_S = 0.5
 _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+_PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 
 
 def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | None:
@@ -38,6 +39,9 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | Non
     environment = dict(os.environ)
     if "lease_storage" not in settings.server.concurrency.model_fields_set:
         environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
+    if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
+        # The page would ask the default port, whatever the command line says [3.8.8].
+        environment[_PAGE_ASKS] = url
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port), *options]
     log_path = settings.home / "server.log"
     with log_path.open("ab") as log:

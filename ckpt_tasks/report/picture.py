@@ -6,6 +6,7 @@ It follows the light or dark mode of the page that shows it, and loads nothing.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -101,8 +102,13 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
 
 
 def sort_metrics(names: Iterable[str]) -> list[str]:
-    """Sort names of metrics by importance: the loss, other losses, then by name."""
-    return sorted(names, key=lambda name: ("loss" not in name, "entropy" not in name, name))
+    """Sort names of metrics by importance: the loss, other losses, then by name, layer2 before layer10."""
+
+    def key(name: str) -> tuple[bool, bool, str, str]:
+        natural = re.sub(r"[0-9]+", lambda digits: digits[0].zfill(20), name)
+        return "loss" not in name, "entropy" not in name, natural, name
+
+    return sorted(names, key=key)
 
 
 def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:

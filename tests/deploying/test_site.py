@@ -29,9 +29,9 @@ class Shell:
 
     def __init__(self, place: Path):
         self.home, self.project = place / "home", place / "nets"
-        port = str(free_port())
-        self.url = f"http://127.0.0.1:{port}/api"
-        self._environment = {**os.environ, "PREFECT_HOME": str(self.home), "PREFECT_SERVER_API_PORT": port}
+        self.port = str(free_port())
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        self._environment = {**os.environ, "PREFECT_HOME": str(self.home)}
 
     def __call__(self, *command: str, status: int = 0, url: bool = False) -> str:
         environment = {**self._environment, **({"PREFECT_API_URL": self.url} if url else {})}
@@ -48,10 +48,10 @@ class Shell:
 
     def up(self) -> dict[str, str]:
         """Bring it up; return the state of each part."""
-        said: dict[str, Any] = json.loads(self("ckpt", "up", "--json"))
+        said: dict[str, Any] = json.loads(self("ckpt", "up", "--port", self.port, "--json"))
         assert said["page"] == self.url.removesuffix("/api")
-        with urlopen(f"{self.url}/health", timeout=60) as answer:
-            assert answer.status == 200
+        with urlopen(f"{said['page']}/ui-settings", timeout=60) as answer:
+            assert json.load(answer)["api_url"] == self.url, "the page would show another server, or none"
         return {part["name"]: part["status"] for part in said["parts"]}
 
     def down(self) -> dict[str, str]:

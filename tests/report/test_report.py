@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 from ckpt_tasks.format.ledger import Evaluation, State
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
-from ckpt_tasks.report.picture import draw_run, main_metric
+from ckpt_tasks.report.picture import draw_run, main_metric, sort_metrics
 from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
 from ckpt_tasks.report.words import clock, printable, utc
 from tests.support.ledgers import made
@@ -158,7 +158,12 @@ def test_the_picture_stays_in_its_frame(values: list[float | None], every_s: flo
 
 
 def test_the_metric_is_a_loss_where_there_is_one() -> None:
-    """A run is drawn by its loss, else by the first metric; by nothing where it has none."""
+    """A run is drawn by its loss, else by the first metric, in which numbers count; by nothing where it has none."""
+    assert sort_metrics({"layer10": 1.0, "layer2": 1.0, "layer02": 1.0, "loss": 1.0})[1:] == [
+        "layer02",
+        "layer2",
+        "layer10",
+    ]
     assert main_metric([{"accuracy": 1.0, "train_loss": 2.0}]) == "train_loss"
     assert main_metric([{"b": 1.0}, {"a": 1.0}]) == "a"
     assert main_metric([{}]) is None
