@@ -6,6 +6,8 @@ Invariants, beside those of the sampler:
 2. Nothing here draws from a global random stream or leaves one changed: the data set and `collate_fn` draw from streams
    that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
 3. As with any loader, `iter` begins a new epoch; only the first `iter` after a restore continues the restored epoch.
+4. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's step)
+   is not part of a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop does it again.
 """
 
 from __future__ import annotations
@@ -69,11 +71,12 @@ class ResumableLoader:
         self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
         self._in_hand = self.sampler.state_dict()
         self._restored = False
+        self._ending: int | None = None  # the epoch that has no batch left and has not ended
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
-        return self.sampler.epoch
+        """Epochs completed. An epoch is complete when the loop over its batches has ended."""
+        return self.sampler.epoch if self._ending is None else self._ending
 
     @property
     def batch_size(self) -> int:
@@ -88,14 +91,19 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin a new epoch, or continue the restored one."""
         self._take_place()
+        if self._restored and self._ending is not None:
+            self._ending = None
+            return iter(())
         if not self._restored:
             self.sampler.begin_epoch()
+        self._ending = None
         self._in_hand = self.sampler.state_dict()
         return self._hand_out(self.sampler.iterate(self._loader))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches handed out."""
-        return self.sampler.state_dict()
+        state = self.sampler.state_dict()
+        return state if self._ending is None else {**state, "epoch": self._ending, "samples": self.sampler.size}
 
     def state_before(self) -> dict[str, Any]:
         """Return the position before the last batch handed out, for a save before that batch is trained."""
@@ -104,7 +112,13 @@ class ResumableLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict(state_dict)
-        self._in_hand = self.sampler.state_dict()
+        self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
+        self._in_hand = self.state_dict()
+        self._restored = True
+
+    def skip_batches(self, count: int) -> None:
+        """Skip the next `count` batches, as a rollback asks for; the next `iter` continues behind them."""
+        self.sampler.skip_batches(count)
         self._restored = True
 
     def _take_place(self) -> None:
@@ -116,8 +130,11 @@ class ResumableLoader:
         for batch in batches:
             self._restored = False
             self._in_hand = self.sampler.state_dict()
+            epoch = self.sampler.epoch
             self.sampler.advance()
+            self._ending = epoch if self.sampler.epoch > epoch else None
             yield batch
+        self._ending = None
 
 
 class _Batches(Dataset[Any]):

@@ -98,6 +98,21 @@ def test_a_loop_that_ends_early_begins_the_next_epoch() -> None:
     assert [batch.tolist() for batch in islice(resumed, 2)] == whole[6:8]
 
 
+def test_an_epoch_ends_with_its_loop() -> None:
+    """P23: saved at an epoch's last batch, it goes on at the end of that epoch, with what a loop does there."""
+    one, whole = loader(), trained(loader(), 12)
+    trained(one, 6)
+    resumed = loader()
+    resumed.load_state_dict(decode(encode(one.state_dict())))
+    saved = [resumed.epoch, len([*resumed]), resumed.epoch, len([*resumed]), resumed.epoch]
+    assert (one.epoch, saved) == (0, [0, 0, 1, 6, 2])
+    assert [batch.tolist() for batch in one] == whole[6:]
+    skipping = loader()
+    skipping.load_state_dict(loader().state_dict() | {"samples": SAMPLES})
+    skipping.skip_batches(4)
+    assert [len([*skipping]), [batch.tolist() for batch in skipping]] == [0, whole[10:]]
+
+
 def test_the_position_before_the_batch_in_hand() -> None:
     """A save before that batch is trained goes on with it; the other position goes on after it."""
     one, whole = loader(), trained(loader(), 6)
