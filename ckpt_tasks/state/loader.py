@@ -7,7 +7,7 @@ Invariants, beside those of the sampler:
    that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
 3. As with any loader, `iter` begins a new epoch; only the first `iter` after a restore continues the restored epoch.
 4. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
-   step) is not in a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop does it again.
+   step) is not in a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop repeats it.
 """
 
 from __future__ import annotations
