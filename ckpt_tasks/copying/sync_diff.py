@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
-from ckpt_tasks.format.folding import unfold
+from ckpt_tasks.format.folding import repeated
 from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
 from ckpt_tasks.ledger.entries import SYNCED, newest_first
@@ -29,7 +29,7 @@ class SyncDiff:
 
     `ranked` are the checkpoints in `missing` (with the source's entry numbers) and those of the target (with its own),
     in the order of the source's commits. `pruned` are identities that the source has and the target has removed.
-    `given_up` are names of objects that a process which has lost the target may still delete.
+    `given_up` are folded names of objects that a process which has lost the target may still delete.
     """
 
     missing: frozenset[str]
@@ -127,20 +127,20 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
     """Find the note of the last finished copy from this source, and what the target has given up since."""
     have = _by_identity(there.state).keys()
     had: set[str] = set()
-    deleters: dict[str, set[int]] = {}
+    retired: dict[int, set[str]] = {}  # folded names by the owner's epoch
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in newest_first(target):
         live = _by_identity(entry.state).keys()
         had |= live
-        for name in unfold(entry.state.retired):
-            deleters.setdefault(name, set()).add(entry.state.owner.epoch if entry.state.owner else 0)
+        epoch = entry.state.owner.epoch if entry.state.owner else 0
+        retired.setdefault(epoch, set()).update(entry.state.retired)
         if _is_past(source, entry.event):
             had |= _texts(entry.event.get("pruned"))
             given_up = _texts(entry.event.get("given_up"))
             mark, at_mark = int(entry.event["entry"]), frozenset(live)
             break
-    given_up |= {name for name, epochs in deleters.items() if len(epochs) > 1}
+    given_up.update(repeated(retired.values()))
     return _Mark(mark, at_mark, frozenset(had - have), frozenset(given_up))
 
 

@@ -32,6 +32,7 @@ from ckpt_tasks.errors import (
     StateError,
     StoreError,
 )
+from ckpt_tasks.format.folding import fold
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import MAX_EPOCH, parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Owner, State
@@ -264,7 +265,7 @@ class _Copy:
         """Record how far this copy has come, so that the next one need not read older entries."""
         head = self._plan.head
         assert head.entry is not None  # it has a checkpoint
-        pruned, given_up = sorted(self._plan.diff.pruned), sorted(self._plan.diff.given_up)
+        pruned, given_up = sorted(self._plan.diff.pruned), sorted(fold(self._plan.diff.given_up))
         event = {
             "kind": "note",
             "note": SYNCED,

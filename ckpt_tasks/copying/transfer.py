@@ -19,7 +19,7 @@ from typing import Self, cast
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import Names, unfold
+from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import ObjectRecord
@@ -52,7 +52,7 @@ class Transfer:
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
         self._memory = memoryview(b"")
-        self._given_up = given_up.union(unfold(state.retired))
+        self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
         self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
         # Of checkpoints that reuse the same objects the newest one; newest first.

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from ckpt_tasks.format.keys import is_shard
 
-__all__ = ["MAX_FOLDED", "MAX_RETIRED", "Names", "fold", "folded_count", "is_folded", "unfold"]
+__all__ = ["MAX_FOLDED", "MAX_RETIRED", "Names", "fold", "folded_count", "is_folded", "repeated", "unfold"]
 
 MAX_FOLDED = 1 << 20  # names in one: a checkpoint has no more regions, and an object has at least one
 MAX_RETIRED = 4 * MAX_FOLDED  # names that one ledger entry gives up
@@ -33,11 +33,23 @@ def fold(names: Iterable[str]) -> tuple[str, ...]:
 
     Names may be folded already.
     """
-    runs: dict[_Key | str, list[_Run]] = {}
-    for name in names:
-        key, ranks = _parsed(name)
-        runs.setdefault(key, []).extend(ranks)
+    runs = _by_key(names)
     return tuple(key if isinstance(key, str) else _name(key, _merged(ranks)) for key, ranks in runs.items())
+
+
+def repeated(sets: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Return the names, folded, that are in more than one of these sets of folded and plain names; unfold none."""
+    runs: dict[_Key | str, list[list[_Run]]] = {}
+    for names in sets:
+        for key, ranks in _by_key(names).items():
+            runs.setdefault(key, []).append(_merged(ranks))
+    common: list[str] = []
+    for key, several in runs.items():
+        if isinstance(key, str):
+            common += [key] if len(several) > 1 else []
+        elif twice := _overlaps(sorted(run for ranks in several for run in ranks)):
+            common.append(_name(key, _merged(twice)))
+    return tuple(common)
 
 
 def unfold(names: Iterable[str]) -> Iterator[str]:
@@ -69,11 +81,7 @@ class Names:
     """A set of folded and plain names, with `in` for single names that does not unfold."""
 
     def __init__(self, names: Iterable[str]):
-        runs: dict[_Key | str, list[_Run]] = {}
-        for name in dict.fromkeys(names):
-            key, ranks = _parsed(name)
-            runs.setdefault(key, []).extend(ranks)
-        self._runs = {key: _merged(ranks) for key, ranks in runs.items()}
+        self._runs = {key: _merged(ranks) for key, ranks in _by_key(dict.fromkeys(names)).items()}
 
     def __contains__(self, name: str) -> bool:
         """Say whether a single name is in the set."""
@@ -97,6 +105,25 @@ def _parsed(name: str) -> tuple[_Key | str, list[_Run]]:
         return ((before, behind), [(int(ranks), int(ranks))]) if f"{int(ranks):05d}" == ranks else (name, [])
     ends = [run.partition("-") for run in ranks.split(",")]
     return (before, behind), [(int(first), int(last or first)) for first, _, last in ends]
+
+
+def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
+    """Return the runs of ranks by the texts around them; of a name without a rank none."""
+    runs: dict[_Key | str, list[_Run]] = {}
+    for name in names:
+        key, ranks = _parsed(name)
+        runs.setdefault(key, []).extend(ranks)
+    return runs
+
+
+def _overlaps(runs: list[_Run]) -> list[_Run]:
+    """Return what more than one of these sorted runs has."""
+    twice, end = [], -1
+    for first, last in runs:
+        if first <= end:
+            twice.append((first, min(last, end)))
+        end = max(end, last)
+    return twice
 
 
 def _merged(runs: list[_Run]) -> list[_Run]:

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.copying.transfer import changes
+from ckpt_tasks.copying.transfer import Transfer, changes
+from ckpt_tasks.errors import ObjectNotFoundError, StateError
+from ckpt_tasks.format.folding import MAX_FOLDED
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.storage.local import LocalStore
 from tests.support.syncs import train
 
 
@@ -40,3 +44,14 @@ def test_bytes_without_a_digest_are_no_good(shard: tuple[ObjectRecord, Any, byte
     record, rows, data = shard
     (fault,) = changes(record, rows[:-1], memoryview(data))
     assert "have no digest" in fault
+
+
+def test_a_folded_name_that_was_given_up(fast_dir: Path) -> None:
+    """MUST 8: an object of any rank that the target's ledger or its notes give up in one name is refused."""
+    folded = f"checkpoint_000000000001/e000001-00000000000000aa/x-[0-{MAX_FOLDED - 1}]-of-09999999-{{}}.safetensors"
+    state, store = State(retired=(folded.format(0),)), LocalStore(fast_dir / "given up")
+    with Transfer(store, store, state, lambda size_bytes: None, frozenset({folded.format(1)})) as transfer:
+        for part, error in ((0, StateError), (1, StateError), (2, ObjectNotFoundError)):
+            name = folded.format(part).replace(f"[0-{MAX_FOLDED - 1}]", "00007")
+            with pytest.raises(error):
+                transfer.bring(ObjectRecord(name, 1, "00" * 16, 1), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.folding import MAX_FOLDED, Names, fold, is_folded, unfold
+from ckpt_tasks.format.folding import MAX_FOLDED, Names, fold, is_folded, repeated, unfold
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import read_segment, write_segment
@@ -39,6 +40,15 @@ def test_folding_loses_nothing(some: list[str], more: list[str]) -> None:
     assert fold((*folded, *more)) == fold([*some, *more])
     known = Names(folded)
     assert all((name in known) == (name in some) for name in [*some, *more, shard(99), "", PLACE])
+
+
+@given(st.lists(NAMES, max_size=4))
+def test_names_in_more_than_one_set(sets: list[list[str]]) -> None:
+    """What several sets have in common is found without unfolding, and is folded."""
+    counts = Counter(name for names in sets for name in {*names})
+    common = repeated(map(fold, sets))
+    assert {*unfold(common)} == {name for name, count in counts.items() if count > 1}
+    assert fold(common) == common
 
 
 def test_a_single_rank_is_its_own_name() -> None:
