@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StoreError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StateError, StoreError
 from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
@@ -196,7 +196,8 @@ class Pruner:
     def remove(self, owner: Owner, checkpoint: Checkpoint, going_on_from: str | None) -> Verdict:
         """Remove a checkpoint and delete its objects, unless `plan_removal` keeps it.
 
-        Raises CheckpointNotFoundError, and NoGoodCheckpointError if no checkpoint verifies; nothing is removed then.
+        Raises CheckpointNotFoundError, NoGoodCheckpointError if no checkpoint verifies, and StateError if too many
+        objects wait for their deletion; nothing is removed then.
         """
         with self._one, self.retiring:
             state, digest = self._newest(owner), checkpoint.manifest_digest
@@ -211,7 +212,11 @@ class Pruner:
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
                 state = state if retirement.given_up else self._newest(owner)  # pinned or leased meanwhile
-            return next(v for v in plan(state) if v.manifest_digest == digest)
+            verdict = next(v for v in plan(state) if v.manifest_digest == digest)
+            if not verdict.keep and not retirement.given_up:
+                hint = "`ckpt prune` deletes them; then try again."
+                raise StateError("more objects wait for their deletion than a ledger entry lists", hint=hint)
+            return verdict
 
     def _orphans(self, state: State) -> list[str]:
         """List leftovers of dead owners, as many as fit into an entry."""

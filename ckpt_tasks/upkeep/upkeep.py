@@ -21,7 +21,6 @@ from ckpt_tasks.errors import (
     IntegrityError,
     NoGoodCheckpointError,
     ObjectNotFoundError,
-    StateError,
     StoreError,
 )
 from ckpt_tasks.format.digests import digest_hex
@@ -274,7 +273,8 @@ class Retirement:
     """What one ledger entry removes from a run: the checkpoints that `plan` removes from `state`, and their objects.
 
     Making one lists these objects. `unnamed` objects, which no checkpoint names, are given up with them. `deleted`
-    names objects that were given up before and are deleted by now.
+    names objects that were given up before and are deleted by now. An entry lists at most `MAX_RETIRED` objects that
+    are given up and not deleted: the oldest checkpoints that fit go, and a later entry removes the others.
     """
 
     def __init__(
@@ -289,8 +289,9 @@ class Retirement:
         self.given_up: tuple[str, ...] = ()
         going = _going(plan(state))
         self._plan = plan
-        self._objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
+        objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
         self._unnamed = unnamed
+        self._objects = {digest: objects[digest] for digest in _fitting(objects, unnamed, self._room(state))[0]}
         self._spared = _reused_by_spared(store, state) if going or unnamed else frozenset()
 
     @property
@@ -301,18 +302,32 @@ class Retirement:
     def apply(self, state: State) -> State:
         """Return the state after the entry; set `given_up` to the objects that may be deleted then, manifests first.
 
-        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays. Raises
-        StateError for more objects than one entry may give up.
+        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays.
         """
-        gone = _going(self._plan(state)).intersection(self._objects) if self._objects else frozenset()
-        after = state.retire(gone, (), self.deleted)
-        names = [name for digest, objects in self._objects.items() if digest in gone for name in objects]
-        distinct = fold((*names, *self._unnamed))  # what many checkpoints reuse is unfolded once
-        if folded_count(distinct) > MAX_RETIRED:
-            hint = "Remove fewer at once: `ckpt rm` removes one."
-            raise StateError(f"the checkpoints to remove have more than {MAX_RETIRED} objects", hint=hint)
-        self.given_up = tuple(name for name in unfold(distinct) if not after.keeps(name) and name not in self._spared)
-        return state.retire(gone, self.given_up, self.deleted)
+        gone = _going(self._plan(state)) if self._objects else frozenset()
+        objects = {digest: names for digest, names in self._objects.items() if digest in gone}
+        fitting, names = _fitting(objects, self._unnamed, self._room(state))
+        keeps = state.retire(fitting, (), self.deleted).keeps
+        self.given_up = tuple(name for name in unfold(names) if not keeps(name) and name not in self._spared)
+        return state.retire(fitting, self.given_up, self.deleted)
+
+    def _room(self, state: State) -> int:
+        """Return how many more objects an entry can give up."""
+        return MAX_RETIRED - folded_count(state.without_deleted(self.deleted).retired)
+
+
+def _fitting(
+    objects: Mapping[str, Sequence[str]], unnamed: Iterable[str], room: int
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the first checkpoints whose objects fit into `room`, and the folded names of these and the `unnamed`."""
+    names, fitting = fold(unnamed), set[str]()
+    for digest, more in objects.items():
+        both = fold((*names, *more))  # what many checkpoints reuse counts once
+        if folded_count(both) > room:
+            break
+        names = both
+        fitting.add(digest)
+    return frozenset(fitting), names
 
 
 def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str, ...]:
