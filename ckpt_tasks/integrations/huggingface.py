@@ -10,6 +10,7 @@ the decisions of callbacks are then all part of it. The random streams are put b
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -150,9 +151,15 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         return batches
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Remember logged values as metrics of the next checkpoint."""
+        """Remember logged values as metrics of the next checkpoint.
+
+        With fp16 a norm of gradients that is not finite is left out: the scaler skips such a step.
+        """
         super().log(logs, *args, **kwargs)
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
+        if self.accelerator.scaler is not None and not math.isfinite(logs.get("grad_norm", 0.0)):
+            # Not `optimizer_step_was_skipped`: a fused optimizer is called, and skips the step itself.
+            del self._progress.logged["grad_norm"]
 
     def _finalize_training(self, *args: Any) -> Any:
         if self._streams is not None:  # nothing was left to train

@@ -100,6 +100,7 @@ def train(leg: Leg, resume: str | bool | None = None) -> None:
             checkpoint_dir=leg.folder / "run",
             step_interval=options.get("interval", 1),
             memory_dir=leg.folder / "memory",
+            on_non_finite="stop",  # a step that the scaler skips is healthy
         ),
         state={"average": average},
     )
