@@ -23,6 +23,7 @@ from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store
 from tests.servers.s3 import S3Server
 from tests.support.cli_runs import ckpt, config, flip, save_steps
+from tests.support.ledgers import resealed
 
 SUMMARIES = [
     RunSummary(name="a", url="", state="ended", step=3, saved_at="2026-01-03", size_bytes=1, metrics={"loss": 0.5}),
@@ -98,8 +99,8 @@ def test_the_order(sort: str, order: str) -> None:
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
-    """P49: format.json gone or broken, all ledger entries broken, or the newest: each is a row beside the good one."""
-    runs = ("good", "format", "gone", "ledger", "newest")
+    """P49: format.json gone, broken or unknown, all ledger entries broken, or the newest: rows beside the good one."""
+    runs = ("good", "format", "gone", "ledger", "newest", "later")
     save_steps(tmp_path / "good", 7)
     for name in runs[1:]:
         shutil.copytree(tmp_path / "good", tmp_path / name)
@@ -108,16 +109,19 @@ def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
     for path in (tmp_path / "ledger" / "ledger").iterdir():
         flip(path, 20)
     flip(min((tmp_path / "newest" / "ledger").iterdir()), 20)  # the newest entry has the first name
+    later = tmp_path / "later" / "format.json"
+    later.write_bytes(resealed(later.read_bytes(), lambda body: body.update(version=999)))
     answer = ckpt("ls", tmp_path)
     assert answer.status == 1
     assert "format: format.json is damaged" in answer.out
     assert "gone: format.json is missing" in answer.out
     assert "newest: 1 ledger entry cannot be read" in answer.out
-    assert "5 runs" in answer.out
+    assert "6 runs" in answer.out
     assert "4 damaged" in answer.out
     found = rows(tmp_path)
-    assert [found[name]["state"] for name in runs] == ["ended", *["damaged"] * 4]
-    assert [found[name]["step"] for name in runs] == [7, 7, 7, None, 7]
+    assert [found[name]["state"] for name in runs] == ["ended", *["damaged"] * 4, "unreadable"]
+    assert [found[name]["step"] for name in runs] == [7, 7, 7, None, 7, None]
+    assert "Upgrade ckpt-tasks" in found["later"]["why"]
 
 
 def test_a_run_that_is_trained_now(tmp_path: Path) -> None:

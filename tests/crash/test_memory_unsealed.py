@@ -185,12 +185,19 @@ def test_without_a_second_slot_the_first_one_stays_until_a_commit(run_dir: Path,
     second.end_threads()
 
 
-def test_what_storage_has_as_well_makes_way(run_dir: Path, memory: Path) -> None:
-    """P43, P44: once a newer step is committed, the only sealed snapshot gives its slot to the next one."""
-    fates = [Fate("sealed", "refused"), Fate("full", "stored"), Fate("full", "stuck"), Fate("sealed", "stored")]
+@pytest.mark.parametrize(
+    "fates",
+    [
+        [Fate("sealed", "refused"), Fate("full", "stored"), Fate("full", "stuck"), Fate("sealed", "stored")],
+        [Fate("sealed", "refused"), Fate("full", "refused"), Fate("sealed", "stored")],
+    ],
+    ids=len,
+)
+def test_a_sealed_snapshot_holds_nothing_up(run_dir: Path, memory: Path, fates: list[Fate]) -> None:
+    """P43, P44: the only sealed snapshot gives its slot up once a newer step is committed; till then the other one."""
     life = Life(run_dir, memory, dict(enumerate(fates, start=1)))
-    life.train([1, 2, 3, 4])
-    assert life.end() == 4
+    life.train(range(1, len(fates) + 1))
+    assert life.end() == len(fates)
     life.end_threads()
 
 

@@ -324,3 +324,5 @@ def test_more_names_than_an_entry_may_give_up_go_in_turns(tmp_path: Path) -> Non
     assert len(retirement.given_up) == 5
     assert written(after) == after
     assert removing(store, after).apply(after) == after  # there is no room until some of them are deleted
+    with pytest.raises(StateError, match="more than 4194304 objects"):
+        written(replace(state, retired=(*waiting, *map(folded, range(4, 8)))))

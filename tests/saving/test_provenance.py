@@ -63,6 +63,7 @@ def test_what_is_no_secret_stays() -> None:
         "--tokenizer=bpe",
     ]
     assert command_of(line) == " ".join(line)
+    assert len(command_of([*line, *map(str, range(1000))])) == 2000  # it is in every manifest
     assert command_of(["python", "-c", "print(1)", "--steps", "3"], inline=True) == "python -c '…' --steps 3"
 
 
