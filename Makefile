@@ -20,6 +20,8 @@ PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt P
 
 # For tests and benchmarks; the flows set it by themselves (ckpt_tasks/flows/__init__.py).
 export OMP_WAIT_POLICY := passive
+# Tests start hundreds of processes: without bytecode each one compiles us anew, a tenth of the time of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install servers pythons peers train test test-all test-e2e bench bench-s3 docs check format clean
