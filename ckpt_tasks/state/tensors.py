@@ -258,7 +258,7 @@ def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.
 
     Raises IntegrityError on strides that no tensor of this shape can have, and StateError where it has no room.
     """
-    once = like if ref.stride is None else expanded(like, _sane(ref.stride, like))
+    once = like if ref.stride is None else expanded(like, _sane(ref, ref.stride, like))
     try:
         if ref.stride is None:
             made = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -271,12 +271,14 @@ def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.
     return made.requires_grad_() if ref.requires_grad else made
 
 
-def _sane(steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
+def _sane(ref: TensorRef, steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
     # Strides decide how much memory is allocated: never more than the values need.
     if len(steps) != source.dim() or any(step < 0 for step in steps):
-        raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}")
+        raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}", key=ref.key)
     if sum((size - 1) * step for size, step in zip(source.shape, steps, strict=True)) > max(source.numel() - 1, 0):
-        raise IntegrityError(f"strides {tuple(steps)} leave gaps in a tensor of shape {tuple(source.shape)}")
+        raise IntegrityError(
+            f"strides {tuple(steps)} leave gaps in a tensor of shape {tuple(source.shape)}", key=ref.key
+        )
     return steps
 
 
