@@ -17,13 +17,14 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from ckpt_tasks.storage.secrets import without_secret_arguments
 
-__all__ = ["code_of", "command_of", "provenance"]
+__all__ = ["code_of", "command_of", "directory_of", "provenance"]
 
 _GIT_S = 2.0
 _LONGEST = 2000  # characters of a command line
@@ -40,7 +41,7 @@ def provenance() -> MappingProxyType[str, str]:
         **_packages(),
         "host": socket.gethostname(),
         "accelerator": _accelerator(),
-        "code": code_of(_directory_of_program()),
+        "code": code_of(directory_of(getattr(sys.modules.get("__main__"), "__file__", None))),
         "command": command_of(sys.orig_argv, inline=sys.argv[:1] == ["-c"]),
     }
     return MappingProxyType({name: text for name, text in facts.items() if text})
@@ -93,12 +94,13 @@ def _git(directory: str, *arguments: str) -> str | None:
         return None
 
 
-def _directory_of_program() -> str:
-    """Return the directory of the script that runs; of an installed command, the working directory."""
-    script: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script and not os.path.realpath(script).startswith(os.path.realpath(sys.prefix) + os.sep):
-        return os.path.dirname(os.path.abspath(script))
-    return os.curdir
+def directory_of(script: str | None) -> str:
+    """Return the directory of the script that runs; the working directory for what was installed, or for none."""
+    installed = {"site-packages", "dist-packages"}  # of the user, of the system, or along PYTHONPATH
+    if script is None or not installed.isdisjoint(Path(script).resolve().parts):
+        return os.curdir
+    is_command = os.path.realpath(script).startswith(os.path.realpath(sys.prefix) + os.sep)
+    return os.curdir if is_command else os.path.dirname(os.path.abspath(script))
 
 
 def _packages() -> dict[str, str]:

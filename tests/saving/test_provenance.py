@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.saving.provenance import code_of, command_of
+from ckpt_tasks.saving.provenance import code_of, command_of, directory_of
 from tests.support.cli_runs import ckpt as command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +124,18 @@ def test_code_without_a_repository_is_unknown(tmp_path: Path, monkeypatch: pytes
     assert code_of(str(tmp_path)) == "unknown"
     monkeypatch.setenv("PATH", "")
     assert code_of(str(ROOT)) == "unknown"
+
+
+def test_the_code_is_that_of_the_script_not_of_what_runs_it() -> None:
+    """`python -m prefect.engine` and a command of the environment stand for the program in the working directory."""
+    assert directory_of("/home/a/work/train.py") == "/home/a/work"
+    for installed in (
+        "/home/a/.local/lib/python3.11/site-packages/prefect/engine.py",  # a home may be a repository of its own
+        "/usr/lib/python3/dist-packages/prefect/engine.py",
+        f"{sys.prefix}/bin/ckpt",
+        None,
+    ):
+        assert directory_of(installed) == "."
 
 
 def test_a_worker_forked_meanwhile_holds_nothing_up() -> None:
