@@ -22,7 +22,7 @@ from ckpt_tasks.orchestration.config import position_of_run
 from tests.flows.test_train import assert_equal, run
 from tests.support.waiting import until
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0  # nothing here is about speed
 
 
 class Runs:
@@ -63,7 +63,7 @@ class Runs:
             assert len(ended) < len(self._started), ended[-1].communicate()[0]
             return bool(self.steps()) and self.steps()[0] >= step
 
-        until(committed)
+        until(committed, PATIENCE_S)
 
     def steps(self) -> list[int]:
         try:
@@ -160,7 +160,7 @@ def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> No
     owner = open_run(str(embedded.run_dir)).head().state.owner
     assert owner is not None
     assert owner.released
-    assert embedded.servers() == []
+    until(lambda: embedded.servers() == [])
 
 
 @pytest.mark.slow

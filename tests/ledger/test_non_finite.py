@@ -103,7 +103,8 @@ def loop(ckpt: Checkpointer, bad: Callable[[int, int], bool], total: int) -> tup
         live["n"] += 1
         try:
             ckpt.step(step + 1, live, metrics={"loss": NAN if bad(step + 1, len(restores) - 1) else 1.0})
-        except NonFiniteError:
+        except NonFiniteError as error:
+            assert error.rolls_back  # so that a flow tries again
             restores.append(step := ckpt.restore(live))
             continue
         ckpt.wait()  # a newer snapshot may take the place of one that waits
