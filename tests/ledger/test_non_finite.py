@@ -104,7 +104,8 @@ def loop(ckpt: Checkpointer, bad: Callable[[int, int], bool], total: int) -> tup
         try:
             ckpt.step(step + 1, live, metrics={"loss": NAN if bad(step + 1, len(restores) - 1) else 1.0})
         except NonFiniteError as error:
-            assert error.rolls_back  # so that a flow tries again
+            if not error.rolls_back:  # a flow would not try again
+                raise
             restores.append(step := ckpt.restore(live))
             continue
         ckpt.wait()  # a newer snapshot may take the place of one that waits
