@@ -11,18 +11,13 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
-from ckpt_tasks.errors import (
-    CkptError,
-    IntegrityError,
-    NoGoodCheckpointError,
-    ObjectNotFoundError,
-    StoreError,
-)
+from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.folding import MAX_RETIRED, fold, folded_count, unfold
 from ckpt_tasks.format.image import parse_header
@@ -320,14 +315,17 @@ def _fitting(
     objects: Mapping[str, Sequence[str]], unnamed: Iterable[str], room: int
 ) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the first checkpoints whose objects fit into `room`, and the folded names of these and the `unnamed`."""
-    names, fitting = fold(unnamed), set[str]()
-    for digest, more in objects.items():
-        both = fold((*names, *more))  # what many checkpoints reuse counts once
-        if folded_count(both) > room:
-            break
-        names = both
-        fitting.add(digest)
-    return frozenset(fitting), names
+    digests, named = [*objects], [*unnamed]
+
+    def names(count: int) -> tuple[str, ...]:
+        """Fold the names of the first checkpoints: what many of them reuse counts once."""
+        return fold(chain(named, chain.from_iterable(objects[digest] for digest in digests[:count])))
+
+    count, folded = len(digests), names(len(digests))  # once, and not for each of thousands of checkpoints
+    if folded_count(folded) > room:
+        count = max(0, bisect_right(range(count), room, key=lambda count: folded_count(names(count))) - 1)
+        folded = names(count)
+    return frozenset(digests[:count]), folded
 
 
 def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str, ...]:
