@@ -1,4 +1,4 @@
-"""What adapters share: a run named by a path or a configuration, and metrics that are numbers."""
+"""What adapters share: a run named by a path or a configuration, metrics that are numbers, and what each rank has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import distributed
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig
 
-__all__ = ["config_of", "numbers", "with_extra"]
+__all__ = ["config_of", "gather_of_ranks", "numbers", "own_of_ranks", "with_extra"]
 
 
 def config_of(checkpoint: str | os.PathLike[str] | CheckpointConfig) -> CheckpointConfig:
@@ -34,3 +35,22 @@ def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[s
     if taken:
         raise ConfigError(f"{', '.join(taken)} in `state` is saved already", hint="Give other names to your objects.")
     return {**state, **(extra or {})}
+
+
+def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
+    """Return what each rank has, in every rank: a checkpoint has to be the same in all."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [own]
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return found
+
+
+def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:
+    """Return this rank's part of what `gather_of_ranks` returned; raises ConfigError for another number of ranks."""
+    if len(saved) != ranks:
+        raise ConfigError(
+            f"the run is one of {len(saved)} ranks, and there are {ranks}",
+            hint="Start as many as before: sums behind the logged means are each rank's own.",
+        )
+    return saved[rank]

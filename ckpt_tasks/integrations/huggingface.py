@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.attached import config_of, gather_of_ranks, numbers, own_of_ranks, with_extra
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.rng import current_streams, set_streams
 
@@ -237,7 +237,7 @@ class _Progress:
         if self._given is not None:  # as in _Later
             return self._given
         trainer, state = self._trainer, self._trainer.state
-        return {
+        own = {
             "progress": {name: getattr(state, name) for name in _PROGRESS},
             "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],
             "stopped": trainer.control.should_training_stop,
@@ -248,14 +248,18 @@ class _Progress:
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "flos": trainer.current_flos,
         }
+        # Losses between two logs, and how long an evaluation took, are each rank's own.
+        return {"of_ranks": gather_of_ranks(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._given = state
 
     def apply(self) -> tuple[int, int]:
-        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done."""
-        assert self._given is not None
-        trainer, given = self._trainer, self._given
+        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done.
+
+        Raises ConfigError if another number of ranks has saved them.
+        """
+        trainer, given = self._trainer, self._own()
         for name, value in given["progress"].items():
             setattr(trainer.state, name, value)
         for callback, (name, attributes) in zip(self._callbacks(), given["callbacks"], strict=False):
@@ -268,12 +272,18 @@ class _Progress:
 
     def at_first_step(self) -> None:
         """Restore the sums that Trainer resets when it begins."""
-        assert self._given is not None
-        given, self._given = self._given, None
+        given, self._given = self._own(), None
         for name, value in given["sums"].items():
             setattr(self._trainer, name, value)
         self._trainer._tr_loss.fill_(given["loss"])
         self._trainer.current_flos = given["flos"]
+
+    def _own(self) -> dict[str, Any]:
+        assert self._given is not None
+        own: dict[str, Any] = own_of_ranks(
+            self._given["of_ranks"], self._trainer.args.process_index, self._trainer.args.world_size
+        )
+        return own
 
     def _callbacks(self) -> Iterator[Any]:
         return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))

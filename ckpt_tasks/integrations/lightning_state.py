@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import distributed
 
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.state.loader import ResumableLoader
 
 __all__ = ["LightningState", "LoaderPositions", "begin_streams"]
@@ -78,6 +77,7 @@ class LightningState:
         self._module = module
         self.loaders: list[Any] | None = None  # positions to save; None: the loaders' own states
         self._given: dict[str, Any] | None = None
+        self._own: dict[str, Any] = {}
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class LightningState:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
-            # Values that are not reduced over ranks are each rank's own; a checkpoint has to be the same in all.
-            "of_ranks": _of_ranks({"logged": logged, "sums": _sums(trainer)}),
+            # Values that are not reduced over ranks are each rank's own.
+            "of_ranks": gather_of_ranks({"logged": logged, "sums": _sums(trainer)}),
         }
         return dump
 
@@ -119,11 +119,7 @@ class LightningState:
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         own = self._given["ckpt_tasks"]
-        if (saved := len(own["of_ranks"])) != trainer.world_size:
-            raise ConfigError(
-                f"the run is one of {saved} ranks, and there are {trainer.world_size}",
-                hint="Start as many as before: the sums behind Lightning's means are each rank's own.",
-            )
+        self._own = own_of_ranks(own["of_ranks"], trainer.global_rank, trainer.world_size)
         connector._loaded_checkpoint = {"state_dict": self._module.state_dict(), **self._given}
         connector.restore_model()
         connector.restore_datamodule()
@@ -134,7 +130,7 @@ class LightningState:
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
         trainer._logger_connector._callback_metrics.update(
-            {name: torch.tensor(value) for name, value in own["of_ranks"][trainer.global_rank]["logged"].items()}
+            {name: torch.tensor(value) for name, value in self._own["logged"].items()}
         )
 
     def at_train_start(self) -> None:
@@ -153,7 +149,7 @@ class LightningState:
     def after_first_batch(self) -> None:
         """Add the restored sums to those of the first batch: an epoch's mean must cover all of its batches."""
         assert self._given is not None
-        sums, self._given = self._given["ckpt_tasks"]["of_ranks"][self._trainer.global_rank]["sums"], None
+        sums, self._given = self._own["sums"], None
         for name, metric in self._trainer.fit_loop.epoch_loop._results.items():
             if name in sums and metric.meta.on_epoch:
                 before = sums[name]
@@ -162,15 +158,6 @@ class LightningState:
                 value = before["value"].to(metric.value.device)
                 adds = metric.meta.is_mean_reduction or metric.meta.is_sum_reduction
                 metric.value = metric.value + value if adds else metric.meta.reduce_fx(metric.value, value)
-
-
-def _of_ranks(own: dict[str, Any]) -> list[Any]:
-    """Return what each rank has, in every rank."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [own]
-    found = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    return found
 
 
 def _sums(trainer: Trainer) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
+import socket
 import warnings
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
@@ -82,7 +85,7 @@ def train(leg: Leg, resume: str | bool | None = None) -> None:
         fp16=options.get("scaled", False),
         save_strategy=options.get("their_saves", "no"),
         logging_steps=options.get("logging", 1),
-        num_train_epochs=3,
+        num_train_epochs=options.get("epochs", 3),
         max_steps=30 if stream else -1,
         per_device_train_batch_size=4,
         eval_strategy="epoch",
@@ -135,6 +138,35 @@ def switched(leg: Leg) -> None:
         train(leg, resume=True)
     else:
         train(leg, resume=str(first))
+
+
+def both(leg: Leg) -> None:
+    """Train by a Trainer, and then by a loop."""
+    train(leg)
+    leg.label = " of the loop"
+    leg.folder /= "loop"
+    (leg.folder / "memory").mkdir(parents=True, exist_ok=True)
+    loop(leg)
+
+
+def ranks(leg: Leg) -> None:
+    """Train in two ranks, as torchrun starts them; a rank is killed, and its launcher ends the other one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        start_processes(_rank, (leg, port), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    except ProcessExitedException:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank(rank: int, leg: Leg, port: int) -> None:
+    size = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    leg.label = f" of rank {rank}" if rank else ""
+    if rank != leg.options["killed"]:
+        leg.spare()
+    (loop if leg.options.get("loop") else train)(leg)
 
 
 def loop(leg: Leg) -> None:

@@ -14,23 +14,26 @@ from tests.support.legs import assert_equal, begins, compared, random_moments, w
 JOB = "tests.integrations.huggingface_job:train"
 COMPARED = {"loss", "eval_loss", "grad_norm", "learning_rate", "end"}  # Trainer's train_loss is that of one call
 SWITCHED = "tests.integrations.huggingface_job:switched"
+RANKS = "tests.integrations.huggingface_job:ranks"
+BOTH = "tests.integrations.huggingface_job:both"
 LOOP = "tests.integrations.huggingface_job:loop"
 
 
 def test_killed_twice_it_ends_as_without_a_stop(tmp_path: Path) -> None:
-    """P16, P73: SIGKILL in steps and in a save: losses, scaler, averages of weights and random streams are equal.
+    """P16, P73: SIGKILL in a step, in a save and in a loop with accelerate: losses, scaler and streams are equal.
 
-    The first kill is in the middle of an epoch, the last one in the first step of another. A step that the scaler skips
-    is not one that diverges.
+    A step that the scaler skips is not one that diverges. A training that has ended ends the same when it is started
+    again, for the loop that follows it was killed.
     """
-    options = {"logging": 5, "scaled": True, "args": {"logging_first_step": True}}
-    reference, legs, statuses = compared(JOB, tmp_path, options, [("step", 7), ("files", 250), ("step", 24)])
+    options = {"logging": 5, "scaled": True, "epochs": 2, "args": {"logging_first_step": True}}
+    reference, legs, statuses = compared(BOTH, tmp_path, options, [("step", 7), ("files", 250), ("step", 30)])
     assert statuses == [0, -9, -9, -9, 0]
     first, second, third, last = begins(legs)
     assert (first, second, last) == (0, 7, 24)
     assert 7 <= third < 24
     (norm,) = (value for what, step, value in reference if (what, step) == ("grad_norm", 1))
     assert norm in {"inf", "nan"}
+    assert [step for what, step, _ in legs[-1] if what == "begin of the loop"] == [30]
     assert_equal(reference, legs)
     assert set(open_run(str(tmp_path / "killed/run")).find("latest").metrics) == {
         *("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -102,6 +105,17 @@ def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
     assert statuses == [0, -15, 0]
     assert begins(legs) == [0, 8]
     assert_equal(reference, legs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"killed": 0}, {"killed": 1, "logging": 4}, {"killed": 1, "loop": True}], ids=str)
+def test_two_ranks_go_on(options: dict[str, Any], tmp_path: Path) -> None:
+    """P73: under DDP a rank of a Trainer or of an Accelerator is killed, and both go on bit for bit."""
+    reference, legs, statuses = compared(RANKS, tmp_path, options, within([4, 9]))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs)[0] == 0 < begins(legs)[1] <= 4 < begins(legs)[2] <= 9
+    assert_equal(reference, legs)
+    assert {"end", "end of rank 1"} <= {what for what, _, _ in reference}
 
 
 @pytest.mark.slow
