@@ -15,17 +15,17 @@ import torch
 
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
-from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names, takes_part, unwrapped
-from ckpt_tasks.state.optimizers import capture_optimizer, is_ordinary
+from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
+from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.placements import ALONE, World, reshard
 from ckpt_tasks.state.plain import refuse_copies_of_state
 from ckpt_tasks.state.restore_parts import Captured, GroupState
-from ckpt_tasks.state.restoring import RestorePlan, plan_restore
+from ckpt_tasks.state.restoring import RestorePlan, may_draw, plan_restore
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, preserved_rng
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
-__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "may_draw", "plan_restore"]
+__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
 
 # Memory that two groups share belongs to the first of these kinds, so that a module is restored from its own files.
 # A data loader may draw from a generator in its state_dict(), so generators come after it.
@@ -73,16 +73,6 @@ def _alike(
     named = {name for name, _ in parameters}
     optimizers = tuple(f"{name}/" for name, group in groups.items() if group.kind == "optimizer")
     return {key: held for key, held in tensors.replicated.items() if key in named or key.startswith(optimizers)}
-
-
-def may_draw(value: Any) -> bool:
-    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
-    kind = kind_of(value)
-    if kind == "module":
-        return any(takes_part(module) for module in unwrapped(value).modules())
-    if kind == "optimizer":
-        return not is_ordinary(value)
-    return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
 
 
 def _capture_group(

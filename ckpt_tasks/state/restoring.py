@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
-from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names
-from ckpt_tasks.state.optimizers import OptimizerPart
+from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names, takes_part, unwrapped
+from ckpt_tasks.state.optimizers import OptimizerPart, is_ordinary
 from ckpt_tasks.state.plain import PlainPart
 from ckpt_tasks.state.replaced import replaced_settings
 from ckpt_tasks.state.restore_parts import (
@@ -59,12 +60,15 @@ class RestorePlan:
         copies: Copies,
         chosen: Chosen,
         replaced: tuple[str, ...] = (),
+        *,
+        draws: bool,
     ):
         self.keys = keys
         self.replaced = replaced
         self.chosen = chosen
         self._parts = dict(parts)
         self._copies = copies
+        self._draws = draws
 
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
         """Restore from a source of the stored tensors.
@@ -76,7 +80,7 @@ class RestorePlan:
         fit or are damaged; the target is unchanged then. A plan can be applied once.
         """
         parts, self._parts = self._parts, {}  # frees what they made
-        with preserved_rng(), gc_paused():
+        with _preserved(self._draws), gc_paused():
             for part in parts.values():
                 part.prepare(source)
             self._copies.prepare(source)
@@ -143,8 +147,8 @@ def plan_restore(
     """
     state = flat(state)
     differences = Differences(tensors)
-    chosen = Chosen()
-    with preserved_rng(), gc_paused():
+    chosen, draws = Chosen(), any(may_draw(value) for value in state.values())
+    with _preserved(draws), gc_paused():
         if selection is None:
             chosen.groups = _wanted(state, groups, differences, partial=partial, rng=rng)
         else:
@@ -156,7 +160,7 @@ def plan_restore(
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
     copies = Copies()
-    with preserved_rng(), gc_paused():
+    with _preserved(draws), gc_paused():
         try:
             parts = _parts(state, chosen, differences, copies)
         except UnsupportedStateError as error:
@@ -168,7 +172,22 @@ def plan_restore(
             if isinstance(part, PlainPart):
                 part.compare_rest(differences)
     differences.raise_any()
-    return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced))
+    return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws)
+
+
+def may_draw(value: Any) -> bool:
+    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
+    kind = kind_of(value)
+    if kind == "module":
+        return any(takes_part(module) for module in unwrapped(value).modules())
+    if kind == "optimizer":
+        return not is_ordinary(value)
+    return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
+
+
+def _preserved(draws: bool) -> AbstractContextManager[None]:
+    # Not always: another thread may be training, as under Lightning's AsyncCheckpointIO, and would draw numbers again.
+    return preserved_rng() if draws else nullcontext()
 
 
 def _wanted(

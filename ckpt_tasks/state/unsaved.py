@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
-from ckpt_tasks.state.capture import may_draw
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import Gradients, named_parameters
+from ckpt_tasks.state.restoring import may_draw
 from ckpt_tasks.state.rng import preserved_rng
 
 __all__ = ["warn_of_unsaved"]

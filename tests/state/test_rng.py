@@ -97,8 +97,8 @@ def _drawn(stop: threading.Event, drawn: dict[str, list[Any]]) -> None:
         drawn["torch"].append(torch.empty((), dtype=torch.int64).random_().item())
 
 
-def test_no_number_is_drawn_twice_while_saves_run(run_dir: Path) -> None:
-    """P11: threads of the program draw on from every stream while steps are saved: a save rewinds none of them."""
+def test_no_number_is_drawn_twice_while_saves_and_restores_run(run_dir: Path) -> None:
+    """P11: threads of the program draw on from every stream; a save or a restore of a part rewinds none of them."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout())
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 64)).sum().backward()
@@ -111,6 +111,7 @@ def test_no_number_is_drawn_twice_while_saves_run(run_dir: Path) -> None:
         "generator": torch.Generator(),
         "history": [1.0, torch.zeros(3)],
     }
+    saved = save(state)
     stop, threads = threading.Event(), []
     drawn: list[dict[str, list[Any]]] = [{"python": [], "numpy": [], "torch": []} for _ in range(2)]
     for each in drawn:
@@ -119,6 +120,7 @@ def test_no_number_is_drawn_twice_while_saves_run(run_dir: Path) -> None:
     try:
         for _ in range(100):
             capture(state)
+            restore(saved, state, partial=True)
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None)) as ckpt:
             for step in range(1, 11):
                 ckpt.step(step, state)
