@@ -41,6 +41,13 @@ def shares(course: Course) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in course.seconds.items() if seconds}
 
 
+def test_a_commit_of_which_nothing_is_known_ends_no_line() -> None:
+    """Of an entry whose checkpoint is gone neither identity nor parent is known: the line goes on below it."""
+    nothing = {"identity": None, "parent": None}
+    moments = told((1.0, "commit", {}), (2.0, "commit", nothing), (3.0, "commit", {"parent": "gone"}))
+    assert follow(moments).line == {0, 1, 2}
+
+
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -106,9 +106,10 @@ def test_parts_are_taken_under_other_names(run_dir: Path, saved: State) -> None:
     whole = {"net": make()["model"]}
     assert restore(run_dir, whole, only={"net": "model"})[0] == ("net",)
     same({name: value for name, value in saved.items() if name.startswith("model/")}, bits({"model": whole["net"]}))
-    inner = {"backbone": make()["model"].encoder}
-    assert restore(run_dir, inner, only={"backbone": "model/encoder"})[0] == ("backbone",)
-    assert torch.equal(inner["backbone"].weight, saved["model/encoder.weight"])
+    for how in ({"backbone": "model/encoder"}, {"backbone/": "model/encoder."}):
+        inner = {"backbone": make()["model"].encoder}
+        assert restore(run_dir, inner, only=how)[0] == ("backbone",)
+        assert torch.equal(inner["backbone"].weight, saved["model/encoder.weight"])
 
 
 def test_a_width_that_changed_is_an_error_until_it_is_left_out(run_dir: Path, saved: State) -> None:

@@ -25,7 +25,7 @@ from tests.faults.hostile import NEWEST, STEPS, Hostile, train
 
 
 def _state() -> dict[str, Any]:
-    return {"model": torch.nn.Linear(2, 2), "extra": {"x": torch.ones(2)}}
+    return {"model": torch.nn.Linear(2, 2), "extra": {"x": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}}
 
 
 def _with_extra(run_dir: Path, tree: Any) -> Opened:
@@ -39,7 +39,15 @@ def _with_extra(run_dir: Path, tree: Any) -> Opened:
     return replace(opened, groups={name: SavedGroup(name, manifest, opened.index) for name in groups})
 
 
-@pytest.mark.parametrize("tree", [{"~tuple": 1}, {"x": {"~tensor": "extra/y"}}, {"x": {"~tensor": ["extra/x", 1]}}])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"~tuple": 1},
+        {"x": {"~tensor": "extra/y"}},
+        {"x": {"~tensor": ["extra/x", 1]}},
+        {"x": {"~tensor": ["extra/b", {"array": True}]}},
+    ],
+)
 def test_a_malformed_tree_is_found_by_who_asks_for_it(run_dir: Path, tree: Any) -> None:
     """A restore of the model alone does not look at the trees of other groups; one of everything, and verify, do."""
     opened = _with_extra(run_dir, tree)

@@ -64,6 +64,14 @@ def test_batch_ends_stay_beside_the_interval(
     assert live(run_dir) == expected
 
 
+def test_without_an_interval_every_save_counts(run_dir: Path) -> None:
+    """Where nothing but the ends of batches is saved, they are no interim checkpoints."""
+    with opened(run_dir) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(), interim=True)
+    assert live(run_dir) == {1: False, 2: False}
+
+
 def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
     """The next save by seconds comes when it would have come without the save that ended a batch."""
     with opened(run_dir, save_interval_secs=3600.0) as ckpt:
