@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -298,22 +298,26 @@ def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
                 yield from _tensors(item, (*place, key))
 
 
-def _refs(tree: Any, live: Any, place: _Place, beside: Any = ()) -> Iterator[tuple[_Place, TensorRef, Any, list[Any]]]:
+def _refs(
+    tree: Any, live: Any, place: _Place, beside: Sequence[torch.Tensor] = ()
+) -> Iterator[tuple[_Place, TensorRef, Any, Sequence[torch.Tensor]]]:
     """Yield every ref of a tree: its place, the live value there, and the tensors beside that value."""
     kind = type(tree)
     if kind is TensorRef:
-        yield place, tree, live, [value for value in beside if isinstance(value, torch.Tensor)]
+        yield place, tree, live, beside
     elif kind in DICTS:
         inside = live if type(live) in DICTS else {}
+        tensors = [value for value in inside.values() if isinstance(value, torch.Tensor)]
         for key, item in tree.items():
             if not is_scalar(item):
                 own = unpack_key(key)
-                yield from _refs(item, inside.get(own), (*place, own), inside.values())
+                yield from _refs(item, inside.get(own), (*place, own), tensors)
     elif kind in _SEQUENCES:
         inside = live if type(live) is kind else ()
+        tensors = [value for value in inside if isinstance(value, torch.Tensor)]
         for n, item in enumerate(tree):
             if not is_scalar(item):
-                yield from _refs(item, inside[n] if n < len(inside) else None, (*place, n), inside)
+                yield from _refs(item, inside[n] if n < len(inside) else None, (*place, n), tensors)
 
 
 def _refill(live: Any, content: Any) -> None:

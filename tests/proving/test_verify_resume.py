@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, ProgramError
-from ckpt_tasks.proving.proof import verify_resume
+from ckpt_tasks.proving.proof import _unequal, verify_resume
 from ckpt_tasks.proving.script import verify_script
 
 PROGRAMS = "tests.proving.programs"
@@ -54,6 +54,13 @@ def test_what_is_forgotten_is_named(program: str, kills: int, first: str, named:
     assert found.after_kills == kills
     assert found.what[0].startswith(first)
     assert named in found.cause
+
+
+def test_the_first_value_is_named() -> None:
+    """P73: streams come before metrics and weights, which they change; a value of one side alone differs."""
+    values = {"model/a": "1", "rng/torch": "2", "model/b": "3"}
+    other = {"values": {"model/a": "1", "rng/torch": "9"}, "metrics": {"loss": 2}}
+    assert _unequal({"values": values, "metrics": {"loss": 1}}, other) == ["rng/torch", "metric loss", "model/b"]
 
 
 def test_bad_orders_are_refused() -> None:

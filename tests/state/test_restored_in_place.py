@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
@@ -310,3 +311,26 @@ def stays(one: Any, other: Any, held: Any, now: Any, place: tuple[Any, ...]) -> 
     if isinstance(one, (torch.Tensor, np.ndarray)):
         return bool(one.shape == other.shape and one.dtype == other.dtype)
     return not isinstance(one, deque) or one.maxlen == other.maxlen
+
+
+def test_many_tensors_in_one_dict_cost_by_their_number() -> None:
+    """A restore of twice as many tensors makes twice as many calls, not four times."""
+
+    def calls_of(number: int) -> int:
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in {"call", "c_call"}
+
+        state = {"many": {f"k{n}": torch.ones(1) for n in range(number)}}
+        saved = save(state, rng=False)
+        sys.setprofile(count)
+        try:
+            restore(saved, state, rng=False)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    calls_of(1)  # it imports
+    assert calls_of(800) < 3 * calls_of(400)
