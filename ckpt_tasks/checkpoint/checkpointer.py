@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -30,6 +29,7 @@ from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import warn_of_unsaved
+from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -272,7 +272,7 @@ class Checkpointer(HeldRun):
         self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
     ) -> None:
         interim = interim and self.config.has_interval
-        started_s = time.perf_counter()
+        started_s = system().monotonic()
         try:
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -48,6 +45,7 @@ from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import read_good
+from ckpt_tasks.system import system
 
 __all__ = ["Head", "History", "now_iso"]
 
@@ -60,7 +58,6 @@ _NAMED = 5
 _FOLLOWED = 8  # entries read one by one before names are listed
 
 _log = logging.getLogger("ckpt_tasks")
-_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it
 
 
 @dataclass(frozen=True)
@@ -272,34 +269,32 @@ class History:
                 raise IntegrityError(f"a checkpoint of a later entry than number {n}", key=name)
         return entry, digest
 
-    def append(
-        self,
-        event: Mapping[str, Any],
-        change: Callable[[State, int], State],
-        *,
-        owner: Owner | None,
-    ) -> Entry:
+    def append(self, event: Mapping[str, Any], change: Callable[[State, int], State], *, owner: Owner | None) -> Entry:
         """Append one event; `change(state, n)` returns the state after entry n.
 
         Give `owner` for an event that only the owner may write. Raises FencedError if the directory has another owner,
         CommitUncertainError if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
         """
         # A list cannot show that a remote store was emptied and filled anew: so the entry is read again here.
-        nonce, head = secrets.token_hex(16), self.head() if self.store.near else self._truth(self._listed())
+        nonce, head = system().token_hex(16), self.head() if self.store.near else self._truth(self._listed())
         for lost in range(_NUMBERS_TRIED):
             if owner is not None:
                 check_owner(head.state.owner, owner)
-            entry, began_s = _next(head, nonce, event, change(head.state, head.next_n)), time.monotonic()
+            entry, began_s = _next(head, nonce, event, change(head.state, head.next_n)), system().monotonic()
             if self._read_back(entry):
-                return entry
+                break
             if owner is None:
                 # The owner goes first and retries at once. Others wait, longer with each lost number.
-                most_s = min(_LONGEST_WAIT_S, (time.monotonic() - began_s) * 2 ** (lost + 1))
-                time.sleep(_dice.uniform(0, most_s))
+                most_s = min(_LONGEST_WAIT_S, (system().monotonic() - began_s) * 2 ** (lost + 1))
+                system().sleep(system().uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
-                return head.entry  # ours after all: the read before got wrong bytes
-        raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
+                entry = head.entry  # ours after all: the read before got wrong bytes
+                break
+        else:
+            raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
+        _log.debug("Entry %d stands: %s (%s)", entry.n, event["kind"], nonce)
+        return entry
 
     def _past(self, head: Head, n: int) -> Head:
         """Re-read the head after losing number n to another writer, even if a listing is stale."""
@@ -397,4 +392,4 @@ def check_owner(current: Owner | None, mine: Owner) -> None:
 
 def now_iso() -> str:
     """Return the time as text, for people; nothing is decided from it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return datetime.fromtimestamp(system().time(), UTC).isoformat(timespec="milliseconds")

@@ -11,10 +11,7 @@ import gc
 import json
 import math
 import os
-import secrets
-import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -35,6 +32,7 @@ from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import Owner, State
 from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
+from ckpt_tasks.system import system
 
 __all__ = [
     "NEVER_OWNED",
@@ -58,9 +56,9 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
     """Describe this process so that other processes, here or on other hosts, can tell whether it still lives."""
     return Owner(
         epoch=epoch,
-        id=secrets.token_hex(16),
+        id=system().token_hex(16),
         flow_run_id=flow_run_id,
-        host=socket.gethostname(),
+        host=system().host(),
         machine_id=_read("/etc/machine-id"),
         boot_id=boot_id(),
         pid_namespace=_link("/proc/self/ns/pid"),
@@ -146,7 +144,7 @@ def acquire(
     who prunes), to see whether it is alive. Everyone waits as long if the owner's clock cannot tell. Raises OwnedError
     if the owner may be alive and `take_over` is False.
     """
-    began_s, signs = time.monotonic(), Signs(history, timeout_s)
+    began_s, signs = system().monotonic(), Signs(history, timeout_s)
     while True:
         head = history.head()
         owner = head.state.owner
@@ -162,8 +160,8 @@ def acquire(
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
         passing = owner.flow_run_id is None and me.flow_run_id is not None
         patience_s = RELEASE_GRACE_S if same_run else timeout_s if passing else 0.0
-        if (signs.watching and not same_run) or time.monotonic() - began_s < patience_s:
-            time.sleep(_POLL_S)
+        if (signs.watching and not same_run) or system().monotonic() - began_s < patience_s:
+            system().sleep(_POLL_S)
             continue
         if not same_run:
             raise OwnedError(
@@ -219,15 +217,12 @@ class Heartbeat:
         self._history = history
         self._owner = owner
         self._every_s = timeout_s / 4
-        self._stop = threading.Event()
+        self._stop = system().event()
         with suppress(StoreError):  # without it, the time at which the directory was taken counts
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
-        self._thread = threading.Thread(
-            target=_look_again_and_again, args=arguments, name="ckpt-heartbeat", daemon=True
-        )
-        self._thread.start()
+        self._thread = system().start_thread(_look_again_and_again, *arguments, name="ckpt-heartbeat")
 
     def stop(self) -> None:
         """End the thread; from now on the sign of life grows old."""
@@ -246,7 +241,7 @@ class Heartbeat:
             pass  # the store is away: commits will report it; an old heartbeat only permits a take-over
 
     def _beat(self) -> None:
-        body = canonical_json({"id": self._owner.id, "at_s": time.time()})
+        body = canonical_json({"id": self._owner.id, "at_s": system().time()})
         self._history.store.replace(heartbeat_name(self._owner.epoch), body)
 
 
@@ -288,12 +283,12 @@ class Signs:
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:
             changed = self._sign is not None
-            self._sign, self._seen_s = sign, time.monotonic()
-        age_s = time.time() - _time_of(sign[1])
+            self._sign, self._seen_s = sign, system().monotonic()
+        age_s = system().time() - _time_of(sign[1])
         self.watching = not changed and not age_s >= -self._timeout_s
         if changed:
             return None
-        return time.monotonic() - self._seen_s if self.watching else age_s
+        return system().monotonic() - self._seen_s if self.watching else age_s
 
     def _read(self, owner: Owner) -> bytes:
         try:

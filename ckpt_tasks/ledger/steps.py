@@ -7,7 +7,6 @@ that counts, and steps of abandoned lines are marked.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from ckpt_tasks.ledger.metrics import held
 from ckpt_tasks.ledger.timeline import Moment
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
+from ckpt_tasks.system import system
 
 __all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
 
@@ -44,7 +44,7 @@ class StepLog:
             metrics = {**self._steps.pop().metrics, **metrics}
         if len(self._steps) >= self._most:
             del self._steps[::2]
-        self._steps.append(StepMetrics(step, time.time(), held(metrics)))
+        self._steps.append(StepMetrics(step, system().time(), held(metrics)))
 
     def since(self, step: int) -> tuple[StepMetrics, ...]:
         """Return the steps after a committed `step`, and forget the others."""

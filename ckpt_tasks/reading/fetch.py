@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -33,6 +32,7 @@ from ckpt_tasks.state.placements import local_of
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
+from ckpt_tasks.system import system
 
 __all__ = ["StoredTensors"]
 
@@ -58,7 +58,7 @@ class StoredTensors:
         self._rows = _by_key(rows)
         self._cut = {key for key, rows in self._rows.items() if not in_order(rows)}
         self._fills: list[_Pair] = []
-        self._buffers = threading.local()
+        self._buffers = system().local()
 
     def like(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, StoreError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.system import system
 
 __all__ = ["LEASE_S", "leased", "renewable", "renewed_lease"]
 
@@ -49,7 +48,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
     A thread renews the lease at half its time, and retries until the lease is over if the store fails. Raises
     CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
     """
-    over = threading.Event()
+    over = system().event()
 
     def keep(renew: Callable[[], None]) -> None:
         pause_s = lease_s / 2
@@ -64,8 +63,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 pause_s = lease_s / 16
 
     with renewable(run, checkpoint, holder, lease_s) as renew:
-        thread = threading.Thread(target=keep, args=(renew,), name="ckpt-lease", daemon=True)
-        thread.start()
+        thread = system().start_thread(keep, renew, name="ckpt-lease")
         try:
             yield
         finally:
@@ -88,12 +86,12 @@ def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[
             if not error.denied:
                 raise
             source.read_only = True
-        due_s = time.monotonic() + _COPY_LEASE_S / 2
+        due_s = system().monotonic() + _COPY_LEASE_S / 2
 
         def renew() -> None:
             nonlocal due_s
-            if time.monotonic() >= due_s:
+            if system().monotonic() >= due_s:
                 again()
-                due_s = time.monotonic() + _COPY_LEASE_S / 2
+                due_s = system().monotonic() + _COPY_LEASE_S / 2
 
         yield renew

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +22,7 @@ from ckpt_tasks.ledger.history import Head, History, now_iso
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.storage.locations import Location, location_of
+from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
@@ -122,9 +121,9 @@ class Run:
         process = Process()
         if not 0 <= expires_s < _LONGEST_LEASE_S:
             raise ConfigError(f"a lease lasts from no time to a century, not {expires_s!r}")
-        now = time.time()
+        now = system().time()
         lease = Lease(
-            id=secrets.token_hex(8),
+            id=system().token_hex(8),
             manifest_digest=checkpoint.manifest_digest,
             holder=holder,
             expires_at=now + expires_s,
@@ -180,7 +179,7 @@ class Run:
 
         metadata = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
         data = write_metrics(metrics, metadata)
-        name = evaluation_name(checkpoint.step, suite, secrets.token_hex(8))
+        name = evaluation_name(checkpoint.step, suite, system().token_hex(8))
         evaluation = Evaluation(
             manifest_digest=checkpoint.manifest_digest,
             step=checkpoint.step,

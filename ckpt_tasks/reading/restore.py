@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.rng import RNG, seed_streams
 from ckpt_tasks.state.selection import Selection
 from ckpt_tasks.storage.port import ReadableStore, Store
+from ckpt_tasks.system import system
 
 __all__ = ["Opened", "RestoreReport", "of_checkpoints", "open_checkpoint", "restore_newest", "restore_one"]
 
@@ -200,7 +200,7 @@ def restore_one(
     Raises IntegrityError or StoreError if its bytes are not good, StateMismatchError if it does not fit, and
     RunMismatchError if it is not of the run `run_key`; the target is untouched then.
     """
-    started = time.perf_counter()
+    started = system().monotonic()
     together = together or Together(ALONE)
     rank, world_size = together.rank, together.size
     if snapshot is not None:
@@ -230,7 +230,7 @@ def restore_one(
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
         tensors=len(plan.keys),
         size_bytes=sum(row.end - row.begin for row in wanted),
-        seconds=time.perf_counter() - started,
+        seconds=system().monotonic() - started,
         derived_streams=derived,
         taken=plan.chosen.taken,
         left=plan.chosen.left,

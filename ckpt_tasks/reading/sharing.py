@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +27,7 @@ from ckpt_tasks.ranks.exchange import Together
 from ckpt_tasks.reading.opening import READ_BYTES
 from ckpt_tasks.state.processes import close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.system import system
 
 __all__ = ["Readers", "Share", "divide", "host_name", "share"]
 
@@ -96,7 +96,7 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
     if together.size == 1:
         return None
     with ExitStack() as files:
-        token = secrets.token_hex(8)
+        token = system().token_hex(8)
         try:
             own = _nameless(files), _nameless(files)
             write_at(own[0], _written(token, rows), 0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -31,8 +30,8 @@ from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.samples import Samples
 from ckpt_tasks.snapshot.snapshot import ImageSet
-from ckpt_tasks.state.processes import lower_priority
 from ckpt_tasks.storage.port import watching
+from ckpt_tasks.system import system
 
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
@@ -80,7 +79,7 @@ class Snapshot:
     observed: Mapping[str, Any]
     copy: DeviceCopy | None = None
     samples: Samples = field(default_factory=Samples)
-    taken_s: float = field(default_factory=time.monotonic)
+    taken_s: float = field(default_factory=lambda: system().monotonic())
     base: str | None = None
     prepared: PreparedCheckpoint | None = None
     error: BaseException | None = None
@@ -88,8 +87,8 @@ class Snapshot:
     handed_in: bool = False
     unsealed: bool = False
     outcome: Outcome | None = None
-    known: threading.Event = field(default_factory=threading.Event)
-    digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=SimpleQueue)
+    known: threading.Event = field(default_factory=lambda: system().event())
+    digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=lambda: system().queue())
 
     @property
     def lacks_seal(self) -> bool:
@@ -140,7 +139,7 @@ class Pipeline:
         self._sealed = sealed
         self._flush = flush
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._changed = system().condition()
         self._flushing: Snapshot | None = None
         self._waiting: Snapshot | None = None
         self._last: Snapshot | None = None
@@ -162,7 +161,7 @@ class Pipeline:
         """Whether the store, or the other ranks, have taken nothing of the running flush for too long."""
         with self._changed:
             patience = _FOR_RANKS if self._flushing is not None and self._flushing.handed_in else 1
-            return self._flushing is not None and time.monotonic() - self._moved_s > patience * self._timeout_s
+            return self._flushing is not None and system().monotonic() - self._moved_s > patience * self._timeout_s
 
     def _stuck_error(self, more: str = "") -> StoreError:
         left = self.under_way
@@ -272,12 +271,11 @@ class Pipeline:
                 raise failure
             # Both threads wait for this lock first, so training continues before they start.
             if not self._running:
-                threading.Thread(target=self._run, name="ckpt-flush", daemon=True).start()
+                system().start_thread(self._run, name="ckpt-flush")
                 self._running = True  # until no snapshot waits
             pair = (snapshot, self._not_stored(snapshot.slot))
-            sealer = threading.Thread(target=self._digest, args=pair, name="ckpt-seal", daemon=True)
-            sealer.start()
-            self._sealer, self._last, self._waiting = sealer, snapshot, snapshot
+            self._sealer = system().start_thread(self._digest, *pair, name="ckpt-seal")
+            self._last = self._waiting = snapshot
             self._in_slot[snapshot.slot] = snapshot
 
     def _not_stored(self, slot: str) -> Snapshot | None:
@@ -332,7 +330,7 @@ class Pipeline:
     def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         with self._changed:
             pass  # submit() holds it
-        lower_priority()  # only now: submit() waits for this thread to start
+        system().lower_priority()  # only now: submit() waits for this thread to start
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -350,11 +348,11 @@ class Pipeline:
     def _run(self) -> None:
         with self._changed:
             pass  # as above
-        lower_priority()
+        system().lower_priority()
         while True:
             with self._changed:
                 snapshot: Snapshot | None = self._waiting
-                self._flushing, self._waiting, self._moved_s = snapshot, None, time.monotonic()
+                self._flushing, self._waiting, self._moved_s = snapshot, None, system().monotonic()
                 if snapshot is None:
                     self._running = False
                     self._changed.notify_all()
@@ -382,7 +380,7 @@ class Pipeline:
             return Failed(error)
 
     def _moved(self) -> None:
-        self._moved_s = time.monotonic()
+        self._moved_s = system().monotonic()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,6 @@ import os
 import platform
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from types import MappingProxyType
 import torch
 
 from ckpt_tasks.storage.secrets import without_secret_arguments
+from ckpt_tasks.system import system
 
 __all__ = ["code_of", "command_of", "directory_of", "provenance"]
 
@@ -39,7 +39,7 @@ def provenance() -> MappingProxyType[str, str]:
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         **_packages(),
-        "host": socket.gethostname(),
+        "host": system().host(),
         "accelerator": _accelerator(),
         "code": code_of(directory_of(getattr(sys.modules.get("__main__"), "__file__", None))),
         "command": command_of(sys.orig_argv, inline=sys.argv[:1] == ["-c"]),

@@ -6,7 +6,6 @@ Nothing here reads or writes the ledger. What a rank hands to the committer is a
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -25,8 +24,8 @@ from ckpt_tasks.snapshot.memory import Fill, touch
 from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.capture import Captured
-from ckpt_tasks.state.processes import lower_priority
 from ckpt_tasks.storage.port import Store, moved
+from ckpt_tasks.system import system
 
 __all__ = ["RankSaver"]
 
@@ -46,7 +45,7 @@ class RankSaver:
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # by slot
-        self._taking = threading.Lock()
+        self._taking = system().lock()
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -104,7 +103,7 @@ class RankSaver:
 
     def take_ahead(self, slot: str) -> None:
         """Prepare the memory of a slot: touching memory for the first time costs several times a copy."""
-        lower_priority()
+        system().lower_priority()
         images: tuple[Image, ...] = ()
         with suppress(CkptError), self._taking:  # the snapshot that needs it will raise
             if (plan := self._plan) is not None:  # the plan may have been forgotten or replaced meanwhile

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
@@ -71,7 +71,7 @@ class Saver:
         pruner.in_use = lambda: frozenset(s.base for s in self._pipeline.under_way if s.base is not None)
         self._early = False  # the newest snapshot is of step 0: an optimizer will create its state in step 1
         self._warned_stuck = False
-        self._turn = threading.Lock()
+        self._turn = system().lock()
 
     @property
     def unprepared(self) -> bool:
@@ -82,7 +82,7 @@ class Saver:
         """Prepare the memory of the next snapshot in the background."""
         self._early = False
         self._plan(captured)
-        threading.Thread(target=self._rank.take_ahead, args=(self._pipeline.next_slot(),), name="ckpt-take").start()
+        system().start_thread(self._rank.take_ahead, self._pipeline.next_slot(), name="ckpt-take", daemon=False)
 
     def snapshot(
         self,
@@ -94,7 +94,7 @@ class Saver:
         keep: bool,
         step_s: float | None = None,
     ) -> None:
-        """Copy a captured state and submit it; training has waited since `started_s` (perf_counter).
+        """Copy a captured state and submit it; training has waited since `started_s`.
 
         `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
@@ -115,7 +115,7 @@ class Saver:
         except StoreError as error:
             self.refuse(committer, error, saving.number)
         self._early = saving.attempt.step == 0
-        stall_s = time.perf_counter() - started_s
+        stall_s = system().monotonic() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
             slot=slot,
@@ -254,7 +254,7 @@ class Saver:
             self.listeners.failed(step, error)
             raise
         self._cache.forget_left()
-        self.listeners.committed(checkpoint, time.monotonic() - snapshot.taken_s)
+        self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
         if self._cache.copies is not None:  # of many ranks, only rank 0 knows what else is live
             self._cache.copies.retain(entry.state.live if entry and self._ranks.size == 1 else [checkpoint])
         if entry is not None and isinstance(snapshot.committer, Committer):
@@ -296,7 +296,7 @@ class Saver:
         stored: Stored,
     ) -> Entry:
         superseded = self._pipeline.superseded
-        flush_s = round(time.monotonic() - snapshot.taken_s, 6)
+        flush_s = round(system().monotonic() - snapshot.taken_s, 6)
         observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
         entry, steps = committer.commit(admitted, prepared, stored=stored, cost_s=snapshot.stall_s, observed=observed)
         self._pipeline.forget_superseded(superseded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections import deque
 from dataclasses import replace
 from statistics import median
@@ -16,6 +15,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
+from ckpt_tasks.system import system
 
 __all__ = ["Position", "SaveSchedule", "check_step", "point"]
 
@@ -70,12 +70,12 @@ class Position:
     def waited(self) -> None:
         """Let the next step begin now: training has waited for a commit."""
         if self._since is not None:
-            self._since = replace(self._since, clock_s=time.monotonic())
+            self._since = replace(self._since, clock_s=system().monotonic())
 
 
 def point(step: int, epoch: int | None) -> SavePoint:
     """Return a point of training as of now."""
-    return SavePoint(step=step, epoch=epoch, clock_s=time.monotonic())
+    return SavePoint(step=step, epoch=epoch, clock_s=system().monotonic())
 
 
 class SaveSchedule:

@@ -23,24 +23,22 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.system import system
 
 __all__ = [
     "Process",
     "close_descriptor",
     "finalize_here",
     "in_threads",
-    "lower_priority",
     "map_memory",
     "open_descriptor",
     "open_nameless",
@@ -159,8 +157,6 @@ def _after_in_child() -> None:
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)
 
 
-_NICER = 10  # with 19 or 0 a copy cost training no less, and with 19 it may wait long on a busy machine
-
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -187,23 +183,13 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
     started: list[threading.Thread] = []
     for _ in range(min(threads, len(left)) - 1):
         # In the caller's context, so that a store's progress counts for the caller's write.
-        thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
         try:
-            thread.start()
+            started.append(system().start_thread(copy_context().run, run, name=name))
         except RuntimeError:
             break
-        started.append(thread)
     run()
     for thread in started:
         thread.join()
     if errors:
         raise errors[0]
     return [result for _, result in sorted(results.items())]
-
-
-def lower_priority() -> None:
-    """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
-    if sys.platform == "linux":  # elsewhere niceness belongs to the process, not to the thread
-        with suppress(OSError):
-            niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -5,15 +5,12 @@ time. `put_if_absent` is repeated only if the store answered that it did nothing
 the same, so a commit reads the entry first (`History.append`).
 
 Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many writers
-that were refused together do not return together. The generator is our own: Python's belongs to training, and is
-saved with it.
+that were refused together do not return together.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -22,6 +19,7 @@ import tenacity
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.answers import is_expired
 from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore, unwrapped
+from ckpt_tasks.system import system
 
 __all__ = ["RetryingStore", "read_good", "send_part"]
 
@@ -39,7 +37,6 @@ _READS = 3
 _PAUSE_S = 0.1
 
 _log = logging.getLogger("ckpt_tasks")
-_dice = random.SystemRandom()
 
 
 class RetryingStore(WrappedStore):
@@ -122,12 +119,12 @@ class RetryingStore(WrappedStore):
 
         def left_s() -> float:
             # An upload may take longer than the deadline before it fails for the first time.
-            return self._deadline_s if failed_s is None else self._deadline_s - (time.monotonic() - failed_s)
+            return self._deadline_s if failed_s is None else self._deadline_s - (system().monotonic() - failed_s)
 
         def over(state: tenacity.RetryCallState) -> bool:
             nonlocal failed_s
             if failed_s is None:
-                failed_s = time.monotonic()
+                failed_s = system().monotonic()
             return state.upcoming_sleep > left_s()
 
         def say(state: tenacity.RetryCallState) -> None:
@@ -135,7 +132,10 @@ class RetryingStore(WrappedStore):
                 _log.warning("%s: %s; trying again for %.0f s more", self.url, state.outcome.exception(), left_s())
 
         retry = tenacity.retry_if_exception(worth or _is_transient)
-        return tenacity.Retrying(retry=retry, wait=_wait_s, stop=over, before_sleep=say, reraise=True)(request)
+        again = tenacity.Retrying(
+            retry=retry, wait=_wait_s, stop=over, before_sleep=say, sleep=system().sleep, reraise=True
+        )
+        return again(request)
 
 
 async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
@@ -146,7 +146,7 @@ async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
 
 
 def _wait_s(state: tenacity.RetryCallState) -> float:
-    return _dice.uniform(0, min(_MOST_S, _FIRST_S * 2 ** (state.attempt_number - 1)))
+    return system().uniform(0, min(_MOST_S, _FIRST_S * 2 ** (state.attempt_number - 1)))
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -168,5 +168,5 @@ def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = Fa
             return read()
         except again:
             if not store.near:
-                time.sleep(_PAUSE_S)
+                system().sleep(_PAUSE_S)
     return read()

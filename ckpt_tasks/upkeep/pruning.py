@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
 from ckpt_tasks.ledger.history import History, check_owner
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run, put_pin
-from ckpt_tasks.state.processes import lower_priority
+from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.upkeep import (
     Retirement,
     delete_retired,
@@ -61,13 +60,13 @@ class Pruner:
         self.deleted: frozenset[str] = frozenset()
         self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
         self.in_use: Callable[[], frozenset[str]] = frozenset
-        self.retiring = threading.Lock()
+        self.retiring = system().lock()
         self._history = history
         self.policy = policy
         self._swept = False
         self._warned = False
         self._failed = False
-        self._one = threading.Lock()  # prune() and the thread take turns
+        self._one = system().lock()  # prune() and the thread take turns
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
@@ -272,7 +271,7 @@ class Background(Generic[_T]):
     def __init__(self, work: Callable[[_T], None], name: str):
         self._work = work
         self._name = name
-        self._changed = threading.Condition()
+        self._changed = system().condition()
         self._requested: list[_T] = []
         self._running = False
         self._cancelled = False
@@ -282,7 +281,7 @@ class Background(Generic[_T]):
         with self._changed:
             self._requested = [argument]
             if not self._running:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                system().start_thread(self._run, name=self._name)
                 self._running = True
 
     def check(self) -> None:
@@ -305,7 +304,7 @@ class Background(Generic[_T]):
             self._changed.wait_for(lambda: not self._running, limit_s)
 
     def _run(self) -> None:
-        lower_priority()
+        system().lower_priority()
         while True:
             with self._changed:
                 if not self._requested:

@@ -9,8 +9,6 @@ between the names are in `retired`, and the next owner deletes the objects.
 from __future__ import annotations
 
 import mmap
-import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +38,7 @@ from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
 from ckpt_tasks.reading.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.system import system
 
 __all__ = [
     "Retirement",
@@ -102,7 +101,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
 
 def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
     """Read and digest runs, several at a time from a remote store; stop reading an object at its first error."""
-    buffers, given_up = threading.local(), set[str]()
+    buffers, given_up = system().local(), set[str]()
 
     def faults_of(run: list[IndexRow]) -> list[str]:
         check()
@@ -212,7 +211,7 @@ def plan_prune(
 
     `verified` are digests that are known to be good; `restored_from` is that of the checkpoint in use by training.
     """
-    now = time.time()
+    now = system().time()
     return plan_retention(
         lineage(state.live),
         policy,

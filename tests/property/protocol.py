@@ -29,7 +29,7 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Checkpoint, Entry, lineage
+from ckpt_tasks.format.ledger import Checkpoint, lineage
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
@@ -38,8 +38,8 @@ from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.upkeep.upkeep import orphans
 from tests.property.disk import Connection, Disk, InjectedError
 from tests.property.schedules import Process, Schedule
-from tests.property.stand_ins import put_in
-from tests.property.witness import Witness
+from tests.property.simulated import SimulatedLocation, SimulatedSystem, alone, living_on
+from tests.property.witness import Listening, Witness
 
 __all__ = ["Ablation", "Outcome", "play"]
 
@@ -55,6 +55,7 @@ _FOREIGN = {
 }
 _LAST_LOOKS = 8  # one schedule in so many is looked at once more when all is over: it takes a third of its time again
 _QUIET = 0.9  # of the schedules nothing goes wrong before the first commit, or many would end before anything could
+_REUSED_BYTES = 1 << 20  # of these an object must have, or later checkpoints do not reuse it
 _ROUNDS = 5  # how often a program begins again after an error
 
 
@@ -67,6 +68,7 @@ class Outcome:
     commits: int
     retired: int
     epochs: int
+    told: int  # so many entries somebody was told of
     retried: bool  # whether requests that failed were made again, after waits that are drawn
 
 
@@ -99,7 +101,7 @@ class Place:
     def read(self, state: dict[str, Any], step: int, who: str) -> None:
         """Check that a restored state is one that was saved, and all of it the same one."""
         model = state["model"]
-        tags, frozen = {*model["trained"].tolist()}, {*model["frozen"].tolist()}
+        tags, frozen = {*model["trained"].tolist()}, {extreme.item() for extreme in model["frozen"].aminmax()}
         tag = next(iter(tags))
         whole = len(tags) == len(frozen) == 1 and self.saved.get(int(tag)) == (step, next(iter(frozen)))
         self.witness.check(whole, f"{who} read a state of step {step} that nobody saved: {tags}, {frozen}")
@@ -116,7 +118,7 @@ class Place:
 def fresh() -> dict[str, Any]:
     """Return a state: one half that is trained, one that hardly ever changes, and a number."""
     model = nn.ParameterDict({
-        "frozen": nn.Parameter(torch.zeros(3), requires_grad=False),
+        "frozen": nn.Parameter(torch.zeros(_REUSED_BYTES, dtype=torch.uint8), requires_grad=False),
         "trained": nn.Parameter(torch.zeros(2)),
     })  # fmt: skip
     return {"model": model, "tag": 0}
@@ -138,7 +140,7 @@ class Trainer:
         self._waits = 0.0 if hasty else rng.choice((0.0, 0.5, 1.0))  # how often training waits for a save
         self._upkeep = 0.0 if hasty else 0.1  # how often it prunes and pins by itself
         self._config = CheckpointConfig(
-            checkpoint_dir="simulated",
+            checkpoint_dir=SimulatedLocation("simulated", connect=place.store),
             run_key=KEY,
             step_interval=1,
             max_num_checkpoints=1 if hasty else rng.choice((1, 1, 2)),
@@ -223,7 +225,7 @@ class Trainer:
         model, rng = self._state["model"], self._rng
         with torch.no_grad():
             if rng.random() < self._changes:
-                model["frozen"].fill_(1.0 - model["frozen"][0].item())
+                model["frozen"].fill_(1 - model["frozen"][0].item())
             self._state["tag"] = self._place.tag(step, model["frozen"][0].item())
             model["trained"].fill_(self._state["tag"])
 
@@ -313,9 +315,8 @@ def play(seed: int, ablation: Ablation | None = None) -> Outcome:
     """Play the schedule of a seed to its end, with a part of the code taken out or without."""
     schedule = Schedule(seed)
     place, rng = Place(schedule), schedule.rng
-    with pytest.MonkeyPatch.context() as patch:
-        put_in(patch, schedule, place.store)
-        _listen(patch, place.witness)
+    patching = pytest.MonkeyPatch.context()
+    with alone(), living_on(SimulatedSystem(schedule)), Listening(place.witness), patching as patch:
         if ablation is not None:
             ablation(patch, schedule)
         for number in range(rng.choice((2, 2, 3, 4))):
@@ -343,19 +344,9 @@ def play(seed: int, ablation: Ablation | None = None) -> Outcome:
     owner = witness.state.owner
     epochs = owner.epoch if owner else 0
     trace, retried = tuple(schedule.trace), place.retrying
-    return Outcome(tuple(witness.wrongs), trace, len(witness.committed), witness.given_up, epochs, retried)
-
-
-def _listen(patch: pytest.MonkeyPatch, witness: Witness) -> None:
-    """Have the witness told of everything that anybody is told stands in the ledger."""
-    append = History.append
-
-    def told(history: History, *arguments: Any, **options: Any) -> Entry:
-        entry = append(history, *arguments, **options)
-        witness.acknowledged(entry)
-        return entry
-
-    patch.setattr(History, "append", told)
+    return Outcome(
+        tuple(witness.wrongs), trace, len(witness.committed), witness.given_up, epochs, witness.told, retried
+    )
 
 
 def _foreign_entry(place: Place) -> None:

@@ -6,7 +6,6 @@ fail, get lost, arrive late and arrive twice. `play(seed)` plays one again.
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from collections import Counter
@@ -20,13 +19,13 @@ from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, Owner, State
 from ckpt_tasks.ledger import history
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.policy.retention import Verdict, plan_retention
 from ckpt_tasks.saving import committer
 from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
-from tests.property.stand_ins import clock
 
 SHORT = 60
 LONG = 20_000
@@ -69,6 +68,7 @@ def test_a_few_schedules_are_rough_and_break_nothing() -> None:
     assert [told(seed, outcome) for seed, outcome in enumerate(outcomes) if outcome.wrongs] == []
     fates = Counter((what, fate) for outcome in outcomes for _, _, what, _, fate in outcome.trace)
     assert sum(outcome.commits for outcome in outcomes) > 150
+    assert sum(outcome.told for outcome in outcomes) > 500
     assert sum(outcome.retired for outcome in outcomes) > 40
     assert sum(outcome.epochs > 3 for outcome in outcomes) > 8
     committing = {fate for what, fate in fates if what == "put_if_absent"}
@@ -135,7 +135,10 @@ def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -
 
 
 def leases_are_ignored(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    patch.setattr(upkeep, "time", clock(schedule, time=lambda: math.inf))
+    def plan(*arguments: Any, leased: object, **options: Any) -> list[Verdict]:
+        return plan_retention(*arguments, leased={}, **options)
+
+    patch.setattr(upkeep, "plan_retention", plan)
 
 
 def shared_objects_are_nobodys(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:

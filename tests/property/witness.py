@@ -6,6 +6,7 @@ reads the ledger entry by entry, and takes each for true only as the one change 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.property.disk import Disk
 
-__all__ = ["Witness"]
+__all__ = ["Listening", "Witness"]
 
 
 class Witness:
@@ -41,6 +42,7 @@ class Witness:
         self.committed: dict[str, int] = {}
         self.unreadable = False  # at some time the ledger named no checkpoint, and had entries that cannot be read
         self.given_up = 0
+        self.told = 0
         self.next_n = 0
         self._disk = disk
         self._now_s = now_s
@@ -71,17 +73,17 @@ class Witness:
 
     # ── what the code says ───────────────────────────────────────────────────────────────────────────────────
 
-    def acknowledged(self, entry: Entry) -> None:
+    def acknowledged(self, n: int, kind: str, nonce: str) -> None:
         """Somebody was told that this entry stands."""
-        data = self._disk.objects.get(ledger_name(entry.n), b"")
+        self.told += 1
         try:
-            found, _ = Entry.from_bytes(data, ledger_name(entry.n))
+            found, _ = Entry.from_bytes(self._disk.objects.get(ledger_name(n), b""), ledger_name(n))
         except IntegrityError:
-            self.wrong(f"entry {entry.n} was acknowledged and is not there")
+            self.wrong(f"entry {n} was acknowledged and is not there")
             return
-        self.check(found.nonce == entry.nonce, f"entry {entry.n} was acknowledged and is another one's")
-        self.check(found.event == entry.event, f"entry {entry.n} was acknowledged and says something else")
-        self.check(self._nonces.get(entry.nonce) == entry.n, f"entry {entry.n} was acknowledged for another number")
+        self.check(found.nonce == nonce, f"entry {n} was acknowledged and is another one's")
+        self.check(found.event["kind"] == kind, f"entry {n} was acknowledged and says something else")
+        self.check(self._nonces.get(nonce) == n, f"entry {n} was acknowledged for another number")
 
     # ── what happens to the objects ──────────────────────────────────────────────────────────────────────────
 
@@ -252,3 +254,26 @@ class Witness:
             if entry.event["kind"] == "commit":
                 ever.append(entry.state.live[-1].manifest_digest)
         self.check(sorted(ever) == sorted(self.committed), "the ledger's commits are not those that were seen")
+
+
+class Listening(logging.Handler):
+    """Tell the witness of everything that anybody is told stands in the ledger; keep all else off the screen."""
+
+    def __init__(self, witness: Witness):
+        super().__init__()
+        self._witness = witness
+        self._log = logging.getLogger("ckpt_tasks")
+
+    def __enter__(self) -> None:
+        self._before = self._log.level, self._log.propagate
+        self._log.addHandler(self)
+        self._log.setLevel(logging.DEBUG)
+        self._log.propagate = False
+
+    def __exit__(self, *_: object) -> None:
+        self._log.removeHandler(self)
+        self._log.level, self._log.propagate = self._before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "Entry %d stands: %s (%s)" and isinstance(record.args, tuple):
+            self._witness.acknowledged(*record.args)  # type: ignore[arg-type]

@@ -80,7 +80,8 @@ def test_a_process_that_is_nice_itself_has_nicer_threads(process: int, thread: i
     """A trainer that gives way to others is not overtaken by what it saves with."""
     script = f"""
         import os, threading
-        from ckpt_tasks.state.processes import lower_priority
+        from ckpt_tasks.system import system
+        lower_priority = system().lower_priority
         os.setpriority(os.PRIO_PROCESS, 0, {process})
         be_nice_in = threading.Thread(target=lambda: (lower_priority(), lower_priority(), print(os.getpriority(
             os.PRIO_PROCESS, threading.get_native_id()))))

@@ -1,0 +1,102 @@
+"""The clocks, threads and random numbers of the protocol: here, and nowhere else.
+
+Who is fenced, what is pruned and who waits for whom follow from these and from the store alone. A simulation of many
+processes gives others (`use`), and then one seed is one schedule, which can be played again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+__all__ = ["System", "system", "use"]
+
+_NICER = 10  # with 19 or 0 a copy cost training no less, and with 19 it may wait long on a busy machine
+_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it
+
+
+class System:
+    """This process on this machine."""
+
+    def time(self) -> float:
+        """Return the seconds since 1970, by a clock that may be set."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Return the seconds of a clock that is never set."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def start_thread(
+        self, target: Callable[..., None], *arguments: Any, name: str, daemon: bool = True
+    ) -> threading.Thread:
+        """Start a thread. Raises RuntimeError if the process cannot have another one."""
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=daemon)
+        thread.start()
+        return thread
+
+    def lower_priority(self) -> None:
+        """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
+        if sys.platform == "linux":  # elsewhere niceness belongs to the process, not to the thread
+            with suppress(OSError):
+                niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+    def lock(self) -> threading.Lock:
+        """Return a new lock."""
+        return threading.Lock()
+
+    def event(self) -> threading.Event:
+        """Return a new event."""
+        return threading.Event()
+
+    def condition(self) -> threading.Condition:
+        """Return a new condition."""
+        return threading.Condition()
+
+    def local(self) -> threading.local:
+        """Return an object whose attributes each thread has of its own."""
+        return threading.local()
+
+    def queue(self) -> SimpleQueue[Any]:
+        """Return a new queue."""
+        return SimpleQueue()
+
+    def token_hex(self, size_bytes: int) -> str:
+        """Return random bytes, as hex, that nobody else has drawn."""
+        return secrets.token_hex(size_bytes)
+
+    def uniform(self, low: float, high: float) -> float:
+        """Return a random number."""
+        return _dice.uniform(low, high)
+
+    def host(self) -> str:
+        """Return this machine's name."""
+        return socket.gethostname()
+
+
+_system = System()
+
+
+def system() -> System:
+    """Return what this process runs on."""
+    return _system
+
+
+def use(other: System) -> System:
+    """Run on another system from now on; return the one before."""
+    global _system
+    before, _system = _system, other
+    return before
