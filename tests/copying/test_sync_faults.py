@@ -18,7 +18,6 @@ from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading import leasing
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
@@ -28,6 +27,7 @@ from tests.support.calls import Mode
 from tests.support.cli_runs import flip, only
 from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
 from tests.support.syncs import Full, check, copy, opened, outcomes, state_of, train
+from tests.support.systems import Hurried, running_on
 
 FEWEST_CALLS = 60  # a sweep that ends before has not swept a whole copy
 
@@ -184,11 +184,11 @@ def test_a_lease_that_is_ended_by_others(run_dir: Path, tmp_path: Path) -> None:
     check(tmp_path / "b", run)
 
 
-def test_a_lease_is_renewed(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_renewed(run_dir: Path, tmp_path: Path) -> None:
     """P64: a copy that takes longer than a lease holds the checkpoint by one after the other, and none is left."""
-    monkeypatch.setattr(leasing, "_COPY_LEASE_S", 0.0)
     run = train(run_dir, 1)
-    copy(run, tmp_path / "b")
+    with running_on(Hurried(1e9)):
+        copy(run, tmp_path / "b")
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     leases = [event for event in events if event["kind"] == "lease"]
     assert len([event for event in leases if not event.get("ended")]) >= len(open_checkpoint_objects(run))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_tasks.storage import retrying
 from tests.faults.s3_runs import Place
 from tests.servers.process import token
 from tests.servers.s3 import S3Server
 from tests.support.chaos import Chaos
+from tests.support.systems import Impatient, running_on
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +21,9 @@ def common_bucket(ministack: S3Server) -> Iterator[str]:
 
 
 @pytest.fixture
-def place(ministack: S3Server, common_bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(ministack: S3Server, common_bucket: str, chaos: Chaos) -> Iterator[Place]:
     """Return a place for a run, as it is seen through the proxy and past it; between tries it waits a tenth as long."""
-    monkeypatch.setattr(retrying, "_FIRST_S", 0.02)
     found = Place(ministack, chaos, common_bucket, token())
-    yield found
+    with running_on(Impatient(10)):
+        yield found
     found.clear()

@@ -16,11 +16,12 @@ from ckpt_tasks.errors import CkptError, CommitUncertainError, StoreError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import ENTRIES_READ, recent
-from ckpt_tasks.storage import retrying
+from ckpt_tasks.system import System
 from tests.faults.s3_runs import LEDGER, Place, commits, is_state, methods, state_of
 from tests.support import answers
 from tests.support.ledgers import commit, steps
 from tests.support.rules import Fault, Rule
+from tests.support.systems import running_on
 
 
 def bad_line(place: Place, *, key: str = "", seed: int = 0) -> list[Rule]:
@@ -150,9 +151,8 @@ def test_a_bad_line_changes_no_random_number(place: Place) -> None:
 # ── storms ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sit_out(place: Place, monkeypatch: pytest.MonkeyPatch, *, storm_s: float, most: int) -> None:
-    monkeypatch.setattr(retrying, "_FIRST_S", 0.2)  # as long as it is
-    with place.run(deadline_s=storm_s + 20) as ckpt:
+def sit_out(place: Place, *, storm_s: float, most: int) -> None:
+    with running_on(System()), place.run(deadline_s=storm_s + 20) as ckpt:
         ckpt.save(1, state_of(1))
         storm = place.chaos.on(Fault(answer=answers.SLOW_DOWN))
         over = threading.Timer(storm_s, place.chaos.off)
@@ -163,15 +163,15 @@ def sit_out(place: Place, monkeypatch: pytest.MonkeyPatch, *, storm_s: float, mo
     assert commits(place.truth) == [1, 2]
 
 
-def test_a_storm_of_refusals_is_sat_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storm_of_refusals_is_sat_out(place: Place) -> None:
     """P43: the store refuses everything for a while: the save waits, ever longer between tries, and is committed."""
-    sit_out(place, monkeypatch, storm_s=1.5, most=15)
+    sit_out(place, storm_s=1.5, most=15)
 
 
 @pytest.mark.slow
-def test_a_long_storm_of_refusals_is_sat_out(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_storm_of_refusals_is_sat_out(place: Place) -> None:
     """P43: a minute of it, with fewer than sixty requests."""
-    sit_out(place, monkeypatch, storm_s=60, most=60)
+    sit_out(place, storm_s=60, most=60)
 
 
 def test_a_storm_that_outlasts_the_deadline_stops_no_training(place: Place) -> None:

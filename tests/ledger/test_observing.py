@@ -13,13 +13,13 @@ from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import Owner
-from ckpt_tasks.ledger import ownership
 from ckpt_tasks.ledger.observing import ENTRIES_READ, ledger_event, observe, recent, summarize
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.cadence import Observed
 from tests.support.cli_runs import config, flip, save_steps, some_state
 from tests.support.histories import LOST, Told, trained
 from tests.support.ledgers import resealed
+from tests.support.systems import Hurried, running_on
 
 COSTS = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.25}
 
@@ -127,16 +127,16 @@ def owner_lost(kind: str) -> Owner:
 
 
 @pytest.mark.parametrize("kind", ["gone", "restarted", "silent", "stuck", "released"])
-def test_the_words_are_those_of_the_take_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_the_words_are_those_of_the_take_over(run_dir: Path, kind: str) -> None:
     """What `acquire` itself writes of an owner that was lost is read as a failure, of one that let go it is not."""
-    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.0)
     told = Told(run_dir).taken().after(60).commit(1, **COSTS)
     lost = owner_lost(kind)
     told.history.append({"kind": "pin"}, lambda state, n: replace(state, owner=lost), owner=None)
     me = identify("flow")
     if kind == "restarted":
         me = replace(me, host="node", machine_id="m", boot_id="after")
-    acquire(told.history, me, take_over=False, timeout_s=0.5)
+    with running_on(Hurried(1000 if kind == "stuck" else 1)):  # it waits for the grace
+        acquire(told.history, me, take_over=False, timeout_s=0.5)
     assert observed_of(told).failures == (kind != "released")
 
 

@@ -23,6 +23,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.owner_child import OwnerChild
+from tests.support.systems import Hurried, running_on
 
 
 @pytest.fixture
@@ -280,15 +281,13 @@ def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Calla
     ckpt.close()
 
 
-def test_the_same_flow_run_waits_no_longer_than_the_grace(
-    run_dir: Path, child: Callable[..., OwnerChild], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_flow_run_waits_no_longer_than_the_grace(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
     """P69: a predecessor that never lets go is fenced after its grace, since Prefect says that its run is ours now."""
     other = child(flow_run_id="flow-1")
     assert other.ask("restore") == "ok 0 1"
-    monkeypatch.setattr(ownership, "RELEASE_GRACE_S", 0.3)
     ckpt = mine(run_dir, flow_run_id="flow-1")
-    assert ckpt.restore({"x": 0}) == 0
+    with running_on(Hurried(100)):
+        assert ckpt.restore({"x": 0}) == 0
     assert other.ask("save 1") == "FencedError"
     ckpt.close()
 

@@ -38,8 +38,9 @@ from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.upkeep.upkeep import orphans
 from tests.property.disk import Connection, Disk, InjectedError
 from tests.property.schedules import Process, Schedule
-from tests.property.simulated import SimulatedLocation, SimulatedSystem, alone, living_on
+from tests.property.simulated import SimulatedLocation, SimulatedSystem, alone
 from tests.property.witness import Listening, Witness
+from tests.support.systems import running_on
 
 __all__ = ["Ablation", "Outcome", "play"]
 
@@ -316,7 +317,7 @@ def play(seed: int, ablation: Ablation | None = None) -> Outcome:
     schedule = Schedule(seed)
     place, rng = Place(schedule), schedule.rng
     patching = pytest.MonkeyPatch.context()
-    with alone(), living_on(SimulatedSystem(schedule)), Listening(place.witness), patching as patch:
+    with alone(), running_on(SimulatedSystem(schedule)), Listening(place.witness), patching as patch:
         if ablation is not None:
             ablation(patch, schedule)
         for number in range(rng.choice((2, 2, 3, 4))):

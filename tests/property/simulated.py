@@ -17,10 +17,10 @@ from greenlet import getcurrent  # type: ignore[import-untyped]
 from ckpt_tasks.state.rng import preserved_rng, seed_streams
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.system import System, use
+from ckpt_tasks.system import System
 from tests.property.schedules import Schedule
 
-__all__ = ["SimulatedLocation", "SimulatedSystem", "alone", "living_on"]
+__all__ = ["SimulatedLocation", "SimulatedSystem", "alone"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,6 @@ class SimulatedLocation(Location):
 
     def open(self, run_key: str | None = None) -> Store:
         return self.connect()
-
-
-@contextmanager
-def living_on(system: System) -> Iterator[None]:
-    """Run everything in the block on another system."""
-    before = use(system)
-    try:
-        yield
-    finally:
-        use(before)
 
 
 @contextmanager

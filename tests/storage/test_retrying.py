@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundE
 from ckpt_tasks.storage import retrying
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.retrying import RetryingStore, send_part
+from ckpt_tasks.system import System
 from tests.storage.conformance import StoreConformance
 from tests.support.children import Child
+from tests.support.systems import Impatient, running_on
 
 NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
 
@@ -83,8 +85,9 @@ def flaky(tmp_path: Path) -> Flaky:
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrying, "_FIRST_S", 0.01)
+def _short_waits() -> Iterator[None]:
+    with running_on(Impatient(20)):
+        yield
 
 
 class TestContract(StoreConformance):
@@ -215,13 +218,13 @@ def test_the_deadline_ends_it(flaky: Flaky, caplog: pytest.LogCaptureFixture) ->
     assert flaky.url in caplog.text
 
 
-def test_waits_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_grow_and_are_spread() -> None:
     """P43: sixteen that were refused together do not come back together, and a long storm is not fed."""
-    monkeypatch.setattr(retrying, "_FIRST_S", 0.2)
     state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
     for number, most_s in ((1, 0.2), (2, 0.4), (3, 0.8), (6, 6.4), (7, 10), (30, 10), (500, 10)):
         state.attempt_number = number
-        waits = [retrying._wait_s(state) for _ in range(300)]
+        with running_on(System()):
+            waits = [retrying._wait_s(state) for _ in range(300)]
         assert 0 <= min(waits) < most_s / 4
         assert most_s * 3 / 4 < max(waits) <= most_s
         assert len({round(wait, 9) for wait in waits}) > 250

@@ -1,0 +1,84 @@
+"""What tests replace of the project's own is listed here, with the reason.
+
+A test that replaces a function proves what its replacement does. Clocks, waits and chance are given instead
+(tests/support/systems.py), and so are stores that fail (tests/support, tests/faults).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.house.sources import files, parse
+
+# Bounds and sizes, made small: what is beyond them would take gigabytes, or minutes.
+SMALL = {
+    "cli.output._FIRST_ANSWER_S",
+    "checkpoint.checkpointer._PRUNE_S",
+    "copying.export.MAX_HEADER_BYTES",
+    "deploying.automations._RESUME_AFTER_S",
+    "flows.watch._PAGE",
+    "format.index.MAX_REGIONS",
+    "format.ledger.MAX_ENTRY_BYTES",
+    "format.manifest.MAX_GROUPS",
+    "format.parsing.MAX_VALUES",
+    "format.parsing._MAX_QUOTES",
+    "orchestration.early_stop._NOTE_EVERY",
+    "reading.opening.*",
+    "storage.local_fs._PAUSES_S",
+    "storage.measuring._PATIENCE_S",
+    "storage.retrying._LOOK_BYTES",
+    "storage.s3.PART_BYTES",
+    "storage.s3._COPIED_BYTES",
+}
+# Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
+PLACES = {"snapshot.cache.default_directory", "snapshot.memory._SHARED_MEMORY", "snapshot.room.open"}
+# Something happens between two steps of one function, or is counted there.
+BETWEEN = {
+    "copying.export.plan_export",
+    "copying.export.write_export",
+    "copying.fork._put_manifest",
+    "flows.watch.datetime",
+    "ledger.history.History.read_entry",
+    "saving.rank_saver.digest_image",
+    "saving.rank_saver.touch",
+    "snapshot.first.FirstCopy.write",
+    "storage.local.LocalStore.adopt",
+    "storage.objects.ObjectStore.put",
+    "storage.publishing.os",
+}
+# Protections that tests/property/test_protocol.py takes out, to see that it notices.
+TAKEN_OUT = {
+    "format.ledger.State.keeps",
+    "ledger.history.History._read_back",
+    "ledger.history.check_owner",
+    "saving.committer.commit",
+    "upkeep.pruning.orphans",
+    "upkeep.pruning.retire",
+    "upkeep.upkeep.plan_retention",
+}
+
+
+def replaced(path: Path) -> Iterator[str]:
+    """Yield the names of ours that a test file replaces with `setattr(target, name, …)`."""
+    tree = parse(path)
+    homes: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_tasks"):
+            homes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"):
+            continue
+        target, name = node.args[:2]
+        if isinstance(target, ast.Constant):
+            yield str(target.value)
+        elif isinstance(target, ast.Name) and target.id in homes:
+            yield f"{homes[target.id]}.{name.value if isinstance(name, ast.Constant) else '*'}"
+
+
+def test_a_test_replaces_nothing_of_ours_without_a_reason() -> None:
+    """Whatever a test replaces of ckpt_tasks is in a list with its reason, and nothing else is in the lists."""
+    found = {name for path in files("tests") for name in replaced(path) if name.startswith("ckpt_tasks.")}
+    known = {f"ckpt_tasks.{name}" for name in SMALL | PLACES | BETWEEN | TAKEN_OUT}
+    assert found == known, "give it in, or provoke it: a store that fails, a real signal, a System of tests/support"

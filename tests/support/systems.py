@@ -1,0 +1,43 @@
+"""Systems for tests to run on: clocks and waits that they give, instead of constants that they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckpt_tasks.system import System, use
+
+__all__ = ["Hurried", "Impatient", "running_on"]
+
+
+@contextmanager
+def running_on(system: System) -> Iterator[None]:
+    """Run everything in the block on another system."""
+    before = use(system)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+class Hurried(System):
+    """This machine, on which waits pass `times` as fast, by the clock that is never set."""
+
+    def __init__(self, times: float):
+        self._times = times
+
+    def monotonic(self) -> float:
+        return super().monotonic() * self._times
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds / self._times)
+
+
+class Impatient(System):
+    """This machine, where waits that are drawn are a fraction as long."""
+
+    def __init__(self, times: float):
+        self._times = times
+
+    def uniform(self, low: float, high: float) -> float:
+        return super().uniform(low, high) / self._times
