@@ -74,7 +74,7 @@ def replaced(path: Path) -> Iterator[str]:
         if isinstance(target, ast.Constant):
             yield str(target.value)
         elif isinstance(target, ast.Name) and target.id in homes:
-            yield f"{homes[target.id]}.{name.value if isinstance(name, ast.Constant) else '*'}"
+            yield f"{homes[target.id]}.{ast.literal_eval(name) if isinstance(name, ast.Constant) else '*'}"
 
 
 def test_a_test_replaces_nothing_of_ours_without_a_reason() -> None:
