@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ckpt_tasks.errors import CkptError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.system import system
 
 __all__ = ["DAMAGED", "HINTS", "NO_LINKS", "Calls", "link_above", "our_errors", "read_again", "unlinked"]
 
@@ -86,7 +86,7 @@ def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
             except StoreError as error:
                 if error.errno not in _NO_ANSWER:
                     raise
-            time.sleep(pause_s)
+            system().sleep(pause_s)
         try:
             return read(*args, **kwargs)
         except StoreError as error:

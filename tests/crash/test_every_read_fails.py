@@ -20,19 +20,20 @@ from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.storage import local_fs
 from ckpt_tasks.storage.local import Calls, LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingReads
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
+from tests.support.systems import Sleepless, running_on
 
 STEPS = [2, 3]  # of the base; the policy keeps two, so the save of step 4 retires step 2
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_pauses() -> Iterator[None]:
     """Read again at once: thousands of reads fail here."""
-    monkeypatch.setattr(local_fs, "_PAUSES_S", (0.0, 0.0))
+    with running_on(Sleepless()):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from ckpt_tasks.orchestration.early_stop import EarlyStopping
 from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.histories import ReadEntries
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -179,10 +180,10 @@ def test_no_start_reads_the_whole_history(run_dir: Path, monkeypatch: pytest.Mon
             run = open_run(str(run_dir))
             run.record_evaluation(run.find("latest"), "quick", {"loss": 0.25 if step == 3 else 0.5})
             assert not watching.check()
-        reads = counted_reads(monkeypatch)
+        ckpt._history.store = store = ReadEntries(ckpt._history.store)
         fresh = EarlyStopping(ckpt, rule)
         fresh.check()
-        assert len(reads) < 40 < open_run(str(run_dir)).head().next_n - 40
+        assert len(store.numbers) < 40 < open_run(str(run_dir)).head().next_n - 40
         assert fresh._values == {step: 0.25 if step == 3 else 0.5 for step in range(3, 41)}
 
 
@@ -200,18 +201,6 @@ def test_what_comes_between_the_look_and_the_note_is_not_lost(run_dir: Path) -> 
         assert fresh._values == {1: 0.5}
         watching.check()
         assert watching._values == {1: 0.5}
-
-
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    reads: list[int] = []
-    real = History.read_entry
-
-    def read_entry(self: History, n: int) -> Any:
-        reads.append(n)
-        return real(self, n)
-
-    monkeypatch.setattr(History, "read_entry", read_entry)
-    return reads
 
 
 # ── the whole way ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.goodput import SHARES, Course, follow
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import config, flip, save_steps, some_state
-from tests.support.histories import LOST, Told
+from tests.support.histories import LOST, ReadEntries, Told
 from tests.support.pipelines import opened, state_at
 
 CLOCK = ("taken", "lost", "commit", "failure", "released")
@@ -85,22 +84,15 @@ def test_what_cannot_be_read_is_left_out_and_counted(run_dir: Path) -> None:
     assert [one.n for one in read_timeline(history, 3).moments] == [one.n for one in found.moments][-3:]
 
 
-def test_only_new_entries_are_read_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_entries_are_read_again(run_dir: Path) -> None:
     """What is known is not read once more, the result is that of reading all, and the bound counts all of them."""
     save_steps(run_dir, 1, 2)
     history = open_run(str(run_dir)).history
     known = read_timeline(history)
     save_steps_more(run_dir)
-    read: list[int] = []
-    one_by_one = History.read_entry
-
-    def noting(self: History, n: int) -> tuple[Entry, str]:
-        read.append(n)
-        return one_by_one(self, n)
-
-    monkeypatch.setattr(History, "read_entry", noting)
+    history.store = store = ReadEntries(history.store)
     again = read_timeline(history, known=known)
-    assert read == list(range(known.newest_n + 1, again.newest_n + 1))
+    assert store.numbers == list(range(known.newest_n + 1, again.newest_n + 1))
     assert again == read_timeline(history)
     assert read_timeline(history, 2, known).moments == again.moments[-2:]
 

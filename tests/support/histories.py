@@ -7,10 +7,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.format.keys import ledger_name, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support.ledgers import made, owner_of
 
 LOST = "its owner, process 7 on this host, is gone"
@@ -77,3 +78,17 @@ def trained(told: Told, commits: int, *, every_s: float, steps: int, **observed:
     for n in range(1, commits + 1):
         told.after(every_s).commit(first + n * steps, **observed)
     return told
+
+
+class ReadEntries(WrappedStore):
+    """A store that writes down the numbers of the ledger entries that are read."""
+
+    def __init__(self, inner: Store):
+        super().__init__(inner)
+        self.numbers: list[int] = []
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        n = parse_ledger_name(name)
+        if n is not None:
+            self.numbers.append(n)
+        return super().get(name, max_bytes)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ckpt_tasks.system import System, use
 
-__all__ = ["Hurried", "Impatient", "running_on"]
+__all__ = ["Hurried", "Impatient", "Sleepless", "running_on"]
 
 
 @contextmanager
@@ -41,3 +41,10 @@ class Impatient(System):
 
     def uniform(self, low: float, high: float) -> float:
         return super().uniform(low, high) / self._times
+
+
+class Sleepless(System):
+    """This machine, where nobody sleeps."""
+
+    def sleep(self, seconds: float) -> None:
+        """Return at once."""
