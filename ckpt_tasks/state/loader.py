@@ -34,7 +34,7 @@ class ResumableLoader:
         loader = ResumableLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
         state = {"model": model, "optimizer": optimizer, "data": loader}
         step = ckpt.restore(state)
-        for epoch in range(loader.epoch, 3):
+        for epoch in loader.epochs(3):
             for batch in loader:  # the rest of the epoch
                 ...
 
@@ -72,11 +72,23 @@ class ResumableLoader:
         self._in_hand = self.sampler.state_dict()
         self._restored = False
         self._ending: int | None = None  # the epoch that has no batch left and has not ended
+        self._ends_again = False
 
     @property
     def epoch(self) -> int:
-        """Epochs completed. An epoch is complete when the loop over its batches has ended."""
-        return self.sampler.epoch if self._ending is None else self._ending
+        """Epochs completed, by their batches."""
+        return self.sampler.epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of `count`, for a loop over each one's batches.
+
+        What follows that inner loop is the end of the epoch. After a restore at an epoch's last batch this epoch comes
+        once more, without batches, so that its end is not lost.
+        """
+        if self._restored and self._ending is not None and self._ending < count:
+            self._ends_again = True
+            yield self._ending
+        yield from range(self.sampler.epoch, count)
 
     @property
     def batch_size(self) -> int:
@@ -91,8 +103,8 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin a new epoch, or continue the restored one."""
         self._take_place()
-        if self._restored and self._ending is not None:
-            self._ending = None
+        if self._ends_again:
+            self._ends_again, self._ending = False, None
             return iter(())
         if not self._restored:
             self.sampler.begin_epoch()
@@ -113,6 +125,7 @@ class ResumableLoader:
         """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict(state_dict)
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
+        self._ends_again = False
         self._in_hand = self.state_dict()
         self._restored = True
 

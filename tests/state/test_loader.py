@@ -99,18 +99,24 @@ def test_a_loop_that_ends_early_begins_the_next_epoch() -> None:
 
 
 def test_an_epoch_ends_with_its_loop() -> None:
-    """P23: saved at an epoch's last batch, it goes on at the end of that epoch, with what a loop does there."""
+    """P23: saved at an epoch's last batch, it goes on at the end of that epoch, with what a loop does there.
+
+    A framework, which counts epochs itself, goes on with the next epoch's batches.
+    """
     one, whole = loader(), trained(loader(), 12)
     trained(one, 6)
-    resumed = loader()
-    resumed.load_state_dict(decode(encode(one.state_dict())))
-    saved = [resumed.epoch, len([*resumed]), resumed.epoch, len([*resumed]), resumed.epoch]
-    assert (one.epoch, saved) == (0, [0, 0, 1, 6, 2])
-    assert [batch.tolist() for batch in one] == whole[6:]
+    saved = decode(encode(one.state_dict()))
+    resumed, framework = loader(), loader()
+    resumed.load_state_dict(saved)
+    assert [(epoch, [batch.tolist() for batch in resumed]) for epoch in resumed.epochs(2)] == [(0, []), (1, whole[6:])]
+    assert [*resumed.epochs(2)] == []
+    framework.load_state_dict(saved)
+    assert [batch.tolist() for batch in framework] == [batch.tolist() for batch in one] == whole[6:]
     skipping = loader()
     skipping.load_state_dict(loader().state_dict() | {"samples": SAMPLES})
     skipping.skip_batches(4)
-    assert [len([*skipping]), [batch.tolist() for batch in skipping]] == [0, whole[10:]]
+    left = [[batch.tolist() for batch in skipping] for _ in skipping.epochs(2)]
+    assert left == [[], whole[10:]]
 
 
 def test_the_position_before_the_batch_in_hand() -> None:
