@@ -73,6 +73,7 @@ class ResumableLoader:
         self._restored = False
         self._ending: int | None = None  # the epoch that has no batch left and has not ended
         self._ends_again = False
+        self._moves = 0  # counts restores and skips: a running iterator then starts again, at the new position
 
     @property
     def epoch(self) -> int:
@@ -115,7 +116,9 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches handed out."""
         state = self.sampler.state_dict()
-        return state if self._ending is None else {**state, "epoch": self._ending, "samples": self.sampler.size}
+        if self._ending is None or self.sampler.samples:  # behind batches that were skipped
+            return state
+        return {**state, "epoch": self._ending, "samples": self.sampler.size}
 
     def state_before(self) -> dict[str, Any]:
         """Return the position before the last batch handed out, for a save before that batch is trained."""
@@ -128,11 +131,13 @@ class ResumableLoader:
         self._ends_again = False
         self._in_hand = self.state_dict()
         self._restored = True
+        self._moves += 1
 
     def skip_batches(self, count: int) -> None:
-        """Skip the next `count` batches, as a rollback asks for; the next `iter` continues behind them."""
+        """Skip the next `count` batches, as a rollback asks for; a running loop discards prefetched ones."""
         self.sampler.skip_batches(count)
-        self._restored = True
+        self._restored = True  # a loop whose epoch is over: the next `iter` continues behind them
+        self._moves += 1
 
     def _take_place(self) -> None:
         """Take this rank's part: frameworks start their process group after the loader is made."""
@@ -140,13 +145,19 @@ class ResumableLoader:
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._restored = False
-            self._in_hand = self.sampler.state_dict()
-            epoch = self.sampler.epoch
-            self.sampler.advance()
-            self._ending = epoch if self.sampler.epoch > epoch else None
-            yield batch
+        epoch, moves = self.sampler.epoch, self._moves
+        while True:
+            for batch in batches:
+                self._restored = False
+                self._in_hand = self.sampler.state_dict()
+                self.sampler.advance()
+                self._ending = epoch if self.sampler.epoch > epoch else None
+                yield batch
+                if self._moves > moves:
+                    break
+            if self._moves == moves or self.sampler.epoch != epoch or self._ending is not None:
+                break
+            moves, batches = self._moves, self.sampler.iterate(self._loader)
         self._ending = None
 
 

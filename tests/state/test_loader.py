@@ -119,6 +119,30 @@ def test_an_epoch_ends_with_its_loop() -> None:
     assert left == [[], whole[10:]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_skipped_within_a_loop_too(workers: int) -> None:
+    """A rollback leaves them out when their turn comes: in the middle of an epoch, over its end, and at its end."""
+    whole = trained(loader(), 18)
+    for at, skipped in ((2, 2), (4, 3), (6, 4)):
+        one, seen = loader(workers), []
+        while one.epoch < 2:
+            for batch in one:
+                seen.append(batch.tolist())
+                if len(seen) == at:
+                    one.skip_batches(skipped)
+        assert seen == whole[:at] + whole[at + skipped : 12]
+    one = loader()
+    seen, position = [], one.state_dict()
+    while one.epoch < 2:
+        for batch in one:
+            seen.append(batch.tolist())
+            if len(seen) == 3:
+                position = one.state_dict()
+            if len(seen) == 8:  # a loop that goes back by itself, after a loss that is not finite
+                one.load_state_dict(position)
+    assert seen == whole[:8] + whole[3:12]
+
+
 def test_the_position_before_the_batch_in_hand() -> None:
     """A save before that batch is trained goes on with it; the other position goes on after it."""
     one, whole = loader(), trained(loader(), 6)
