@@ -180,7 +180,8 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
         name = f"{kind.__module__}.{kind.__qualname__}"
         return f"a tensor of type {name}", "Store the plain tensors that it is made of."
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"a tensor of layout {tensor.layout}", "Make it dense, or store its parts."
+        what = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        return what, "Make it dense, or store its parts."
     if tensor.is_meta:
         return (
             "a tensor on the meta device, which has no values,",

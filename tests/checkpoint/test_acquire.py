@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.errors import OwnedError, StateError
+from ckpt_tasks.errors import FencedError, OwnedError, StateError
 from tests.support.places import LocalPlace
 from tests.support.runs import opened, state_of, train
 
@@ -41,3 +41,16 @@ def test_acquire_takes_the_run_once(run_dir: Path) -> None:
             Checkpointer(ckpt.config).acquire()
         assert ckpt.restore(state_of(0)) == 1
     assert open_run(run_dir).head().state.owner.released  # type: ignore[union-attr]
+
+
+def test_a_directory_that_is_renamed_under_a_run(run_dir: Path) -> None:
+    """The next save says so and writes nothing at the old place; where the run is now, it goes on."""
+    with opened(run_dir) as ckpt:
+        ckpt.save(1, state_of(1))
+        moved = run_dir.rename(run_dir.with_name("moved"))
+        with pytest.raises(FencedError, match="it was moved"):
+            ckpt.save(2, state_of(2))
+    assert not run_dir.exists()
+    with opened(moved, take_over=True) as ckpt:
+        assert ckpt.restore(state_of(0)) == 1
+        ckpt.save(2, state_of(2))

@@ -54,7 +54,7 @@ def counting() -> torch.Tensor:
     [
         (sparse, "layout torch.sparse_coo"),
         (quantized, "torch.qint8"),
-        (nested, "layout"),
+        (nested, "a nested tensor"),
         (counting, "Counting"),
         (lambda: torch.empty(3, device="meta"), "meta device"),
     ],
