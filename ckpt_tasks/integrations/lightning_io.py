@@ -25,6 +25,7 @@ from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.reading.values import Values, read_values
+from ckpt_tasks.storage.publishing import new_directory
 
 __all__ = ["CkptCheckpointIO"]
 
@@ -55,9 +56,9 @@ class CkptCheckpointIO(TorchCheckpointIO):
         """Commit a checkpoint at a path; one that is there already is replaced."""
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
-        config = CheckpointConfig(checkpoint_dir=path, max_num_checkpoints=1, memory_dir=None)
         step = int(checkpoint.get("global_step", 0))
-        with self._lock, _alone() as group:
+        with self._lock, _alone() as group, _place_of(path) as directory:
+            config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=1, memory_dir=None)
             ckpt = Checkpointer(config, process_group=group)
             try:
                 found = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
@@ -100,6 +101,20 @@ class CkptCheckpointIO(TorchCheckpointIO):
             for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
                 store.delete(name)
             shutil.rmtree(path, ignore_errors=not store.near)
+
+
+@contextmanager
+def _place_of(path: str | Path) -> Iterator[str | Path]:
+    """Yield where to save: beside a path that is not there yet, which then gets its name with its checkpoint in it.
+
+    Lightning goes on from any path that it finds. On an object store one without a checkpoint may be left by a kill.
+    """
+    if "://" in str(path) or os.path.lexists(path):
+        yield path
+    else:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with new_directory(Path(path)) as directory:
+            yield directory
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 
-__all__ = ["new_file", "staged_directory", "staged_file", "write_at"]
+__all__ = ["new_directory", "new_file", "staged_directory", "staged_file", "write_at"]
 
 _HINTS = {
     errno.ENOSPC: "Free space there, or choose another disk.",
@@ -58,18 +58,37 @@ def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], i
     If `out` exists and `overwrite` is set, the files move into it and replace all whose names match `replaces`; the
     file `index` is removed first and moved last. Raises as `staged_file` does.
     """
-    there = out.is_dir()
-    staging = (out if there else out.parent) / _temporary_name()
+    if not out.is_dir():
+        with new_directory(out, overwrite=overwrite) as staging:
+            yield staging
+        return
+    staging = out / _temporary_name()
     with _errors(out):
         try:
             os.mkdir(staging)
             yield staging
             _fsync_directory(staging)
             _check_free(out, overwrite)
-            if there:
-                _replace_files(staging, out, replaces, index)
-            else:
-                os.rename(staging, out)
+            _replace_files(staging, out, replaces, index)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        _fsync_directory(out.parent)
+
+
+@contextmanager
+def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a directory to fill; it gets its name when the block ends without an error.
+
+    Raises as `staged_file` does; with `overwrite` an empty directory may have the name by then.
+    """
+    staging = out.parent / _temporary_name()
+    with _errors(out):
+        try:
+            os.mkdir(staging)
+            yield staging
+            _fsync_directory(staging)
+            _check_free(out, overwrite)
+            os.rename(staging, out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         _fsync_directory(out.parent)

@@ -299,6 +299,7 @@ def evaluated(leg: Leg) -> None:
         )
     except UnsupportedStateError as error:
         leg.record("refused", 0, str(error))
+    leg.record("left", 0, str([path.name for path in leg.folder.iterdir() if "no" in path.name or path.name[0] == "."]))
     averaging = [CkptCallback(config), StochasticWeightAveraging(0.01)]
     try:
         lightning.Trainer(callbacks=averaging, enable_checkpointing=False, **quiet).fit(again, DataLoader(data))
