@@ -119,7 +119,9 @@ class Training:
 
     def error(self) -> str:
         """Return the last line that names an error."""
-        lines = [line.strip() for line in self.said().splitlines() if re.search(r"\w(Error|Exception)\b", line)]
+        lines = re.findall(
+            r"[\w.]*\w(?:Error|Exception)\b.*", self.said()
+        )  # without the words that some tools put before
         return re.sub(r"/\S*/", "…/", lines[-1])[:160] if lines else f"status {self.process.returncode}"
 
 

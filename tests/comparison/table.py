@@ -28,7 +28,7 @@ Results = dict[str, dict[str, Any]]
 def cell(row: str, found: dict[str, Any], newest: int) -> str:
     """Say in a few words what became of a training whose newest checkpoint was of the step `newest`."""
     if row == "stall":
-        return f"{found['outcome']:.1f} s"
+        return f"{found['outcome']:.2g} s"
     outcome: str = found["outcome"]
     if row == "saving" and outcome != "goes on":
         lost, _, kills = outcome.removesuffix(" lost").partition(" of ")
