@@ -75,7 +75,7 @@ class System:
         return SimpleQueue()
 
     def token_hex(self, size_bytes: int) -> str:
-        """Return random bytes, as hex, that nobody else has drawn."""
+        """Return random bytes as hex; no two calls return the same, in any process."""
         return secrets.token_hex(size_bytes)
 
     def uniform(self, low: float, high: float) -> float:

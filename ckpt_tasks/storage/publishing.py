@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,37 +58,35 @@ def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], i
     If `out` exists and `overwrite` is set, the files move into it and replace all whose names match `replaces`; the
     file `index` is removed first and moved last. Raises as `staged_file` does.
     """
-    if not out.is_dir():
-        with new_directory(out, overwrite=overwrite) as staging:
-            yield staging
-        return
-    staging = out / _temporary_name()
-    with _errors(out):
-        try:
-            os.mkdir(staging)
-            yield staging
-            _fsync_directory(staging)
-            _check_free(out, overwrite)
+    there = out.is_dir()
+
+    def publish(staging: Path) -> None:
+        if there:
             _replace_files(staging, out, replaces, index)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        _fsync_directory(out.parent)
+        else:
+            os.rename(staging, out)
+
+    with _staged(out, out if there else out.parent, publish, overwrite=overwrite) as staging:
+        yield staging
 
 
 @contextmanager
-def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a directory to fill; it gets its name when the block ends without an error.
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a directory to fill; it gets its name when the block ends without an error. Raises as `staged_file`."""
+    with _staged(out, out.parent, lambda staging: os.rename(staging, out), overwrite=False) as staging:
+        yield staging
 
-    Raises as `staged_file` does; with `overwrite` an empty directory may have the name by then.
-    """
-    staging = out.parent / _temporary_name()
+
+@contextmanager
+def _staged(out: Path, parent: Path, publish: Callable[[Path], None], *, overwrite: bool) -> Iterator[Path]:
+    staging = parent / _temporary_name()
     with _errors(out):
         try:
             os.mkdir(staging)
             yield staging
             _fsync_directory(staging)
             _check_free(out, overwrite)
-            os.rename(staging, out)
+            publish(staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         _fsync_directory(out.parent)

@@ -257,7 +257,7 @@ class Witness:
 
 
 class Listening(logging.Handler):
-    """Tell the witness of everything that anybody is told stands in the ledger; keep all else off the screen."""
+    """Tell the witness of each entry that a process believes to stand in the ledger; print nothing else."""
 
     def __init__(self, witness: Witness):
         super().__init__()

@@ -44,7 +44,7 @@ class Impatient(System):
 
 
 class Sleepless(System):
-    """This machine, where nobody sleeps."""
+    """This machine, on which a wait takes no time."""
 
     def sleep(self, seconds: float) -> None:
         """Return at once."""
