@@ -137,9 +137,11 @@ class Trainer:
         self._begins_s = 0.0 if last else place.schedule.profile.tick_s * rng.choice((0, 100, 400)) * rng.random()
         self._steps = 1 if last else rng.randint(1, 6)
         hasty = place.schedule.profile.tardy or rng.random() < 0.2
-        self._changes = 1.0 if hasty else rng.choice((0.2, 1.0))  # how often the half changes that hardly ever does
+        self._changes = rng.choice((0.2, 0.5, 1.0))  # how often the half changes that hardly ever does
         self._waits = 0.0 if hasty else rng.choice((0.0, 0.5, 1.0))  # how often training waits for a save
         self._upkeep = 0.0 if hasty else 0.1  # how often it prunes and pins by itself
+        # How often it goes back to an older checkpoint, which an entry that arrives late may retire.
+        self._goes_back = 0.5 if hasty else 0.02
         self._config = CheckpointConfig(
             checkpoint_dir=SimulatedLocation("simulated", connect=place.store),
             run_key=KEY,
@@ -178,7 +180,7 @@ class Trainer:
                     ckpt.acquire()
                     ckpt.prune()  # as `ckpt prune` does, which restores nothing
                 else:
-                    self._train(ckpt, self._restore(ckpt, process))
+                    self._train(ckpt, process)
                 ckpt.close()
             except (CommitUncertainError, StoreError, StateError, IntegrityError) as error:
                 if not self._expected(error, ckpt, process):
@@ -187,9 +189,9 @@ class Trainer:
                 return True
         return False
 
-    def _restore(self, ckpt: Checkpointer, process: Process) -> int:
+    def _restore(self, ckpt: Checkpointer, process: Process, step: int | None = None) -> int:
         self._state = fresh()
-        step = ckpt.restore(self._state)
+        step = ckpt.restore(self._state, step=step)
         parent = ckpt._line.parent
         self.restored = parent.manifest_digest if parent is not None else None
         if ckpt.last_restore is not None and self._state["tag"]:
@@ -200,9 +202,13 @@ class Trainer:
             )
         return step
 
-    def _train(self, ckpt: Checkpointer, step: int) -> None:
-        rng = self._rng
+    def _train(self, ckpt: Checkpointer, process: Process) -> None:
+        rng, step = self._rng, self._restore(ckpt, process)
         for _ in range(self._steps):
+            if rng.random() < self._goes_back and not self._last:
+                older = [one.step for one in ckpt.run.checkpoints() if one.step < step]
+                with suppress(CheckpointNotFoundError):
+                    step = self._restore(ckpt, process, rng.choice(older)) if older else step
             step += 1
             self._move(step)
             metrics = rng.choice(({}, {"loss": 0.1}, {"loss": 0.2}))

@@ -81,7 +81,9 @@ class Profile:
         if rng.random() >= _TARDY:
             return drawn
         # An entry arrives that its writer has given up, and could not look for: what comes of it takes more than one.
-        rough = {"fault": 0.3, "blind": 0.0, "storm": 1.0, "where": "ledger/", "fates": _only(["late"])}
+        # Its writer sees that nothing is there, so it may read even in a storm, and goes on from what it had before.
+        fates = {"put": (), "put_if_absent": ("late",)}
+        rough = {"fault": 0.3, "blind": 0.0, "storm": 1.0, "where": "ledger/", "fates": fates}
         return replace(drawn, stop=0.0, die=0.0, tardy=True, **rough)  # type: ignore[arg-type]
 
     def calm(self) -> Profile:
@@ -200,7 +202,8 @@ class Schedule:
 
     def later(self, effect: Callable[[], None]) -> None:
         """Have something happen some time from now, whatever becomes of its process."""
-        delay_s = self.profile.tick_s * self.rng.choice(_PAUSES) * self.rng.random()
+        pause = _PAUSES[-1] if self.profile.tardy else self.rng.choice(_PAUSES)  # its sender gives it up before
+        delay_s = self.profile.tick_s * pause * self.rng.random()
         heapq.heappush(self._arrivals, (self.now_s + delay_s, next(self._numbers), effect))
 
     def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -273,6 +276,9 @@ class Schedule:
 
     def _fate(self, process: Process, what: str, name: str) -> str:
         profile, rng = self.profile, self.rng
+        ways = profile.fates.get(what)
+        if not ways:  # neither does it end a storm
+            return "done"
         if process.storm:
             process.storm -= 1
             failed = rng.random() < 0.9
@@ -280,6 +286,5 @@ class Schedule:
             chance = profile.fault if what in _CHANGES else profile.blind
             failed = rng.random() < chance and name.startswith(profile.where)
             if failed and rng.random() < profile.storm:
-                process.storm = rng.choice((1, 1, 2, 8))
-        ways = profile.fates.get(what)
-        return rng.choice(ways) if failed and ways else "done"
+                process.storm = 8 if profile.tardy else rng.choice((1, 1, 2, 8))
+        return rng.choice(ways) if failed else "done"
