@@ -12,7 +12,7 @@ import typer
 from ckpt_tasks.cli.completion import complete_run
 from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
 from ckpt_tasks.cli.ls_runs import list_runs
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest
+from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.report.words import age, count, number, size, span, when
 
@@ -156,8 +156,11 @@ def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]], metric
     out.print(title(run))
     columns = [_column(name, rows) for name in metrics] or _metric_columns(rows)[:_METRICS_SHOWN]
     fewest = len(columns) if metrics else 0
-    choices = (_listing(rows, columns[:shown]) for shown in range(len(columns), fewest - 1, -1))
-    out.print(widest(choices) if rows else Text("\nThere is no checkpoint yet.\n"))
+    if rows:
+        names = [f"{suite}/{name}" if suite else name for suite, name in columns]
+        out.print(*widest_listing(lambda shown: _listing(rows, columns[:shown]), names, fewest))
+    else:
+        out.print(Text("\nThere is no checkpoint yet.\n"))
     out.print(Text(_holder(head.state.owner), style="dim"))
     origin = head.state.origin
     if origin is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tasks.cli.output import Output, printable, table, widest
+from ckpt_tasks.cli.output import Output, printable, table, widest_listing
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import age, count, number, size
 
@@ -85,7 +85,7 @@ def _print(out: Output, url: str, runs: Sequence[RunSummary], metrics: Sequence[
     out.print(Text(printable(url), style="bold"))
     columns = list(metrics) or sort_metrics({name for run in runs for name in run.metrics})[:_METRICS_SHOWN]
     fewest = len(columns) if metrics else 0
-    out.print(widest(_listing(runs, columns[:shown]) for shown in range(len(columns), fewest - 1, -1)))
+    out.print(*widest_listing(lambda shown: _listing(runs, columns[:shown]), columns, fewest))
     for run in runs:
         if run.state in _BAD:
             out.print(Text(f"{printable(run.name)}: {printable(run.why)}", style="red"))

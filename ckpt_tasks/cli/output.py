@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +32,7 @@ __all__ = [
     "printable",
     "reading",
     "table",
-    "widest",
+    "widest_listing",
     "write_file",
 ]
 
@@ -156,14 +156,18 @@ def _only_our_log() -> Iterator[None]:
         logging.getLogger().removeHandler(silence)
 
 
-def widest(tables: Iterable[Table]) -> Table:
-    """Return the first table that fits the screen without breaking a word, else the last one."""
-    screen, chosen = console(), None
-    for chosen in tables:
-        if _fits(chosen, screen):
-            break
-    assert chosen is not None
-    return chosen
+def widest_listing(listing: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[RenderableType]:
+    """Return the listing with as many metrics as fit the screen without breaking a word, `fewest` at least.
+
+    `listing` makes it for a number of metrics. A line that names those left out follows.
+    """
+    from rich.text import Text
+
+    screen, shown = console(), len(metrics)
+    while not _fits(made := listing(shown), screen) and shown > fewest:
+        shown -= 1
+    left_out = ", ".join(map(printable, metrics[shown:]))
+    return [made, Text(f"No room for {left_out}: --metrics NAME,NAME chooses.", style="dim")] if left_out else [made]
 
 
 def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[str, ...] = ()) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ import typer
 from ckpt_tasks.cli.output import JsonOption, errors_told, table
 
 __all__ = ["down", "up"]
+
+_GONE = ("ended", "was gone")
 
 PortOption = Annotated[
     int | None, typer.Option("--port", metavar="N", help="port of the server [default: Prefect's own, 4200]")
@@ -54,3 +57,5 @@ def down(*, as_json: JsonOption = False) -> None:
         for part in parts:
             shown.add_row(part.name, part.status, part.about)
         out.print(shown if parts else "Nothing of ckpt up is there to end.")
+        if "PREFECT_API_URL" in os.environ and any(part.name == "server" and part.status in _GONE for part in parts):
+            out.print("Next:", "  unset PREFECT_API_URL")

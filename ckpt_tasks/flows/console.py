@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+import httpx
+from prefect.client.orchestration import get_client
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
 
-from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.train import train
+from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.ownership import identify, lives_here
 from ckpt_tasks.orchestration.config import BatchLength, position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
 from ckpt_tasks.reading.reading import run_of
+from ckpt_tasks.report.words import when
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
 from ckpt_tasks.session.local import find_program
 from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["Ended", "Training", "evaluate_in_terminal", "train_in_terminal"]
 
@@ -84,6 +92,8 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
     with _exit_status() as status:
         training.check()
         start = position_of_run(config, training.steps)
+        if start < training.steps:
+            _check_owner(config)
         result = _announce(out, training, start)
         if result is None:
             with _prefect(out):
@@ -107,7 +117,8 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
         results = [result]
     step = position_of_run(config, training.steps)
     if status[0]:
-        out.print(f"Stopped; step {step} is committed. The same command goes on:\n  {again}", soft_wrap=True)
+        committed = f"step {step} is committed" if step else "no step is committed yet"
+        out.print(f"Stopped; {committed}. The same command goes on:\n  {again}", soft_wrap=True)
     return Ended(status=status[0], step=step, evaluations=tuple(results))
 
 
@@ -142,21 +153,63 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
     return recorded_evaluation(run, run.find("latest"), "quick")
 
 
+_ENDING_S = 5.0  # a process that was just told to stop ends its step, commits and releases the run
+_POLL_S = 0.25
+
+
+def _check_owner(config: CheckpointConfig) -> None:
+    """Raise OwnedError if a live process of this system trains the run: before a server is started, not 20 s later."""
+    patient_until_s = time.monotonic() + _ENDING_S
+    while (owner := _live_owner(config)) is not None:
+        if time.monotonic() > patient_until_s:
+            raise OwnedError(
+                f"the run directory is held by process {owner.pid} on this host since {when(owner.taken_at)}",
+                hint="That process trains the run. The same command goes on when it has ended.",
+            )
+        time.sleep(_POLL_S)
+
+
+def _live_owner(config: CheckpointConfig) -> Owner | None:
+    """Return the owner that holds the run as a flow and certainly lives on this system; None otherwise."""
+    try:
+        owner = run_of(config).head().state.owner
+    except CheckpointNotFoundError:
+        return None
+    held = owner is not None and owner.flow_run_id is not None and lives_here(owner, identify(None))
+    return owner if held else None
+
+
+def _check_server(url: str) -> None:
+    """Raise SiteError if no server answers at the API that the settings name."""
+    with get_client(sync_client=True) as client:
+        error = client.api_healthcheck()
+    if isinstance(error, httpx.TransportError):
+        unset = "unset" if "PREFECT_API_URL" in os.environ else "prefect config unset"
+        raise SiteError(
+            f"no server answers at {without_secrets(url)}, which PREFECT_API_URL names",
+            hint=f"Start it (`ckpt up`), or train without it: `{unset} PREFECT_API_URL`.",
+        )
+
+
 @contextmanager
 def _prefect(out: Console) -> Iterator[None]:
     """Start the embedded server if needed; in the block print only warnings of tasks, not the rest of Prefect's log.
 
     If the user has set Prefect's log level, its log stays as it is.
     """
-    if get_current_settings().api.url is None:
-        out.print("Starting Prefect's embedded server …", style="dim")
-    start_embedded_server()
-    if "level" in get_current_settings().logging.model_fields_set:
-        yield
-        return
-    for handler in logging.getLogger().handlers:
+    quiet = "level" not in get_current_settings().logging.model_fields_set
+    for handler in logging.getLogger().handlers if quiet else ():
         if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records
             handler.addFilter(_is_for_people)  # never removed: Prefect logs more at exit
+    url = get_current_settings().api.url
+    if url is None:
+        out.print("Starting Prefect's embedded server …", style="dim")
+    else:
+        _check_server(url)
+    start_embedded_server()
+    if not quiet:
+        yield
+        return
     tasks, warnings = logging.getLogger("prefect.task_runs"), _Warnings(out)
     tasks.addHandler(warnings)
     try:

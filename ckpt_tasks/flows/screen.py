@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -69,58 +71,66 @@ class LiveLine:
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
         if self._live:
-            self._live.update(Text(self.text(progress), no_wrap=True, overflow="ellipsis"))
+            self._live.update(Text(self.text(progress, self._out.width), no_wrap=True, overflow="ellipsis"))
         elif now - self._shown_s >= _PLAIN_EVERY_S or progress.step == self._total:
             self._shown_s = now
             self._out.print(self.text(progress), soft_wrap=True)
 
-    def text(self, progress: Progress) -> str:
-        """Return the line: step, first metric, speed, time left, last commit and how long training waited for it."""
+    def text(self, progress: Progress, width: float = math.inf) -> str:
+        """Return the line: step, first metric, speed, time left, last commit and how long training waited for it.
+
+        A line longer than `width` leaves out how long training waited.
+        """
         parts = [f"step {progress.step}/{self._total}"]
         parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
         if progress.amount:
             parts.append(_speed(self._rate or 0.0, progress.unit))
         parts.append(f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}")
-        if progress.commit:
-            parts.append(f"committed {progress.commit.step} in {fine_span(progress.commit.cost_s)}")
-        return " · ".join(parts)
+        if not progress.commit:
+            return " · ".join(parts)
+        line = " · ".join([*parts, f"committed {progress.commit.step}"])
+        waited = f" in {fine_span(progress.commit.cost_s)}"
+        return line + waited if len(line) + len(waited) <= width else line
 
 
 def print_run(out: Console, config: CheckpointConfig) -> None:
     """Print the checkpoints of a run, oldest first."""
-    table = Table(title=f"Checkpoints of {config.run_key}", title_justify="left")
+    table = _table()
     newest_first = run_of(config).checkpoints()
     metrics = sort_metrics({name for checkpoint in newest_first for name in checkpoint.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "size", "took", "saved (UTC)"):
         table.add_column(name, justify="right")
     for checkpoint in reversed(newest_first):
         table.add_row(*_cells(checkpoint, metrics))
+    out.print(f"Checkpoints of {config.run_key}", style="italic")  # a title would wrap
     out.print(table)
 
 
 def print_evaluation(out: Console, result: EvaluationResult) -> None:
     """Print the metrics that a suite measured on a checkpoint."""
-    table = Table()
+    table = _table()
     names = sort_metrics(result.metrics)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
-    out.print(f"Evaluation of step {result.step}, suite {result.suite}", style="italic")  # a title would wrap
+    out.print(f"Evaluation of step {result.step}, suite {result.suite}", style="italic")
     out.print(table)
 
 
 def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResult]) -> None:
     """Print the metrics that a suite measured on several checkpoints, by step, and the outcome of each."""
-    table = Table(
-        title=f"Evaluations by {suite}" if results else f"Nothing to evaluate by {suite}.", title_justify="left"
-    )
+    if not results:
+        out.print(f"Nothing to evaluate by {suite}.")
+        return
+    table = _table()
     metrics = sort_metrics({name for result in results for name in result.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "outcome"):
         table.add_column(name.replace("_", " "), justify="right")
     for result in sorted(results, key=lambda result: result.step):
         numbers = (f"{result.metrics[name]:.4g}" if name in result.metrics else "" for name in metrics)
         table.add_row(str(result.step), *numbers, _OUTCOMES[result.outcome])
-    out.print(table if results else table.title)
+    out.print(f"Evaluations by {suite}", style="italic")
+    out.print(table)
 
 
 class EvaluationLine:
@@ -150,6 +160,11 @@ class EvaluationLine:
         elif time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
             self._shown_s = time.monotonic()
             self._out.print(text)
+
+
+def _table() -> Table:
+    """Make a table that looks like those of the other verbs."""
+    return Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", pad_edge=False, padding=(0, 1))
 
 
 def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:

@@ -42,6 +42,7 @@ __all__ = [
     "boot_id",
     "damage",
     "identify",
+    "lives_here",
     "process_start",
     "why_free",
 ]
@@ -85,6 +86,15 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
     if silent_s is not None and silent_s > timeout_s:
         return f"its owner has shown no life for {silent_s:.0f} s"
     return None
+
+
+def lives_here(owner: Owner, me: Owner) -> bool:
+    """Say whether the owner is another process that certainly runs on this system and holds the directory."""
+    if owner.released or owner.pid == me.pid or not owner.process_start or not _same_system(owner, me):
+        return False
+    return (owner.host, owner.machine_id) == (me.host, me.machine_id) and process_start(
+        owner.pid
+    ) == owner.process_start
 
 
 def _same_system(owner: Owner, me: Owner) -> bool:

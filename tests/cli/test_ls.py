@@ -155,7 +155,7 @@ def test_show_finds_latest_and_best(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_no_word_is_broken_on_a_narrow_screen(run_dir: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics that have no room are left out, training's loss last; ages, names and headings stay whole."""
+    """Metrics that have no room are left out, training's loss last, and named; ages, names and headings stay whole."""
     with Checkpointer(config(run_dir, best_metric="heldout_loss")) as made:
         made.save(100, some_state(), metrics={"grad_norm": 0.5, "learning_rate": 0.1, "loss": 1.25})
     run = open_run(str(run_dir))
@@ -164,9 +164,11 @@ def test_no_word_is_broken_on_a_narrow_screen(run_dir: Path, columns: int, monke
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = ckpt("ls", run_dir).out.splitlines()
     assert max(map(len, lines)) <= max(columns, len(lines[0]))
-    table = " ".join(" ".join(lines[1:]).split())
+    table, _, left_out = " ".join(" ".join(lines[1:]).split()).partition("No room for ")
     for whole in ("step", "saved", "kept because", "size", "cost", "newest", "now", "KiB"):
         assert whole in table
     shown = [name for name in ("loss", "heldout_loss", "grad_norm", "heldout_bytes") if f" {name} " in table]
     assert shown == ["loss", "heldout_loss"]
     assert table.count("heldout_loss") == {60: 1, 80: 2, 120: 3}[columns]  # one of them says why it is kept
+    named = "quick/heldout_loss, full/heldout_loss: --metrics NAME,NAME chooses."
+    assert left_out.split(" No process")[0] == {60: named, 80: named.partition(" ")[2], 120: ""}[columns]

@@ -10,16 +10,22 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.cli.settings import default_key
 from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import acquire, identify, process_start
 from ckpt_tasks.orchestration.config import position_of_run
+from ckpt_tasks.storage.local import LocalStore
 from tests.flows.test_train import assert_equal, run
+from tests.servers.process import free_port
 from tests.support.waiting import until
 
 PATIENCE_S = 300.0  # nothing here is about speed
@@ -227,6 +233,41 @@ def test_errors_are_one_line(
     assert said.count("error: ") == 1
     assert "Traceback" not in said
     assert position_of_run(CheckpointConfig(checkpoint_dir=str(run_dir)), 1) == 0
+
+
+def test_a_server_that_does_not_answer_is_one_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """P73: after `ckpt down` the shell still names its server; what to do is said, instead of Prefect's traceback."""
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        for flow in ("train", "evaluate"):
+            assert here(flow, run_dir) == 1
+            said = "".join(capfd.readouterr())
+            assert "error: no server answers at http://127.0.0.1:" in said
+            assert "unset PREFECT_API_URL" in said
+            assert "Traceback" not in said
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this system that lives."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
+    run_dir: Path, other: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """P33: who types the command a second time is refused at once, without a word about taking the run over."""
+    history = History(LocalStore(run_dir))
+    history.create("tiny")
+    owner = replace(identify("its flow run"), pid=other.pid, process_start=process_start(other.pid) or "")
+    acquire(history, owner, take_over=False, timeout_s=120.0)
+    assert here("train", run_dir) == 1
+    said = "".join(capfd.readouterr())
+    assert f"error: the run directory is held by process {other.pid} on this host since " in said
+    assert "goes on when it has ended" in said
+    assert "Starting Prefect" not in said
+    assert "take_over" not in said
 
 
 @pytest.mark.usefixtures("harness")

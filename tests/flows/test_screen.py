@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult
 from ckpt_tasks.session.session import Progress
 from ckpt_tasks.storage.locations import Location
+from tests.support.ledgers import made
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
 
@@ -30,6 +32,20 @@ def test_the_line_says_where_training_is() -> None:
     line(first)
     line(second)
     assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
+
+
+@pytest.mark.parametrize(("width", "end"), [(80, "committed 560"), (90, "committed 560 in 1.4 ms")])
+def test_the_line_ends_with_a_whole_word(width: int, end: str) -> None:
+    """A terminal of 80 columns has no room for the wait of a commit: it is left out, and no unit is cut."""
+    line = LiveLine(Screen(file=io.StringIO(), width=width, color_system=None), 600)
+    commit = replace(made(560, 1), cost_s=0.0014)
+    metrics = {"loss": 0.5121}
+    progress = Progress(step=571, step_s=0.002, metrics=metrics, amount=32.0, unit="points", commit=commit)
+    line(progress)
+    shown = line.text(progress, width)
+    assert shown.startswith("step 571/600 · loss 0.5121 · ")
+    assert shown.endswith(end)
+    assert len(shown) <= width
 
 
 @pytest.mark.parametrize("name", NAMES)
