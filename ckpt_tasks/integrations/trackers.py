@@ -8,6 +8,7 @@ which steps were left behind.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Sequence
@@ -127,7 +128,8 @@ class MLflow(Tracker):
     """One MLflow run for one run of training, however often that is resumed.
 
     `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names steps that were
-    left behind; later values of the same steps are added to the earlier ones.
+    left behind; later values of the same steps are added to the earlier ones. The run is finished while no process
+    trains, unless the last one was killed.
     """
 
     def __init__(
@@ -138,6 +140,8 @@ class MLflow(Tracker):
 
         self._client = MlflowClient(tracking_uri=uri)
         self.run_id = self._find(run_key, experiment)
+        self._client.update_run(self.run_id, status="RUNNING")  # a process before may have finished it
+        atexit.register(self._client.set_terminated, self.run_id)
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
         """Log each metric of each step, at the time when it was reported."""

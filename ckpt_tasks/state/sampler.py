@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ ORDER_VERSION = 1  # of the order: raise it with any change to Permutation, so t
 _ROUNDS = 12
 _MAX_SIZE = 2**62
 _MOST_EPOCHS = 2**63
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 class SampleId(int):
@@ -93,6 +96,8 @@ class ResumableSampler(Sampler[list[int]]):
         self._epoch = self._samples = 0
         self._loads = 0  # counts load_state_dict: a running `follow` then starts again
         self._ids_with_epoch = False
+        self._drawn = self._drawn_before = 0  # batches, until now and until the last state_dict
+        self._stands = True  # it has never been moved
 
     @property
     def epoch(self) -> int:
@@ -152,6 +157,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def advance(self) -> None:
         """Move the position past the next batch, for a loop that iterates a loader by itself."""
+        self._stands = False
         self._samples += self._taken(self.size - self._samples)
         self._skip_empty_epoch()
 
@@ -174,6 +180,17 @@ class ResumableSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it depends on: plain numbers, the same on every rank."""
+        # What workers fetch ahead is drawn before the first batch is there, and then no more.
+        if self._stands and 0 < self._drawn_before < self._drawn:
+            self._stands = False  # said once
+            _log.warning(
+                "A loader draws batches of a ResumableSampler whose position does not move: a resume begins the epoch "
+                "again. Iterate sampler.follow(loader), or call sampler.advance() after each batch"
+            )
+        self._drawn_before = self._drawn
+        return self._position()
+
+    def _position(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
             "samples": self._samples,
@@ -188,7 +205,7 @@ class ResumableSampler(Sampler[list[int]]):
 
         Raises StateMismatchError, and changes nothing, if it is for other data or another order.
         """
-        own = self.state_dict()
+        own = self._position()
         missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())
         if missing or unexpected:
             raise StateMismatchError("not the state of this sampler", missing=missing, unexpected=unexpected)
@@ -236,6 +253,7 @@ class ResumableSampler(Sampler[list[int]]):
             order = permutation(np.concatenate(several)) if permutation else np.concatenate(several)
             for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
                 ids: list[int] = mine.tolist()
+                self._drawn += 1
                 yield [SampleId(i, epoch) for i in ids] if self._ids_with_epoch else ids
 
     def _positions(self, samples: int) -> Iterator[NDArray[np.int64]]:

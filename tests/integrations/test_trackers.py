@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,7 +156,7 @@ def test_tensorboard_shows_the_line_after_a_spike(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, one MLflow run: every step once; after a step back the tag names what was left."""
+    """Many processes, one MLflow run: every step once; a tag names what was left behind; it ends with the process."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path}/mlruns"
     made = []
@@ -168,6 +170,11 @@ def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     history = [(one.step, one.value) for one in client.get_metric_history(run_id, "loss")]
     assert history == [(step, float(step)) for step in (*range(1, 41), *range(21, 31))]
     assert client.get_run(run_id).data.tags["ckpt_tasks.left_behind"] == "21 to 40"
+    program = f"from {MLflow.__module__} import MLflow; MLflow({str(tmp_path / 'mark')!r}, run_key='run', uri={uri!r})"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert MLflow(tmp_path / "mark", run_key="run", uri=uri).run_id == run_id
+    assert client.get_run(run_id).info.status == "RUNNING"
     spike(tmp_path / "other", other := MLflow(tmp_path / "other", run_key="other", uri=uri))
     assert client.get_run(other.run_id).data.tags["ckpt_tasks.left_behind"] == "11 to 20"
 

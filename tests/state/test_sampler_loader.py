@@ -174,3 +174,21 @@ def test_a_loop_of_ones_own_advances_by_hand() -> None:
             seen += batch.tolist()
         assert sorted(seen) == list(range(10))
         assert left == [3, 2, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["follow", "advance", "fetched"])
+def test_only_a_position_that_never_moves_is_warned_of(
+    caplog: pytest.LogCaptureFixture, how: str, workers: int
+) -> None:
+    """P23: saves after any number of batches say nothing if the loop moves the sampler, or has had no batch yet."""
+    sampler = ResumableSampler(24, 4)
+    loader = DataLoader(Ids(24), batch_sampler=sampler, num_workers=workers, generator=torch.Generator())
+    batches = sampler.follow(loader) if how == "follow" else iter(loader)
+    for _ in range(4):
+        sampler.state_dict()
+        if how != "fetched":
+            next(batches)
+        if how == "advance":
+            sampler.advance()
+    assert "does not move" not in caplog.text

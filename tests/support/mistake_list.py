@@ -76,6 +76,20 @@ def loader_forgotten(place: Path) -> None:
 
 
 @mistake(
+    "A loader's sampler is in the state, and the loop does not move it",
+    says="whose position does not move: a resume begins the epoch again",
+    do="Iterate sampler.follow\\(loader\\)",
+)
+def sampler_stands(place: Path) -> None:
+    sampler = ResumableSampler(8, 2)
+    loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_sampler=sampler)
+    state = training(data=sampler)
+    with Checkpointer(config(place)) as ckpt:
+        for step, _ in enumerate(loader, start=1):
+            ckpt.save(step, stepped(state))
+
+
+@mistake(
     "A generator of one's own is not in the state",
     says="Different from step 3 on, after the first resume",
     do="not in its state: program.noise \\(Generator\\)",
