@@ -18,6 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from benchmarks.peers import PEERS, is_installed
 
 __all__ = ["Absent", "Report", "Reports", "answer", "ask", "by_row", "collect", "summary"]
@@ -40,22 +43,34 @@ def collect(
     """
     absent = {name: "not installed" for name in contenders if name in PEERS and not is_installed(PEERS[name])}
     found: Reports = {}
-    for _ in range(rounds):
-        present = [name for name in contenders if name not in absent]
-        random.shuffle(present)
-        for names in [present] if tiny else [[name] for name in present]:
-            try:
-                reports = ask(module, names, directory, tiny=tiny, device=device)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                if tiny or names[0] not in PEERS:
-                    raise
-                found.pop(names[0], None)
-                absent[names[0]] = f"failed: {str(error).strip().splitlines()[-1]}"
-                continue
-            for name, report in reports.items():
-                for timed, seconds in report.items():
-                    found.setdefault(name, {}).setdefault(timed, []).extend(seconds)
+    with _progress() as progress:
+        task = progress.add_task("", total=rounds * (1 if tiny else len(contenders) - len(absent)))
+        for _ in range(rounds):
+            present = [name for name in contenders if name not in absent]
+            random.shuffle(present)
+            for names in [present] if tiny else [[name] for name in present]:
+                progress.update(task, description=f"{module.rpartition('.')[2]}: {', '.join(names)}")
+                try:
+                    reports = ask(module, names, directory, tiny=tiny, device=device)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    if tiny or names[0] not in PEERS:
+                        raise
+                    found.pop(names[0], None)
+                    absent[names[0]] = f"failed: {str(error).strip().splitlines()[-1]}"
+                    continue
+                progress.advance(task)
+                for name, report in reports.items():
+                    for timed, seconds in report.items():
+                        found.setdefault(name, {}).setdefault(timed, []).extend(seconds)
     return found, absent
+
+
+def _progress() -> Progress:
+    """Show in a terminal what is measured, and when it will be done: a contender may take a minute."""
+    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(
+        *columns, console=Console(stderr=True), transient=True, refresh_per_second=1, disable=not sys.stderr.isatty()
+    )
 
 
 def ask(module: str, contenders: Sequence[str], directory: Path, *, tiny: bool, device: str) -> Reports:
