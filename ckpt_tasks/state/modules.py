@@ -56,11 +56,12 @@ _METHODS = (
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside of DistributedDataParallel, DataParallel and torch.compile wrappers."""
-    while True:
-        inner = module.module if isinstance(module, _WRAPPERS) else module._modules.get("_orig_mod")
-        if inner is None:
-            return module
+    inner: nn.Module | None = module
+    while inner is not None:
         module = inner
+        modules = dict(module._modules.items())  # a ScriptModule's have no get()
+        inner = module.module if isinstance(module, _WRAPPERS) else modules.get("_orig_mod")
+    return module
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:

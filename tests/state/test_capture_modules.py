@@ -204,7 +204,10 @@ def test_modules_that_count_go_on(build: Callable[[], nn.Module]) -> None:
     same_module(module, fresh)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")], ids=["dp", "compile"])
+_WRAPS = {"dp": nn.DataParallel, "compile": lambda m: torch.compile(m, backend="eager"), "script": torch.jit.script}
+
+
+@pytest.mark.parametrize("wrap", _WRAPS.values(), ids=_WRAPS)
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_a_wrapper_leaves_no_trace(wrap: Any, wrapped_first: bool) -> None:
     """P10: saved wrapped and restored bare, and the reverse; the optimizer's names are the same too."""
