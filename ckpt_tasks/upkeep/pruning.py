@@ -206,13 +206,15 @@ class Pruner:
             verified = frozenset(self.verified)
             plan = partial(plan_removal, digest=digest, verified=verified, restored_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted)
+            now = state
             if retirement.checkpoints:
                 retire(self._history, owner, retirement)
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
-                state = state if retirement.given_up else self._newest(owner)  # pinned or leased meanwhile
-            verdict = next(v for v in plan(state) if v.manifest_digest == digest)
-            if not verdict.keep and not retirement.given_up:
+                now = self._newest(owner)
+            gone = all(live.manifest_digest != digest for live in now.live)  # or it was pinned or leased meanwhile
+            verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
+            if not (verdict.keep or gone):
                 hint = "`ckpt prune` deletes them; then try again."
                 raise StateError("more objects wait for their deletion than a ledger entry lists", hint=hint)
             return verdict

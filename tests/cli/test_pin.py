@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,15 @@ def test_rm_removes_one_checkpoint(run_dir: Path) -> None:
     assert ckpt("rm", f"{run_dir}@2", "--json").data["verdict"] == "removed"
     assert steps(run_dir) == [3, 1]
     assert not (run_dir / "checkpoint_000000000002").exists()
+    assert ckpt("verify", run_dir).status == 0
+
+
+def test_rm_removes_what_somebody_has_deleted_by_hand(run_dir: Path) -> None:
+    """P65: a checkpoint without a single object leaves the ledger, and then the run verifies again."""
+    shutil.rmtree(save_steps(run_dir, 1, 2) / "checkpoint_000000000001")
+    assert ckpt("verify", run_dir).status == 1
+    answer = ckpt("rm", f"{run_dir}@1", "--json")
+    assert (answer.status, answer.data["verdict"], steps(run_dir)) == (0, "removed", [2])
     assert ckpt("verify", run_dir).status == 0
 
 
