@@ -50,7 +50,8 @@ def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:
     """Return this rank's part of what `gather_of_ranks` returned; raises ConfigError for another number of ranks."""
     if len(saved) != ranks:
         raise ConfigError(
-            f"the run is one of {len(saved)} ranks, and there are {ranks}",
-            hint="Start as many as before: sums behind the logged means are each rank's own.",
+            f"the number of ranks was {len(saved)} and is now {ranks}",
+            hint=f"Start {len(saved)}: the sums behind the logged means are each rank's own. "
+            "To train with another number, begin a new run from the weights; `ckpt export RUN OUT` writes them.",
         )
     return saved[rank]

@@ -22,9 +22,10 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import config_of, gather_of_ranks, numbers, own_of_ranks, with_extra
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.state.modules import Gradients
 from ckpt_tasks.state.rng import current_streams, set_streams
 
 __all__ = ["CkptMixin", "CkptTrainer", "state_of"]
@@ -182,7 +183,8 @@ class CkptTrainer(CkptMixin, Trainer):  # type: ignore[misc]  # Trainer ships no
 def state_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return what an Accelerator has prepared or registered, as a state for Checkpointer, after `prepare`.
 
-    A loader with a state is in it (`use_stateful_dataloader`); put a ResumableLoader into the state by yourself.
+    A loader with a state is in it (`use_stateful_dataloader`); put a ResumableLoader into the state by yourself. With
+    gradient_accumulation_steps, so are the gradients and the place in the accumulation.
     """
     state: dict[str, Any] = {
         "models": [accelerator.unwrap_model(model) for model in accelerator._models],
@@ -193,7 +195,30 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
+    if accelerator.gradient_state.num_steps > 1:
+        state["gradients"] = [Gradients(model) for model in accelerator._models]
+        state["accumulation"] = _Accumulation(accelerator)
     return {name: value for name, value in state.items() if value != []}
+
+
+class _Accumulation:
+    """The place of an Accelerator in the accumulation of gradients."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the batches since the last optimizer step; raise StateError where ranks have unlike gradients."""
+        batches = self._accelerator.step % self._accelerator.gradient_state.num_steps
+        if batches and self._accelerator.num_processes > 1:
+            raise StateError(
+                "gradients are being accumulated, and differ between the ranks",
+                hint="Call ckpt.step only where accelerator.sync_gradients is true.",
+            )
+        return {"batches": batches}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self._accelerator.step = state_dict["batches"]
 
 
 class _Later:

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 
-from ckpt_tasks import open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.integrations.huggingface import state_of
 from tests.support.legs import assert_equal, begins, compared, random_moments, within
 
 JOB = "tests.integrations.huggingface_job:train"
@@ -125,3 +129,29 @@ def test_a_loop_with_accelerate_goes_on(tmp_path: Path) -> None:
     assert statuses == [0, -9, -9, -9, 0]
     assert begins(legs) == [0, 3, 12, 20]
     assert_equal(reference, legs)
+
+
+def test_an_accumulation_of_accelerate_goes_on(tmp_path: Path) -> None:
+    """P19: saved between two optimizer steps, a loop with `accelerator.accumulate` goes on bit for bit."""
+
+    def train(run: str, last: int) -> list[torch.Tensor]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        torch.manual_seed(1)
+        net = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        state = state_of(accelerator)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run)) as ckpt:
+            for step in range(ckpt.restore(state) + 1, last + 1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.full((1, 4), float(step))).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ckpt.save(last, state)
+        return [p.detach() for p in net.parameters()]
+
+    whole = train("whole", 12)
+    train("first", 4)
+    train("first", 8)
+    assert all(map(torch.equal, whole, train("first", 12)))
