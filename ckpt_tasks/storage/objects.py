@@ -168,7 +168,7 @@ class ObjectStore:
             return limit is not None and sum(is_object_name(key[cut:]) for key in keys) >= limit
 
         page = 1000 if limit is None else limit
-        keys = self._run(prefix, lambda requests: requests.keys(below, enough, page))
+        keys = self._list(prefix, lambda requests: requests.keys(below, enough, page))
         return sorted(key[cut:] for key in keys if is_object_name(key[cut:]))[:limit]
 
     def delete(self, name: str) -> None:
@@ -190,7 +190,7 @@ class ObjectStore:
 
     def folders(self) -> list[str]:
         """List the names directly below this place that have objects below them; many are one request."""
-        keys = self._run("", lambda requests: requests.folders(self._prefix))
+        keys = self._list("", lambda requests: requests.folders(self._prefix))
         return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
 
     def below(self, name: str) -> ObjectStore:
@@ -213,6 +213,13 @@ class ObjectStore:
                 self.size(name)
                 raise ObjectExistsError("the object exists already", key=name)
         self._run(name, lambda requests: requests.put(key, pieces, absent=absent))
+
+    def _list(self, prefix: str, work: Callable[[Requests], Coroutine[Any, Any, list[str]]]) -> list[str]:
+        try:
+            return self._run(prefix, work)
+        except ObjectNotFoundError:  # an empty place has an empty listing
+            hint = "Create the bucket, or check the endpoint: it does not end with the bucket's name."
+            raise StoreError("the store has no such bucket", key=prefix, hint=hint) from None
 
     def _key(self, name: str) -> str:
         if not is_object_name(name):
@@ -286,7 +293,10 @@ class ObjectStore:
             return self._class(**options)
         except (TypeError, ValueError) as error:
             why = self._redactor.text(str(error))
-            raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}") from None
+            hint = (
+                "An endpoint begins with https:// or http://, in AWS_ENDPOINT_URL too." if "endpoint" in why else None
+            )
+            raise ConfigError(f"storage_options are not what {self._protocol} takes: {why}", hint=hint) from None
 
 
 class _Measured:

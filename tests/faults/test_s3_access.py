@@ -204,7 +204,11 @@ def test_who_may_not_delete_may_save(place: Place) -> None:
     [
         ({"secrett": "x"}, ConfigError, "storage_options are not what s3 takes: .*secrett"),
         ({"config_kwargs": {"read_timeoutt": 1}}, ConfigError, "storage_options are not what s3 takes"),
-        ({"endpoint_url": "nonsense"}, ConfigError, "storage_options are not what s3 takes: .*nonsense"),
+        (
+            {"endpoint_url": "nonsense"},
+            ConfigError,
+            "storage_options are not what s3 takes: .*nonsense.*begins with https",
+        ),
         ({"profile": "nobody"}, StoreError, "nobody.*Give credentials"),
         ({"key": None, "secret": None}, StoreError, "Give credentials"),
         ({"key": "half", "secret": None}, StoreError, "Give credentials"),
@@ -219,6 +223,16 @@ def test_bad_options_are_named(place: Place, options: dict[str, Any], error: typ
         store.names("")
     assert not getattr(caught.value, "transient", False)
     assert place.chaos.log == []
+
+
+def test_an_endpoint_with_the_buckets_name(place: Place) -> None:
+    """A listing through `https://host/bucket` asks for an object: the error says what is wrong with the endpoint."""
+    options = place.options()
+    endpoint = f"{options['endpoint_url']}/{place.url.split('/')[2]}"
+    store = ObjectStore(place.url, {**options, "endpoint_url": endpoint})
+    for listing in (store.folders, lambda: store.names("")):
+        with pytest.raises(StoreError, match=r"no such bucket.*does not end with the bucket's name"):
+            listing()
 
 
 def test_nobody_at_the_endpoint(place: Place) -> None:
