@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["answer_of", "as_ours", "is_expired"]
+__all__ = ["answer_of", "as_ours", "is_expired", "of_listing"]
 
 _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
@@ -73,6 +73,15 @@ def as_ours(error: BaseException, name: str) -> CkptError:
     if status == 416:
         return IntegrityError("the object ends before the bytes that are wanted", key=name)
     return _without_answer(error, name) if status is None else _refusal(error, name, status, code)
+
+
+def of_listing(error: BaseException, prefix: str) -> CkptError:
+    """Do the same for a listing, which is never about an object: an empty place has an empty listing."""
+    ours = as_ours(error, prefix)
+    if not isinstance(ours, ObjectNotFoundError):
+        return ours
+    hint = "Create the bucket, or check the endpoint: it does not end with the bucket's name."
+    return StoreError("the store has no such bucket", key=prefix, hint=hint)
 
 
 def _refusal(error: BaseException, name: str, status: int, code: str) -> StoreError:

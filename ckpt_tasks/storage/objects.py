@@ -26,7 +26,7 @@ from fsspec.asyn import sync
 
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
-from ckpt_tasks.storage.answers import as_ours, is_expired
+from ckpt_tasks.storage.answers import as_ours, is_expired, of_listing
 from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
@@ -168,7 +168,7 @@ class ObjectStore:
             return limit is not None and sum(is_object_name(key[cut:]) for key in keys) >= limit
 
         page = 1000 if limit is None else limit
-        keys = self._list(prefix, lambda requests: requests.keys(below, enough, page))
+        keys = self._run(prefix, lambda requests: requests.keys(below, enough, page), of_listing)
         return sorted(key[cut:] for key in keys if is_object_name(key[cut:]))[:limit]
 
     def delete(self, name: str) -> None:
@@ -190,7 +190,7 @@ class ObjectStore:
 
     def folders(self) -> list[str]:
         """List the names directly below this place that have objects below them; many are one request."""
-        keys = self._list("", lambda requests: requests.folders(self._prefix))
+        keys = self._run("", lambda requests: requests.folders(self._prefix), of_listing)
         return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
 
     def below(self, name: str) -> ObjectStore:
@@ -214,19 +214,12 @@ class ObjectStore:
                 raise ObjectExistsError("the object exists already", key=name)
         self._run(name, lambda requests: requests.put(key, pieces, absent=absent))
 
-    def _list(self, prefix: str, work: Callable[[Requests], Coroutine[Any, Any, list[str]]]) -> list[str]:
-        try:
-            return self._run(prefix, work)
-        except ObjectNotFoundError:  # an empty place has an empty listing
-            hint = "Create the bucket, or check the endpoint: it does not end with the bucket's name."
-            raise StoreError("the store has no such bucket", key=prefix, hint=hint) from None
-
     def _key(self, name: str) -> str:
         if not is_object_name(name):
             raise ConfigError(f"{name!r:.100} is not an object name")
         return self._prefix + name
 
-    def _run(self, name: str, work: Callable[[Requests], Coroutine[Any, Any, _T]]) -> _T:
+    def _run(self, name: str, work: Callable[[Requests], Coroutine[Any, Any, _T]], translate: Any = as_ours) -> _T:
         try:
             fs, requests = self._requests()
             if fs.async_impl:
@@ -238,7 +231,7 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             if is_expired(error):
                 self._opened = None  # the next try reads the credentials again
-            ours = as_ours(error, name)
+            ours = translate(error, name)
             ours.message = self._redactor.text(ours.message)
             ours.args = (ours.message,)
             if ours is not error or ours.__cause__ is not None:
