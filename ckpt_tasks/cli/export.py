@@ -11,7 +11,7 @@ import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
+from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, printable, reading, table
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
 from ckpt_tasks.report.words import count, size
 
@@ -143,7 +143,9 @@ def _print(result: Output, run: Run, report: ExportReport, chosen: str) -> None:
 
     made = table("file", "tensors", "size", right=("tensors", "size"))
     for file in report.files:
-        made.add_row(printable(file.path), f"{file.tensors:,}" if file.tensors else "", size(file.size_bytes))
+        made.add_row(
+            printable(from_here(file.path)), f"{file.tensors:,}" if file.tensors else "", size(file.size_bytes)
+        )
     result.print(title(run, f" step {report.step}"), made)
     for heading, lines in (
         ("Tied, and stored only under the second name", [f"{name} = {kept}" for name, kept in report.tied.items()]),

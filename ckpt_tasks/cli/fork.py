@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target, written
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading
+from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, printable, reading
+from ckpt_tasks.cli.settings import ckpt_command
 from ckpt_tasks.cli.sync import SingleOption, print_unleased
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import size, span
@@ -67,6 +69,8 @@ def fork(
         out.data({**_facts(planned, target, moved, took_s), "leased": not run.read_only})
         if not as_json:
             _print(out, planned, target, moved, took_s)
+            steps = next_steps(planned.run_key, target.url, run.head().state.program)
+            out.print_next(*steps)
             print_unleased(out, run)
 
 
@@ -161,8 +165,6 @@ def _print(out: Output, planned: ForkPlan, target: Store, moved: Moved, took_s: 
         facts.add_row("set", printable(f"{name} = {written(value)}{was}"))
     done = "There already" if planned.done else "Forked"
     out.print(facts, "", Text.assemble((done, "bold green"), ". The two runs stand alone now: either may be deleted."))
-    for line in next_steps(planned.run_key, target.url):
-        out.print(Text(printable(line), style="dim"))
 
 
 def _ways(moved: Moved) -> str:
@@ -175,9 +177,10 @@ def _ways(moved: Moved) -> str:
     return ", ".join(f"{size(size_bytes)} {way}" for size_bytes, way in ways if size_bytes) or "none"
 
 
-def next_steps(run_key: str, url: str) -> tuple[str, ...]:
-    """Return the lines that say how to train the new run."""
-    return (
-        f"Train it:    the flow `train` with run_key={run_key} and checkpoint_dir={url}",
-        f"Look at it:  ckpt show {url}",
-    )
+def next_steps(run_key: str, url: str, program: str | None) -> tuple[str, ...]:
+    """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
+    place = from_here(url)
+    chosen = [] if place == f"runs/{run_key}" else ["--checkpoint-dir", place]
+    training = [ckpt_command(), "train", program or "", "--run-key", run_key, *chosen]
+    loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
+    return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

@@ -57,11 +57,11 @@ def import_(
     single_writer: SingleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint from a file of torch.save, safetensors, Hugging Face or Lightning.
+    """Make a checkpoint from a file of torch.save or others.
 
-    Weights become the group `model`, or the groups of --group; what cannot be imported is listed. A pickle is read by
-    torch's weights-only unpickler, never by another. The whole file is checked before anything is written; every byte
-    is read back.
+    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, or a directory of them. Weights become the
+    group `model`, or the groups of --group; what cannot be imported is listed. A pickle is read by torch's weights-only
+    unpickler, never by another. The whole file is checked before anything is written; every byte is read back.
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,6 @@ def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: Json
         out.print(f"{named}: a project in {directory}")
         for file in written:
             out.print(f"  {file.ljust(width)}  {_ABOUT[file]}".rstrip())
-        out.print("Next:")
-        if directory.absolute() != Path.cwd():
-            out.print(f"  cd {directory}")
+        there = [] if directory.absolute() == Path.cwd() else [f"cd {shlex.quote(str(directory))}"]
         ckpt = ckpt_command() if os.sep not in ckpt_command() else os.path.abspath(ckpt_command())
-        out.print(f"  {ckpt} train {PROGRAM} --run-key {named} --steps 3000", f"  {ckpt} up")
+        out.print_next(*there, f"{ckpt} train {PROGRAM} --run-key {named} --steps 3000", f"{ckpt} up")

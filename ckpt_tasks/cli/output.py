@@ -28,6 +28,7 @@ __all__ = [
     "console",
     "errors_told",
     "finite",
+    "from_here",
     "output",
     "printable",
     "reading",
@@ -105,6 +106,19 @@ class Output:
             screen = console()
             for part in parts:
                 screen.print(_with_whole_words(part, screen))
+
+    def print_next(self, *commands: str) -> None:
+        """Print what to type next, each command in one line: one that is wrapped cannot be copied."""
+        if not self.as_json:
+            screen = console()
+            for line in ("Next:", *(f"  {printable(command)}" for command in commands)):
+                screen.print(line, soft_wrap=True)
+
+
+def from_here(path: str) -> str:
+    """Return a path below the working directory as a user would type it there; any other path or URL as it is."""
+    place = Path(path)
+    return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else path
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -34,7 +34,7 @@ ReasonOption = Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", hel
 
 
 def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: JsonOption = False) -> None:
-    """Keep a checkpoint, whatever the retention policy of its run says.
+    """Keep a checkpoint, whatever the policy of its run says.
 
     Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
     """

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["show"]
 
 _NOTES_SHOWN = 8
+_NOTE_LETTERS = 200  # of one field: the note of an early stop has every evaluation
 _OBJECTS_SHOWN = 10
 _OWN_LINES = ("command", "code", "host", "accelerator")  # of what made a checkpoint
 
@@ -206,11 +207,16 @@ def _evaluations(shown: Mapping[str, Any]) -> Any:
     return made
 
 
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _NOTE_LETTERS else f"{text[:_NOTE_LETTERS]}… (--json)"
+
+
 def _notes(notes: list[Mapping[str, Any]]) -> Any:
     made = table("note of the run", "noted", "")
     for note in notes[:_NOTES_SHOWN]:
         fields = {name: value for name, value in note.items() if name not in ("kind", "note", "at", "n")}
-        text = ", ".join(f"{name} {value}" for name, value in fields.items())
+        text = ", ".join(f"{name} {_short(value)}" for name, value in fields.items())
         made.add_row(printable(str(note.get("note", ""))), age(note["at"]), printable(text))
     if len(notes) > _NOTES_SHOWN:
         made.add_row("", "", f"… and {len(notes) - _NOTES_SHOWN} older ones (--json)", style="dim")

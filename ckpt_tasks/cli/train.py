@@ -82,11 +82,10 @@ def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps
     without = [str(parameter.name) for parameter in ctx.command.params if parameter.name not in kept]
     evaluation = said_again(ctx, without=without)
     evaluation[1] = "evaluate"
-    out.print("Next:")
-    for command in (
+    commands = (
         [ckpt_command(), "ls", place],
         [ckpt_command(), "report", place],
         said_again(ctx, without=("as_json",), steps=2 * steps),
         [*evaluation, "--suite", "full"],
-    ):
-        out.print(f"  {shlex.join(command)}")
+    )
+    out.print_next(*map(shlex.join, commands))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ckpt_tasks.cli.output import JsonOption, errors_told, table
+from ckpt_tasks.cli.settings import ckpt_command
 
 __all__ = ["down", "up"]
 
@@ -37,9 +38,11 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
         shown = table("part", "state", "", unwrapped_columns=("part",))
         for part in site.parts:
             shown.add_row(part.name, part.status, part.about)
-        out.print(shown, f"The page is at {site.page}", "", "Next:", f"  export PREFECT_API_URL={site.url}")
+        out.print(shown, f"The page is at {site.page}", "")
         first = next((name for name in site.deployments if name.startswith("train/")), site.deployments[0])
-        out.print(f"  prefect deployment run '{first}' --watch", "  ckpt down")
+        out.print_next(
+            f"export PREFECT_API_URL={site.url}", f"prefect deployment run '{first}' --watch", f"{ckpt_command()} down"
+        )
 
 
 def down(*, as_json: JsonOption = False) -> None:
@@ -58,4 +61,4 @@ def down(*, as_json: JsonOption = False) -> None:
             shown.add_row(part.name, part.status, part.about)
         out.print(shown if parts else "Nothing of ckpt up is there to end.")
         if "PREFECT_API_URL" in os.environ and any(part.name == "server" and part.status in _GONE for part in parts):
-            out.print("Next:", "  unset PREFECT_API_URL")
+            out.print_next("unset PREFECT_API_URL")

@@ -35,11 +35,11 @@ def verify_resume(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a program twice, kill and resume one of the two, compare.
+    """Train a program twice, kill and resume one, compare.
 
-    One trains without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process. After every
-    step the state, the metrics and the random streams are compared, value by value. Exits with 1 if something differs,
-    and names the first such value and the likely cause.
+    One of the two trains without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process.
+    After every step the state, the metrics and the random streams are compared, value by value. Exits with 1 if
+    something differs, and names the first such value and the likely cause.
 
     A command, `ckpt verify-resume -- python train.py --dir {run}`, is a script of your own with a Checkpointer. It is
     told where its run is to be by {run} among its words, or by the environment variable CKPT_RUN. Compared are the

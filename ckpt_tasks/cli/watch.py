@@ -37,9 +37,9 @@ EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="
 
 
 def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
-    """Follow a run: its step and rate, last commit, owner and loss. Ctrl-C ends it.
+    """Follow a run: its step, rate, commits, owner and loss.
 
-    It only reads: the run does not notice. Without a terminal it prints one line for each event.
+    Ctrl-C ends it. It only reads: the run does not notice. Without a terminal it prints one line for each event.
     """
     from ckpt_tasks.reading.reading import open_run
 

@@ -269,7 +269,9 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
                 hint=f"A name that ends in {_SUFFIX} or .pt makes one file, any other a directory.",
             )
         if not overwrite:
-            raise ConfigError(f"{target} exists", hint="Name another place, or ask to overwrite it.")
+            raise ConfigError(
+                f"{target} exists", hint="Name another place, or overwrite it (--overwrite, overwrite=True)."
+            )
     return target
 
 

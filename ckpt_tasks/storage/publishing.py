@@ -116,7 +116,7 @@ def _temporary_name() -> str:
 
 def _check_free(out: Path, overwrite: bool) -> None:
     if os.path.lexists(out) and not overwrite:
-        raise ConfigError(f"{out} exists", hint="Choose another name, or ask to overwrite it.")
+        raise ConfigError(f"{out} exists", hint="Choose another name, or overwrite it (--overwrite, overwrite=True).")
 
 
 def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: str) -> None:

@@ -21,7 +21,7 @@ def test_a_fork_is_one_command(run_dir: Path, tmp_path: Path) -> None:
     assert answer.status == 0, answer.err
     for words in (str(run_dir), str(tmp_path / "b"), "in files of both runs", "lr = 0.0001 (was 0.02)", '"step"'):
         assert words in answer.out
-    assert "run_key=b" in answer.out
+    assert f"train tests.support.forks:Scheduled --run-key b --checkpoint-dir {tmp_path / 'b'}\n" in answer.out
     assert ckpt("verify", tmp_path / "b").status == 0
     assert ckpt("diff", f"{run_dir}@2", f"{tmp_path / 'b'}@2").status == 0
 
@@ -72,7 +72,9 @@ def test_a_plain_loop_has_no_parameters_to_set(run_dir: Path, tmp_path: Path) ->
     assert answer.status == 1
     assert "no flow has recorded" in answer.err
     assert not (tmp_path / "b").exists()
-    assert ckpt("fork", run_dir, tmp_path / "b").status == 0
+    forked = ckpt("fork", run_dir, tmp_path / "b")
+    assert forked.status == 0
+    assert f"your loop, with CheckpointConfig(checkpoint_dir='{tmp_path / 'b'}')" in forked.out
 
 
 @pytest.mark.parametrize(

@@ -131,16 +131,19 @@ def test_show_sums_up_the_objects_of_many_ranks(tmp_path: Path) -> None:
 
 
 def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
-    """The checkpoint that training went on from is named by its step, and failures noted in the ledger are shown."""
+    """The checkpoint that training went on from is named by its step; notes are shown, long ones in part."""
     save_steps(run_dir, 1, 2)
     with Checkpointer(config(run_dir)) as ckpt_:
         ckpt_.acquire()
-        ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2)
+        ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2, values=list(range(301)))
     about = ckpt("show", run_dir, "--json").data
     assert about["parent_step"] == 1
     assert [note["error"] for note in about["notes"]] == ["CUDA out of memory \x1b[2J"]
     shown = ckpt("show", run_dir).out
     assert "CUDA out of memory" in shown
+    assert "… (--json)" in shown
+    assert "1, 2, 3" in shown
+    assert "299, 300" not in shown
     assert "\x1b" not in shown
 
 

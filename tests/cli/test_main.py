@@ -91,6 +91,11 @@ def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_first_screen_has_whole_sentences() -> None:
+    """At 80 columns no verb's line ends in three dots."""
+    assert not [line for line in ckpt("--help").out.splitlines() if line.startswith("  ") and line.endswith("...")]
+
+
 def test_it_says_which_version_it_is() -> None:
     """`ckpt --version` names the package and its version, which is that of the installed one."""
     answer = ckpt("--version")
