@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,9 +31,9 @@ from ckpt_tasks.reading.reading import Run, open_run
 __all__ = ["verify_script"]
 
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
-# A script that draws nothing from these seldom seeds them, and then they differ in every process. What it draws from
-# them shows in the weights.
-_UNSEEDED = ("rng/python/", "rng/numpy/")
+# A script that draws nothing from Python's and NumPy's streams seldom seeds them: they differ in every process.
+# What it draws from them shows in the weights. Several ranks have streams of their own. Trainer logs how long it took.
+_MAY_DIFFER = re.compile(r"rng/(\d+/)?(python|numpy)/|trainer/.*/log_history/\d+/\w+_(runtime|per_second)$")
 _LEAST_COMMITS = 3
 _LOOK_S = 0.02
 _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARIABLE} from the environment."
@@ -135,11 +137,22 @@ class _Script:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End it with everything that it has started."""
-    try:
+    others = [*_started_by(process.pid)]
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for pid in others:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def _started_by(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and theirs: torchrun gives each rank a session of its own."""
+    for children in Path("/proc", str(pid), "task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            for child in map(int, children.read_text(encoding="ascii").split()):
+                yield child
+                yield from _started_by(child)
 
 
 def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
@@ -151,7 +164,7 @@ def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proo
     difference = _first(expected, found, kills)
     if difference is None and ends[0].step != ends[1].step:
         difference = Difference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
-    places = [one.place for one in comparison.differences if not one.place.startswith(_UNSEEDED)]
+    places = [one.place for one in comparison.differences if not _MAY_DIFFER.match(one.place)]
     if difference is None and places:
         places.sort(key=lambda place: not place.startswith("rng/"))
         cause = CAUSES["streams" if places[0].startswith("rng/") else "hidden"]

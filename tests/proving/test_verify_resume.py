@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.proving.proof import _unequal, verify_resume
-from ckpt_tasks.proving.script import verify_script
+from ckpt_tasks.proving.script import _MAY_DIFFER, _kill, verify_script
 
 PROGRAMS = "tests.proving.programs"
 
@@ -112,3 +114,36 @@ def test_what_a_script_forgets_is_named(forgets: list[str], kills: set[int], fir
     assert found.after_kills in kills
     assert found.what[0].startswith(first)
     assert named in found.cause
+
+
+def test_a_script_is_killed_with_processes_of_other_sessions(tmp_path: Path) -> None:
+    """torchrun's ranks have sessions of their own: they are killed too, so that none holds the run."""
+    seen = tmp_path / "pid"
+    rank = f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", code, rank], start_new_session=True)
+    while not seen.exists() or not seen.read_text():
+        time.sleep(0.01)
+    _kill(process)
+    status = Path("/proc", seen.read_text(), "stat")
+    end_s = time.monotonic() + 10
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < end_s, "it goes on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("place", "may_differ"),
+    [
+        ("rng/numpy/state/state/key", True),
+        ("rng/00001/python/state/numbers", True),
+        ("rng/00001/torch/state", False),
+        ("trainer/of_ranks/0/progress/log_history/11/eval_runtime", True),
+        ("trainer/of_ranks/0/progress/log_history/11/eval_steps_per_second", True),
+        ("trainer/of_ranks/0/progress/log_history/11/eval_loss", False),
+        ("model/runtime", False),
+    ],
+)
+def test_what_every_process_has_of_its_own_is_no_difference(place: str, may_differ: bool) -> None:
+    """Unseeded streams of any rank, and the times that Trainer logs, differ without a kill too."""
+    assert bool(_MAY_DIFFER.match(place)) == may_differ
