@@ -69,8 +69,7 @@ def fork(
         out.data({**_facts(planned, target, moved, took_s), "leased": not run.read_only})
         if not as_json:
             _print(out, planned, target, moved, took_s)
-            steps = next_steps(planned.run_key, target.url, run.head().state.program)
-            out.print_next(*steps)
+            out.print_next(*next_steps(planned, target.url, run.head().state.program))
             print_unleased(out, run)
 
 
@@ -177,10 +176,11 @@ def _ways(moved: Moved) -> str:
     return ", ".join(f"{size(size_bytes)} {way}" for size_bytes, way in ways if size_bytes) or "none"
 
 
-def next_steps(run_key: str, url: str, program: str | None) -> tuple[str, ...]:
+def next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, ...]:
     """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
     place = from_here(url)
-    chosen = [] if place == f"runs/{run_key}" else ["--checkpoint-dir", place]
-    training = [ckpt_command(), "train", program or "", "--run-key", run_key, *chosen]
+    chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
+    steps = str(2 * planned.checkpoint.step)  # without it, the default may be fewer than the run has
+    training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
     loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
     return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

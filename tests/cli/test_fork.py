@@ -21,7 +21,9 @@ def test_a_fork_is_one_command(run_dir: Path, tmp_path: Path) -> None:
     assert answer.status == 0, answer.err
     for words in (str(run_dir), str(tmp_path / "b"), "in files of both runs", "lr = 0.0001 (was 0.02)", '"step"'):
         assert words in answer.out
-    assert f"train tests.support.forks:Scheduled --run-key b --checkpoint-dir {tmp_path / 'b'}\n" in answer.out
+    assert (
+        f"train tests.support.forks:Scheduled --steps 4 --run-key b --checkpoint-dir {tmp_path / 'b'}\n" in answer.out
+    )
     assert ckpt("verify", tmp_path / "b").status == 0
     assert ckpt("diff", f"{run_dir}@2", f"{tmp_path / 'b'}@2").status == 0
 
