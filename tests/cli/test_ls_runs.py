@@ -155,9 +155,9 @@ class Counting(ObjectStore):
 
     requests: list[str]
 
-    def _run(self, name: str, work: Any) -> Any:
+    def _run(self, name: str, work: Any, *how: Any, **named: Any) -> Any:
         self.requests.append(name)
-        return super()._run(name, work)
+        return super()._run(name, work, *how, **named)
 
     def below(self, name: str) -> ObjectStore:
         store = super().below(name)
