@@ -164,6 +164,7 @@ class Pruner:
                 self._verify(lineage(state.live)[0], owner, check)
         unnamed = [] if self._swept else self._orphans(state)
         given_up: tuple[str, ...] = ()
+        waiting = state.without_deleted(self.deleted).retired
         with self.retiring:
             check()
             plan = partial(self._agreed, going_on_from=going_on_from)
@@ -172,7 +173,7 @@ class Pruner:
                 # Before the first delete: if this process stalls here, others may commit what it is about to delete.
                 given_up = retire(self._history, owner, retirement)
                 self.deleted -= retirement.deleted
-        self._delete((*state.retired, *given_up), check)
+        self._delete((*waiting, *given_up), check)
         if not self._swept:
             self._drop_unfinished(owner)
             self._swept = len(unnamed) < _MOST_ORPHANS

@@ -172,6 +172,13 @@ class Trainer:
             except OwnedError:
                 self._place.schedule.sleep(self._config.owner_timeout_s / 2)
 
+    def prune(self) -> None:
+        """Take the run directory only to prune."""
+        ckpt = Checkpointer(self._config, take_over=True)
+        ckpt.acquire()
+        ckpt.prune()
+        ckpt.close()
+
     def _attempts(self, ckpt: Checkpointer, process: Process) -> bool:
         """Train in one Checkpointer, again after errors; return whether there is nothing left to do."""
         for _ in range(_ROUNDS):
@@ -368,11 +375,20 @@ def _foreign_entry(place: Place) -> None:
 
 
 def _last_look(place: Place) -> None:
-    """When all is over and quiet, let one more trainer come, save and prune; then everything there is accounted for."""
+    """When all is over and quiet, let one more trainer come, save and prune; then everything there is accounted for.
+
+    Its last prune may be cancelled when it closes: one more owner deletes the rest.
+    """
     witness, disk = place.witness, place.disk
     before = [one.manifest_digest for one in lineage(witness.state.live)]
     trainer = Trainer(place, last=True)
-    place.schedule.start("last", trainer)
+
+    def life(process: Process) -> None:
+        trainer(process)
+        if witness.state.live:
+            trainer.prune()
+
+    place.schedule.start("last", life)
     place.schedule.run(lambda: not witness.wrongs)
     if witness.unreadable and not witness.state.live:
         return  # nobody may begin anew over a ledger that cannot be read
