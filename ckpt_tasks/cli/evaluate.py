@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +19,10 @@ from ckpt_tasks.cli.settings import (
     json_object,
     params_of,
 )
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.ledger.config import CheckpointConfig
 
 __all__ = ["evaluate"]
 
@@ -69,8 +74,22 @@ def evaluate(
         config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
         asked = {"limit": limit, "promote": promote, "promote_params": json_object("--promote-params", promote_params)}
         given = params_of(param, params, seed)
+        if not (program or named):
+            _check_example(config)
         from ckpt_tasks.flows.console import evaluate_in_terminal
 
         done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)
         out.data(done.facts())
     raise typer.Exit(done.status)
+
+
+def _check_example(config: CheckpointConfig) -> None:
+    """Raise ConfigError if no program is named and the run trains another one than the example."""
+    from ckpt_tasks.reading.reading import run_of
+
+    with suppress(CheckpointNotFoundError):
+        trained = run_of(config).head().state.program
+        if trained not in {None, EXAMPLE}:
+            raise ConfigError(
+                f"no program is named, and the run trains {trained}", hint=f"Name it: ckpt evaluate {trained} …"
+            )

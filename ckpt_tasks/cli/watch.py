@@ -252,7 +252,7 @@ def _line(event: dict[str, Any]) -> str:
     parts = [
         when(event["at"])[11:] if "at" in event else "        ",
         f"step {event['step']}" if event.get("step") is not None else "",
-        ("alive" if event["alive"] else "not alive") if "alive" in event else "",
+        ("alive" if event["alive"] else "none") if "alive" in event else "",
         ", ".join(f"{name} {number(metrics[name])}" for name in sort_metrics(metrics)[:3]),
         event.get("text", ""),
     ]

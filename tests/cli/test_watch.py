@@ -70,7 +70,7 @@ def test_without_a_terminal_it_prints_lines(run_dir: Path, tmp_path: Path) -> No
         assert child.wait() == 0
         lines = child.said().splitlines()
     assert lines[0].split(maxsplit=1) == ["watching", "step 1, loss 0.5"]
-    assert lines[1].split(maxsplit=1) == ["owner", "not alive, its owner released it"]
+    assert lines[1].split(maxsplit=1) == ["owner", "none, its owner released it"]
 
 
 def save_steps_again(run_dir: Path) -> None:
