@@ -34,7 +34,8 @@ class Candidate(Protocol):
 class RetentionPolicy:
     """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
 
-    Interim checkpoints count among the newest only if there are too few others; they never displace one of those.
+    Interim checkpoints, and those whose step was saved again, count among the newest only if there are too few others;
+    they never displace one of those.
     """
 
     max_num_checkpoints: int | None = None
@@ -75,8 +76,9 @@ def plan_retention(
     the order is that of the commits.
     """
     best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
-    limit = policy.max_num_checkpoints
-    counted = {c.manifest_digest for c in sorted(newest_first, key=lambda c: c.interim)[:limit]}
+    limit, again = policy.max_num_checkpoints, _saved_again(newest_first)
+    first = sorted(newest_first, key=lambda c: c.interim or c.manifest_digest in again)
+    counted = {c.manifest_digest for c in first[:limit]}
     newest_verified = next((c.manifest_digest for c in newest_first if c.manifest_digest in verified), None)
     verdicts = []
     for place, candidate in enumerate(newest_first):
@@ -85,7 +87,10 @@ def plan_retention(
             (place == 0, "newest"),
             (limit is None, "all are kept"),
             (limit is not None and digest in counted, f"one of the newest {limit}"),
-            (policy.preserves(step) and not candidate.abandoned, f"every {policy.keep_every_n_steps} steps"),
+            (
+                policy.preserves(step) and not candidate.abandoned and digest not in again,
+                f"every {policy.keep_every_n_steps} steps",
+            ),
             (digest in best, f"number {best.get(digest)} by {policy.best_metric}"),
             (digest in pins, f"pinned: {pins.get(digest)}"),
             (digest in leased, f"leased by {leased.get(digest)}"),
@@ -94,9 +99,21 @@ def plan_retention(
         ]
         why = tuple(reason for holds, reason in rules if holds)
         old = "interim, and no longer the newest" if candidate.interim else f"older than the newest {limit}"
-        gone = "on a line that was left" if candidate.abandoned else old
+        gone = "on a line that was left" if candidate.abandoned else "saved again since" if digest in again else old
         verdicts.append(Verdict(step, digest, bool(why), why or (gone,)))
     return verdicts
+
+
+def _saved_again(newest_first: Sequence[Candidate]) -> set[str]:
+    """Return the checkpoints whose step a newer one has that counts: a finished training was started again, say."""
+    steps: set[int] = set()
+    again: set[str] = set()
+    for candidate in newest_first:
+        if candidate.step in steps:
+            again.add(candidate.manifest_digest)
+        if not (candidate.interim or candidate.abandoned):
+            steps.add(candidate.step)
+    return again
 
 
 def rank_best(

@@ -103,12 +103,14 @@ def test_what_no_rule_wants_goes(facts: list[Fact], policy: RetentionPolicy) -> 
     """P60: with nothing held, what stays is among the newest, on the grid, or among the best, and nothing else."""
     best = {fact.manifest_digest for fact in rank_best(facts, policy, {})}
     limit, every = policy.max_num_checkpoints, policy.keep_every_n_steps
+    again = [any(new.step == fact.step and not new.abandoned for new in facts[:n]) for n, fact in enumerate(facts)]
+    counted = [*(n for n, known in enumerate(again) if not known), *(n for n, known in enumerate(again) if known)]
     wanted = [
         limit is None
-        or place < max(limit, 1)
-        or (every is not None and fact.step % every == 0 and not fact.abandoned)
+        or n in (0, *counted[:limit])
+        or (every is not None and fact.step % every == 0 and not fact.abandoned and not again[n])
         or fact.manifest_digest in best
-        for place, fact in enumerate(facts)
+        for n, fact in enumerate(facts)
     ]
     assert [verdict.keep for verdict in plan(facts, policy)] == wanted
 
@@ -158,6 +160,17 @@ def test_a_step_on_a_line_that_was_left_goes_first() -> None:
     verdicts = plan(facts, RetentionPolicy(max_num_checkpoints=2, keep_every_n_steps=10))
     assert kept(verdicts) == [15, 10]
     assert verdicts[2].reasons == ("on a line that was left",)
+
+
+def test_a_step_that_is_saved_again_pushes_no_other_step_out() -> None:
+    """P60: a finished training that is started again and again, and saves its last step each time, keeps the others."""
+    policy = RetentionPolicy(max_num_checkpoints=3, keep_every_n_steps=10)
+    facts = [Fact(40, "d40c"), Fact(40, "d40b"), Fact(40, "d40a"), Fact(35, "d35"), Fact(25, "d25"), Fact(15, "d15")]
+    verdicts = plan(facts, policy)
+    assert [verdict.manifest_digest for verdict in verdicts if verdict.keep] == ["d40c", "d35", "d25"]
+    assert verdicts[1].reasons == ("saved again since",)
+    ended = [Fact(40, "batch", interim=True), *facts[2:5]]  # a batch that ends at a step takes nothing from it
+    assert [v.manifest_digest for v in plan(ended, policy) if v.keep] == ["batch", "d40a", "d35", "d25"]
 
 
 def test_all_reasons_are_given() -> None:
