@@ -46,7 +46,11 @@ class Interrupt:
         """Install our handlers, in the main thread."""
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
-        signals = (*_SIGNALS, signal.SIGALRM) if _is_timeout(signal.getsignal(signal.SIGALRM)) else _SIGNALS
+        signals = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+            signals.append(signal.SIGINT)
+        if _is_timeout(signal.getsignal(signal.SIGALRM)):
+            signals.append(signal.SIGALRM)
         with _prefects_lock():
             _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}

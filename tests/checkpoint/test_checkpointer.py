@@ -278,6 +278,22 @@ def test_signals_are_chained_and_given_back(run_dir: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_ctrl_c_that_is_ignored_stays_ignored(run_dir: Path) -> None:
+    """A shell's background job ignores Ctrl-C: it does not release its run for another process to take."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _open(run_dir) as ckpt:
+            ckpt.save(1, _state())
+            owner = ckpt.run.head().state.owner
+            signal.raise_signal(signal.SIGINT)
+            ckpt.step(2, _state())
+            ckpt.save(3, _state())
+            assert ckpt.run.head().state.owner == owner
+            assert _steps(ckpt) == [3, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_off_the_main_thread_signals_are_left_alone(run_dir: Path) -> None:
     """P70: in a thread that cannot set handlers the context manager works and touches none."""
     before, errors = signal.getsignal(signal.SIGTERM), []
