@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from prefect.settings import get_current_settings
 __all__ = ["start_embedded_server"]
 
 _PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for the first start with its new database
+
+_LOOK_EVERY_S = 0.02
 
 # Wait until this process or the server has ended, then end the server. By descriptors: a process id may be reused.
 _WATCH = """
@@ -51,13 +54,34 @@ def start_embedded_server() -> bool:
     if server.running:
         return False
     settings.home.mkdir(parents=True, exist_ok=True)
-    with _ctrl_c_blocked(), _output_to(settings.home / "embedded-server.log"):
+    with _ctrl_c_blocked(), _output_to(settings.home / "embedded-server.log"), _watched(server):
         server.start(timeout=_PATIENCE_S)
-    if server.server_process is not None and hasattr(os, "pidfd_open"):
-        command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(server.server_process.pid)]
-        nothing = subprocess.DEVNULL
-        subprocess.Popen(command, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
     return True
+
+
+@contextmanager
+def _watched(server: SubprocessASGIServer) -> Iterator[None]:
+    """Watch the server's process as soon as it exists: this process may be killed while the server starts."""
+    started = threading.Event()
+    thread = threading.Thread(target=_watch, args=(server, started), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        started.set()
+        thread.join()
+
+
+def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
+    watched, last = None, not hasattr(os, "pidfd_open")
+    while not last:
+        last = started.wait(_LOOK_EVERY_S)  # look once more after the start: a port that is taken means another process
+        process = server.server_process
+        if process is not None and process is not watched:
+            command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(process.pid)]
+            nothing = subprocess.DEVNULL
+            subprocess.Popen(command, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
+            watched = process
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -144,6 +145,16 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     assert "is complete: step 60 of 60" in said
     assert "Starting Prefect" not in said
     assert "heldout loss" in said
+
+
+def test_killed_while_the_server_starts_nothing_is_left(embedded: Runs) -> None:
+    """SIGKILL in the seconds in which the embedded server comes up leaves no server behind."""
+    process = embedded.start("--steps", "9")
+    until(lambda: embedded.servers() != [], PATIENCE_S)
+    time.sleep(0.3)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+    until(lambda: embedded.servers() == [])
 
 
 @pytest.mark.slow
