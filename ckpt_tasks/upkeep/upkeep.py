@@ -285,7 +285,8 @@ class Retirement:
         self._plan = plan
         objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
         self._unnamed = unnamed
-        self._objects = {digest: objects[digest] for digest in _fitting(objects, unnamed, self._room(state))[0]}
+        fitting, _ = _fitting(objects, unnamed, self._room(state))
+        self._objects = {digest: names for digest, names in objects.items() if digest in fitting}  # oldest first
         self._spared = _reused_by_spared(store, state) if going or unnamed else frozenset()
 
     @property
