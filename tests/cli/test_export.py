@@ -35,7 +35,7 @@ def test_one_command_makes_a_file_for_load_state_dict(tmp_path: Path, run_dir: P
         assert answer.status == 0, answer.err
         assert f"run step {step}" in answer.out
         assert "Exported 2 tensors of model" in answer.out
-        assert out.name in answer.out
+        assert out.name in answer.out.replace("\n", "")  # a long path is broken at the width of the screen
         fresh = nn.Linear(2, 3)
         fresh.load_state_dict(load_file(out))
         assert torch.equal(fresh.weight, models[step].weight)
