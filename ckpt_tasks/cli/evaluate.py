@@ -86,10 +86,12 @@ def evaluate(
 def _check_example(config: CheckpointConfig) -> None:
     """Raise ConfigError if no program is named and the run trains another one than the example."""
     from ckpt_tasks.reading.reading import run_of
+    from ckpt_tasks.session.forked import trains
 
     with suppress(CheckpointNotFoundError):
-        trained = run_of(config).head().state.program
-        if trained not in {None, EXAMPLE}:
+        state = run_of(config).head().state
+        if not trains(state, EXAMPLE):
             raise ConfigError(
-                f"no program is named, and the run trains {trained}", hint=f"Name it: ckpt evaluate {trained} …"
+                f"no program is named, and the run trains {state.program}",
+                hint=f"Name it: ckpt evaluate {state.program} …",
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.errors import CkptError, ConfigError
-from ckpt_tasks.report.words import printable, size, span
+from ckpt_tasks.report.words import HEADER_STYLE, plain_table, printable, size, span
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -78,7 +78,6 @@ def _head(place: Path) -> bytes | None:
 
 _FIRST_ANSWER_S = 15.0  # how long the first answer of a store may take; later requests wait out longer outages
 _LONGEST_WORD = 20
-_HEADER_STYLE = "dim"
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -186,10 +185,7 @@ def widest_listing(listing: Callable[[int], Table], metrics: Sequence[str], fewe
 
 def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[str, ...] = ()) -> Table:
     """Make a table in the house's style; columns in `right` hold numbers; they and `unwrapped_columns` never wrap."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, header_style=_HEADER_STYLE, border_style="dim", pad_edge=False, padding=(0, 1))
+    made = plain_table()
     for heading in headings:
         numbers = heading in right
         kept = numbers or heading in unwrapped_columns
@@ -201,7 +197,7 @@ def _with_whole_words(part: RenderableType, screen: Console) -> RenderableType:
     """Keep every column as wide as its longest word if the screen has room."""
     from rich.table import Table
 
-    if isinstance(part, Table) and part.header_style == _HEADER_STYLE and not _fits(part, screen):
+    if isinstance(part, Table) and part.header_style == HEADER_STYLE and not _fits(part, screen):
         for column in part.columns:
             column.min_width = None
     return part

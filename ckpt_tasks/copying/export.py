@@ -41,7 +41,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.publishing import new_file, staged_directory, staged_file, write_at
+from ckpt_tasks.storage.publishing import check_free, new_file, staged_directory, staged_file, write_at
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -262,16 +262,12 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
         )
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is not a directory", hint="Create it first.")
-    if os.path.lexists(target):
-        if target.is_dir() == one_file:
-            raise ConfigError(
-                f"{target} is {'a directory' if one_file else 'a file'}",
-                hint=f"A name that ends in {_SUFFIX} or .pt makes one file, any other a directory.",
-            )
-        if not overwrite:
-            raise ConfigError(
-                f"{target} exists", hint="Name another place, or overwrite it (--overwrite, overwrite=True)."
-            )
+    if os.path.lexists(target) and target.is_dir() == one_file:
+        raise ConfigError(
+            f"{target} is {'a directory' if one_file else 'a file'}",
+            hint=f"A name that ends in {_SUFFIX} or .pt makes one file, any other a directory.",
+        )
+    check_free(target, overwrite)
     return target
 
 

@@ -38,6 +38,8 @@ from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["Ended", "Training", "evaluate_in_terminal", "train_in_terminal"]
 
+_ENDING_S = 5.0  # a process that was just told to stop ends its step, commits and releases the run
+_POLL_S = 0.25
 _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 
@@ -151,10 +153,6 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
     out.print(f"Run {run_key} is complete: step {start} of {training.steps} is committed.")
     run = run_of(training.config)
     return recorded_evaluation(run, run.find("latest"), "quick")
-
-
-_ENDING_S = 5.0  # a process that was just told to stop ends its step, commits and releases the run
-_POLL_S = 0.25
 
 
 def _check_owner(config: CheckpointConfig) -> None:

@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from ckpt_tasks.format.ledger import Checkpoint
@@ -18,7 +16,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluation_watcher
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.picture import sort_metrics
-from ckpt_tasks.report.words import clock, fine_span, printable
+from ckpt_tasks.report.words import clock, fine_span, plain_table, printable
 from ckpt_tasks.session.session import Progress, watcher
 
 __all__ = ["EvaluationLine", "LiveLine", "Screen", "print_evaluation", "print_evaluations", "print_run"]
@@ -95,7 +93,7 @@ class LiveLine:
 
 def print_run(out: Console, config: CheckpointConfig) -> None:
     """Print the checkpoints of a run, oldest first."""
-    table = _table()
+    table = plain_table()
     newest_first = run_of(config).checkpoints()
     metrics = sort_metrics({name for checkpoint in newest_first for name in checkpoint.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "size", "took", "saved (UTC)"):
@@ -108,7 +106,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
 
 def print_evaluation(out: Console, result: EvaluationResult) -> None:
     """Print the metrics that a suite measured on a checkpoint."""
-    table = _table()
+    table = plain_table()
     names = sort_metrics(result.metrics)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
@@ -122,7 +120,7 @@ def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResu
     if not results:
         out.print(f"Nothing to evaluate by {suite}.")
         return
-    table = _table()
+    table = plain_table()
     metrics = sort_metrics({name for result in results for name in result.metrics})[:_MOST_METRICS]
     for name in ("step", *metrics, "outcome"):
         table.add_column(name.replace("_", " "), justify="right")
@@ -160,11 +158,6 @@ class EvaluationLine:
         elif time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
             self._shown_s = time.monotonic()
             self._out.print(text)
-
-
-def _table() -> Table:
-    """Make a table that looks like those of the other verbs."""
-    return Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", pad_edge=False, padding=(0, 1))
 
 
 def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:

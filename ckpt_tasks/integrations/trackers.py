@@ -140,7 +140,6 @@ class MLflow(Tracker):
 
         self._client = MlflowClient(tracking_uri=uri)
         self.run_id = self._find(run_key, experiment)
-        self._client.update_run(self.run_id, status="RUNNING")  # a process before may have finished it
         atexit.register(self._client.set_terminated, self.run_id)
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
@@ -161,7 +160,9 @@ class MLflow(Tracker):
         quoted = run_key.replace("'", "")
         runs = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
         if runs:
-            return str(runs[0].info.run_id)
+            run_id = str(runs[0].info.run_id)
+            self._client.update_run(run_id, status="RUNNING")  # the process before has finished it
+            return run_id
         made = self._client.create_run(experiment_id, tags={"ckpt_tasks.run_key": quoted}, run_name=run_key)
         return str(made.info.run_id)
 

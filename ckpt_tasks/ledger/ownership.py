@@ -78,7 +78,7 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
         return NEVER_OWNED
     if owner.released:
         return "its owner released it"
-    if (owner.host, owner.machine_id) == (me.host, me.machine_id) and _same_system(owner, me):
+    if _same_system(owner, me):
         if (owner.pid, owner.process_start) == (me.pid, me.process_start):
             return "this process holds it already"
         if _is_gone(owner):
@@ -92,18 +92,16 @@ def lives_here(owner: Owner, me: Owner) -> bool:
     """Say whether the owner is another process that certainly runs on this system and holds the directory."""
     if owner.released or owner.pid == me.pid or not owner.process_start or not _same_system(owner, me):
         return False
-    return (owner.host, owner.machine_id) == (me.host, me.machine_id) and process_start(
-        owner.pid
-    ) == owner.process_start
+    return process_start(owner.pid) == owner.process_start
 
 
 def _same_system(owner: Owner, me: Owner) -> bool:
-    """Say whether the owner's process id means the same process here: same boot, same process namespace.
+    """Say whether the owner's process id means the same process here: same host, boot and process namespace.
 
-    Host names and machine ids cannot tell: copied images have the same ones.
+    Host names and machine ids alone cannot tell: copied images have the same ones.
     """
-    systems = {(record.boot_id, record.pid_namespace) for record in (owner, me)}
-    return len(systems) == 1 and all(*systems)
+    systems = {(one.host, one.machine_id, one.boot_id, one.pid_namespace) for one in (owner, me)}
+    return len(systems) == 1 and bool(me.boot_id and me.pid_namespace)
 
 
 def _is_gone(owner: Owner) -> bool:

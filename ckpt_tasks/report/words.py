@@ -1,11 +1,31 @@
-"""Write numbers for people: sizes, ages, durations, metrics."""
+"""Write for people: sizes, ages, durations, metrics, and the tables of a terminal."""
 
 from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
-__all__ = ["age", "clock", "count", "fine_span", "number", "percent", "printable", "size", "span", "utc", "when"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "HEADER_STYLE",
+    "age",
+    "clock",
+    "count",
+    "fine_span",
+    "number",
+    "percent",
+    "plain_table",
+    "printable",
+    "size",
+    "span",
+    "utc",
+    "when",
+]
+
+HEADER_STYLE = "dim"  # of every table
 
 _LARGEST = sys.float_info.max  # an int can be larger
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -109,3 +129,11 @@ def _moment(iso: str) -> datetime | None:
     except (ValueError, OverflowError):
         return None
     return moment
+
+
+def plain_table() -> Table:
+    """Make a table without columns, in the style of every verb."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, header_style=HEADER_STYLE, border_style="dim", pad_edge=False, padding=(0, 1))

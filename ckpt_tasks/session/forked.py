@@ -25,6 +25,7 @@ __all__ = [
     "record_program",
     "recorded_params",
     "roll_back",
+    "trains",
 ]
 
 _ABSENT = object()
@@ -114,10 +115,14 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     return state.origin.params or {}
 
 
+def trains(state: State, program: str) -> bool:
+    """Say whether a run is one of this program; a run without a record may be one of any."""
+    return state.program is None or _MOVED.get(state.program, state.program) == _MOVED.get(program, program)
+
+
 def _check_program(state: State, program: str) -> None:
     forked = state.origin is not None and all(c.manifest_digest == state.origin.identity for c in state.live)
-    same = state.program is None or _MOVED.get(state.program, state.program) == _MOVED.get(program, program)
-    if not same and not forked:
+    if not trains(state, program) and not forked:
         raise RunMismatchError(
             f"the run trains {state.program}, not {program}",
             hint="Give the other program a run_key and directory of its own; to go on with it from here, fork the run.",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 
-__all__ = ["new_directory", "new_file", "staged_directory", "staged_file", "write_at"]
+__all__ = ["check_free", "new_directory", "new_file", "staged_directory", "staged_file", "write_at"]
 
 _HINTS = {
     errno.ENOSPC: "Free space there, or choose another disk.",
@@ -43,7 +43,7 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
         try:
             with new_file(temporary) as fd:
                 yield fd
-            _check_free(out, overwrite)
+            check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
             with suppress(OSError):  # report the error under way; after the rename the name is gone
@@ -85,7 +85,7 @@ def _staged(out: Path, parent: Path, publish: Callable[[Path], None], *, overwri
             os.mkdir(staging)
             yield staging
             _fsync_directory(staging)
-            _check_free(out, overwrite)
+            check_free(out, overwrite)
             publish(staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -114,7 +114,8 @@ def _temporary_name() -> str:
     return f".ckpt-tmp-{secrets.token_hex(8)}"
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raise ConfigError if something has the name and may not be overwritten."""
     if os.path.lexists(out) and not overwrite:
         raise ConfigError(f"{out} exists", hint="Choose another name, or overwrite it (--overwrite, overwrite=True).")
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from ckpt_tasks import CheckpointConfig
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.cli.evaluate import _check_example
 from ckpt_tasks.cli.settings import config_of, params_of, said_again
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt
@@ -54,6 +55,15 @@ def test_an_evaluation_without_a_program_names_the_one_that_is_trained(run_dir: 
     assert answer.status == 1
     assert "Name it: ckpt evaluate tests.support.forks:Scheduled" in answer.err
     assert "Starting" not in answer.out
+
+
+def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_dir: Path) -> None:
+    """A run that was recorded when the example lay elsewhere is the example's, and is evaluated without a word."""
+    chosen = CheckpointConfig(checkpoint_dir=run_dir, run_key="run")
+    with Checkpointer(chosen) as made:
+        made.save(1, {"at": 1})
+        made.record_program("flows.programs.byte_lm:ByteLM", {})
+    _check_example(chosen)
 
 
 def test_what_is_not_given_is_as_the_config_has_it() -> None:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.integrations.huggingface import state_of
 from tests.support.legs import assert_equal, begins, compared, random_moments, within
 
@@ -131,13 +132,18 @@ def test_a_loop_with_accelerate_goes_on(tmp_path: Path) -> None:
     assert_equal(reference, legs)
 
 
+def accumulating() -> Accelerator:
+    """Make an Accelerator of its own, which makes an optimizer step of three batches."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=3)
+
+
 def test_an_accumulation_of_accelerate_goes_on(tmp_path: Path) -> None:
     """P19: saved between two optimizer steps, a loop with `accelerator.accumulate` goes on bit for bit."""
 
     def train(run: str, last: int) -> list[torch.Tensor]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        accelerator = accumulating()
         torch.manual_seed(1)
         net = torch.nn.Linear(4, 1)
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
@@ -155,3 +161,16 @@ def test_an_accumulation_of_accelerate_goes_on(tmp_path: Path) -> None:
     train("first", 4)
     train("first", 8)
     assert all(map(torch.equal, whole, train("first", 12)))
+
+
+def test_gradients_of_one_rank_do_not_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P19: between two optimizer steps of several ranks a save is refused, with where to save; at a step it is not."""
+    accelerator = accumulating()
+    accelerator.prepare(torch.nn.Linear(4, 1))
+    accumulation = state_of(accelerator)["accumulation"]
+    monkeypatch.setitem(accelerator.state.__dict__, "num_processes", 2)
+    accelerator.step = 4
+    with pytest.raises(StateError, match=r"differ between the ranks.*sync_gradients"):
+        accumulation.state_dict()
+    accelerator.step = 6
+    assert accumulation.state_dict() == {"batches": 0}

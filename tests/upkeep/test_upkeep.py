@@ -62,6 +62,17 @@ def keeping_one(history: History) -> Retirement:
     return Retirement(history.store, history.head().state, plan, frozenset())
 
 
+def test_the_oldest_goes_first(run_dir: Path) -> None:
+    """P65: what an entry gives up is named from the oldest checkpoint on, not in the order of a process's hashes."""
+    with opened(run_dir, max_num_checkpoints=None) as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, state_of(step))
+    retirement = keeping_one(ckpt._history)
+    retirement.apply(ckpt._history.head().state)
+    given_up = dict.fromkeys(name.partition("/")[0] for name in retirement.given_up)
+    assert list(given_up) == [f"checkpoint_{step:012d}" for step in range(1, 8)]
+
+
 def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> None:
     """P64, P66: a pin or a lease that came between plan and execution holds the checkpoint and its objects."""
     head = history.head()
