@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -14,7 +13,8 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.errors import FencedError
+from ckpt_tasks.errors import FencedError, IntegrityError
+from ckpt_tasks.format.records import SEAL_NAME, Seal
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import build, config, digests, train
@@ -28,9 +28,9 @@ SIZE = 2
 def slots(place: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
     """Return what a rank has sealed in a memory directory or a local one, by step."""
     found = {}
-    for seal in place.glob(f"**/*-{rank:05d}-of-{size:05d}/**/seal.json"):
-        with suppress(FileNotFoundError):
-            found[json.loads(seal.read_text())["checkpoint"]["step"]] = seal.parent
+    for seal in place.glob(f"**/*-{rank:05d}-of-{size:05d}/**/{SEAL_NAME}"):
+        with suppress(FileNotFoundError, IntegrityError):  # deleted meanwhile, or being written in a local directory
+            found[Seal.from_bytes(seal.read_bytes()).checkpoint.step] = seal.parent
     return found
 
 
