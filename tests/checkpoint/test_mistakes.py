@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StateMismatchError
-from tests.house.mistakes import PAGE, texts_of
+from tests.house.mistakes import PAGE, WIDTH, folded, texts_of
 from tests.support.mistake_list import MISTAKES
 from tests.support.mistakes import Mistake, config, printed, run, stepped, training
 
@@ -21,12 +21,13 @@ CASES = [pytest.param(one, marks=[pytest.mark.slow] * one.slow, id=one.name) for
 
 
 @pytest.mark.parametrize("one", CASES)
-def test_a_mistake_is_told(one: Mistake, tmp_path: Path) -> None:
+def test_a_mistake_is_told(one: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed names what is wrong, with key and step where there are any, and says what to do next."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
     text = printed(one, tmp_path)
     assert re.search(one.says, text, re.DOTALL), text
     assert re.search(one.do, text, re.DOTALL), text
-    assert texts_of(PAGE.read_text(encoding="utf-8")).get(one.words) == text, (
+    assert texts_of(PAGE.read_text(encoding="utf-8")).get(one.words) == folded(text), (
         "this message has changed: run `python -m tests.house.mistakes`"
     )
 

@@ -92,7 +92,7 @@ def sampler_stands(place: Path) -> None:
 @mistake(
     "A generator of one's own is not in the state",
     says="Different from step 3 on, after the first resume",
-    do="not in its state: program.noise \\(Generator\\)",
+    do="not in its state: program.noise\\s\\(Generator\\)",
     slow=True,
 )
 def generator_forgotten(place: Path) -> str:
