@@ -95,8 +95,9 @@ def _what_stays_is_not_looked_at() -> Iterator[None]:
 def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
     yield
+    ours = os.fsencode(tmp_path_factory.getbasetemp())
     for lock in Path("/dev/shm").glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
-        if lock.read_text().startswith(str(tmp_path_factory.getbasetemp())):
+        if lock.read_bytes().startswith(ours):
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 
