@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import left_here
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.saving.committer import Committer, Follower, Line
@@ -69,6 +71,7 @@ class HeldRun:
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._knows_state = False  # all ranks have captured a state
+        weakref.finalize(self, _leave, weakref.ref(self._saver)).atexit = False  # the saver has an end of its own
 
     @property
     def run(self) -> Run:
@@ -273,3 +276,10 @@ class HeldRun:
             raise failure
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
+
+
+def _leave(saver: weakref.ref[Saver]) -> None:
+    """Remember a save under way, for the next Checkpointer on this run: nothing refers to this one any more."""
+    left = saver()
+    if left is not None and left.committer is not None:
+        left_here[left.committer.owner.id] = left

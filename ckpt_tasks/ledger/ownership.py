@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
 
 from ckpt_tasks.errors import (
@@ -42,6 +42,7 @@ __all__ = [
     "boot_id",
     "damage",
     "identify",
+    "left_here",
     "lives_here",
     "process_start",
     "why_free",
@@ -51,6 +52,16 @@ NEVER_OWNED = "it has had no owner"
 
 RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits a little longer
 _POLL_S = 0.25
+
+
+class Leftover(Protocol):
+    """What still commits in the background for an owner whose Checkpointer is gone."""
+
+    def finish(self) -> None:
+        """Return once nothing is under way."""
+
+
+left_here: WeakValueDictionary[str, Leftover] = WeakValueDictionary()  # by the owner's id
 
 
 def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
@@ -156,11 +167,14 @@ def acquire(
     while True:
         head = history.head()
         owner = head.state.owner
-        if not take_over and owner is not None and not owner.released and _is_held_here(owner):
-            raise OwnedError(
-                "another Checkpointer of this process holds the run directory",
-                hint="close() that one first, or pass take_over=True to fence it.",
-            )
+        if owner is not None and not owner.released and owner.pid == os.getpid():
+            _finish_here(owner)
+            if not take_over and owner.id in Heartbeat.held_here:
+                raise OwnedError(
+                    "another Checkpointer of this process holds the run directory",
+                    hint="close() that one first, or pass take_over=True to fence it: a notebook keeps the one that it "
+                    "has shown, or that the last traceback is of.",
+                )
         free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else NEVER_OWNED
         if free or take_over:
             break
@@ -262,11 +276,11 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
         del beating
 
 
-def _is_held_here(owner: Owner) -> bool:
-    """Say whether the owner is this process, with a live object that still holds the directory."""
-    if owner.id in Heartbeat.held_here:
-        gc.collect()  # free an unreachable Checkpointer that would still hold the directory
-    return owner.pid == os.getpid() and owner.id in Heartbeat.held_here
+def _finish_here(owner: Owner) -> None:
+    """Free an unreachable Checkpointer of this process that still holds the directory, after its save under way."""
+    gc.collect()
+    if owner.id in left_here:
+        left_here[owner.id].finish()
 
 
 class Signs:

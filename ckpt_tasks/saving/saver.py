@@ -187,6 +187,14 @@ class Saver:
             self._cache.close(keep=False)  # the memory of a fenced process is not part of the run
         return True
 
+    def finish(self) -> None:
+        """Commit what a Checkpointer that is gone has under way, and release its memory for the next one."""
+        failure = self._pipeline.end()
+        if failure is not None:
+            _log.warning("The last snapshot was not committed: %s", failure)
+        self._pruner.cancel(_END_S)
+        self._cache.close(keep=True)
+
     def end(self) -> None:
         """Commit the last snapshot and release the run at the interpreter's end; report what is lost."""
         kept = self._cache.outlives
