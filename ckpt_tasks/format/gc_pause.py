@@ -15,27 +15,45 @@ __all__ = ["gc_paused"]
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: it would scan 10⁵ new live objects again and again (half of the time).
 
-    It belongs to the process, not to the thread: if a program disables it while another thread has paused it, the end
-    of the pause enables it again.
+    It belongs to the process, not to the thread: it is on again when the last of the threads that paused it is done,
+    and then also if the program has disabled it meanwhile.
     """
-    if not gc.isenabled():
-        yield
-        return
-    _paused.set()
-    gc.disable()
+    ours = _pauses.begin()
     try:
         yield
     finally:
-        gc.enable()
-        _paused.clear()
+        if ours:
+            _pauses.end()
 
 
-_paused = threading.Event()
+class _Pauses:
+    """How many pauses of the garbage collector, in all threads, are under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # an object's end may interrupt us, and may pause as well
+        self._count = 0
+
+    def begin(self) -> bool:
+        """Begin a pause; return False, and do nothing, if the program itself has disabled the collector."""
+        with self._lock:
+            if not self._count and not gc.isenabled():
+                return False
+            self._count += 1
+            gc.disable()
+            return True
+
+    def end(self) -> None:
+        with self._lock:
+            self._count = max(0, self._count - 1)  # 0 already in a child that was forked during this pause
+            if not self._count:
+                gc.enable()
+
+    def forked(self) -> None:
+        """Start anew in a forked child: the threads that would end their pauses are not in it."""
+        if self._count:
+            gc.enable()
+        self._lock, self._count = threading.RLock(), 0
 
 
-def _after_fork() -> None:
-    if _paused.is_set():  # the thread that would end the pause was not forked
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_pauses = _Pauses()
+os.register_at_fork(after_in_child=_pauses.forked)

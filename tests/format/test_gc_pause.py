@@ -55,6 +55,28 @@ def test_the_garbage_collector_does_not_look_at_many_tensors_again_and_again(run
     assert max(looked.values(), default=0) <= 8, looked
 
 
+def test_a_pause_lasts_until_its_own_end() -> None:
+    """P42: a flush that ends its pause does not end that of a capture in another thread, nor the other way round."""
+    seen: list[bool] = []
+    paused, done = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with gc_paused():
+            paused.set()
+            done.wait(60)
+            seen.append(gc.isenabled())
+
+    thread = threading.Thread(target=pause)
+    with gc_paused():
+        thread.start()
+        paused.wait(60)
+    seen.append(gc.isenabled())  # ours has ended first
+    done.set()
+    thread.join()
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
 def test_a_child_that_is_forked_during_a_pause_has_its_garbage_collector() -> None:
     """P11: a worker of a DataLoader, forked while a thread of ours has it paused, would never collect anything."""
     paused, done = threading.Event(), threading.Event()

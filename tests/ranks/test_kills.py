@@ -127,7 +127,7 @@ def kill_from_outside(gang: Gang, life: Life) -> None:
 def left_of(root: Path) -> list[str]:
     """Name the shared memory of a run, and the processes that have something of it open or mapped."""
     here = Path("/dev/shm") / f"ckpt-tasks-{os.getuid()}"
-    left = [str(lock.parent) for lock in here.glob("*/lock") if lock.read_text().startswith(str(root))]
+    left = [str(lock.parent) for lock in here.glob("*/lock") if lock.read_bytes().startswith(os.fsencode(root))]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             used = (process / "maps").read_text() + "".join(map(os.readlink, (process / "fd").glob("*")))
