@@ -26,7 +26,7 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.state.processes import Process
+from ckpt_tasks.state.processes import Process, fill_standard_descriptors
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
@@ -55,6 +55,7 @@ class HeldRun:
         self.config = config
         self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
         self._process = Process()
+        fill_standard_descriptors()
         self._location = config.location.resolve(config.run_key)
         self._history = History(self._location.open())
         self._take_over = take_over

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -89,4 +90,7 @@ def _options(
 
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, and exit with its status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # no name or sign is worth a traceback on an ASCII terminal
     app([*verb, *sys.argv[1:]], prog_name="ckpt")

@@ -189,7 +189,7 @@ def _held_bytes(url: str) -> int:
     """Return the bytes of the run's own snapshots on this host; new snapshots will replace them."""
     held_bytes = 0
     for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
-        if _holds(lock, url.encode()):
+        if _holds(lock, os.fsencode(url)):
             held_bytes += sum(path.stat().st_size for path in lock.parent.glob("*/*") if path.is_file())
     return held_bytes
 

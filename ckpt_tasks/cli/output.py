@@ -97,21 +97,35 @@ class Output:
     def data(self, payload: Mapping[str, Any]) -> None:
         """Print the answer as JSON if --json was given; NaN and infinity, which JSON lacks, become strings."""
         if self.as_json:
-            typer.echo(json.dumps(finite(payload), indent=2))
+            with _writing():
+                typer.echo(json.dumps(finite(payload), indent=2))
 
     def print(self, *parts: RenderableType) -> None:
         """Print texts and tables unless --json was given; texts wrap at words, and names are never cut."""
         if not self.as_json:
             screen = console()
-            for part in parts:
-                screen.print(_with_whole_words(part, screen))
+            with _writing():
+                for part in parts:
+                    screen.print(_with_whole_words(part, screen))
 
     def print_next(self, *commands: str) -> None:
         """Print what to type next, each command in one line: one that is wrapped cannot be copied."""
         if not self.as_json:
             screen = console()
-            for line in ("Next:", *(f"  {printable(command)}" for command in commands)):
-                screen.print(line, soft_wrap=True)
+            with _writing():
+                for line in ("Next:", *(f"  {printable(command)}" for command in commands)):
+                    screen.print(line, soft_wrap=True)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Say that the answer has no room where stdout goes; a reader that has left is typer's to treat."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"the answer cannot be written: {error.strerror}", hint="Send it elsewhere.") from error
 
 
 def from_here(path: str) -> str:
@@ -219,7 +233,13 @@ def _print_error(error: CkptError, out: Output) -> None:
     if out.as_json:
         fields = ("message", "key", "step", "hint")
         fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
-        typer.echo(json.dumps({"error": fields_of_error}, indent=2))
+        text = json.dumps({"error": fields_of_error}, indent=2)
+        try:
+            typer.echo(text)
+        except BrokenPipeError:
+            raise
+        except OSError:  # no room where stdout goes
+            typer.echo(text, err=True)
         return
     from rich.text import Text
 

@@ -82,7 +82,7 @@ def flow_runs(mark: str, worker: Process) -> list[Process]:
     parents: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
+            if os.fsencode(mark) in (place / "environ").read_bytes().split(b"\0"):
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
     parents.pop(worker.pid, None)
     processes = [Process.of(pid) for pid, parent in parents.items() if parent not in parents]

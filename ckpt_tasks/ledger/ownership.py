@@ -188,7 +188,8 @@ def acquire(
         if not same_run:
             raise OwnedError(
                 f"the run directory is held by process {owner.pid} on {owner.host} since {owner.taken_at}",
-                hint="Stop that process, wait until its heartbeat expires, or pass take_over=True to fence it.",
+                hint=f"Stop that process, wait until it has shown no life for {timeout_s:g} s, "
+                "or pass take_over=True to fence it.",
             )
         free = "the same flow run has not released it within its grace"
         break

@@ -92,7 +92,7 @@ class RankSaver:
         first = FirstCopy(self._plan, captured.tensors)
         with self._taking:
             images = self._take(slot, self._plan, first.write)
-        self._cache.unseal(slot)
+            self._cache.unseal(slot)
         return images, None if first.done else images.fill(captured.tensors, self._devices)
 
     def sample(self, captured: Captured, turn: int) -> Samples:

@@ -2,8 +2,7 @@
 
 A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
 digest. It may be restored if it is committed, or if nothing has been committed since it was taken except itself and the
-save that was under way then. With many ranks each has its own memory, which holds its part; `rank_snapshot` reads the
-parts.
+save that was under way then. With many ranks each has its own memory, with its part; `rank_snapshot` reads the parts.
 """
 
 from __future__ import annotations
@@ -228,6 +227,8 @@ class SnapshotCache:
 
     def unseal(self, slot: str) -> None:
         """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
+        if isinstance(self.memory, MemoryDirectory) and not self.memory.is_there:
+            self._do_without(f"somebody has removed the memory directory {self.memory.path}")
         self.memory.unseal(slot)
         if self.left is not None:
             self.left.clear(slot)
@@ -388,7 +389,7 @@ def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
 
 def _name_of(url: str, format_json: bytes) -> str:
     """Return the name of a run's memory: a hash of its URL and its format.json, since a path may get another run."""
-    return digest_hex(url.encode() + b"\0" + format_json)
+    return digest_hex(os.fsencode(url) + b"\0" + format_json)
 
 
 def _is_gone(name: str, url: str) -> bool:

@@ -123,12 +123,17 @@ class SlotFiles:
         self.path = path
         self.url = str(path)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the path still names the directory of these slots."""
+        return True
+
     def sealed(self, slot: str) -> bytes | None:
         """Return a slot's seal; None if the slot is empty or its snapshot incomplete."""
         try:
             with _opened(self._slot(slot) / SEAL_NAME) as fd:
                 return os.read(fd, MAX_SEAL_BYTES)
-        except OSError:
+        except (OSError, StoreError):
             return None
 
     def open(self, slot: str, name: str) -> memoryview:
@@ -147,6 +152,8 @@ class SlotFiles:
 
     def _slot(self, slot: str) -> Path:
         """Return a slot's directory, made on first use; raise StoreError if something else has its name."""
+        if not self.is_there:
+            raise StoreError(f"somebody has removed the memory directory {self.path}")
         directory = self.path / slot
         try:
             if self._is_ours:
@@ -181,9 +188,18 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
-        os.pwrite(lock, about.encode(), 0)  # the directory's name is only a hash
+        os.pwrite(lock, os.fsencode(about), 0)  # the directory's name is only a hash
         _HELD.add(self.path)
+        self._lock = os.fstat(lock)
         self._unlock = finalize_here(self, _unlock, self.path, lock)
+
+    @property
+    def is_there(self) -> bool:
+        # logind removes all of a user's files in /dev/shm when the user logs out (RemoveIPC).
+        try:
+            return os.path.samestat(os.lstat(self.path / "lock"), self._lock)
+        except OSError:
+            return False
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Unseal the slot and replace its files by new ones, mapped, with all pages allocated.
@@ -233,10 +249,11 @@ class MemoryDirectory(SlotFiles):
         """Empty a slot."""
         with suppress(StoreError):  # whatever has the seal's name goes with the slot, and a link is not followed
             self.unseal(slot)
-        shutil.rmtree(self.path / slot, ignore_errors=True)
+        if self.is_there:
+            shutil.rmtree(self.path / slot, ignore_errors=True)
 
     def close(self, *, keep: bool) -> None:
-        if not keep:
+        if not keep and self.is_there:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -260,7 +277,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
 
     def is_doomed(path: Path, lock: int) -> bool:
         is_old = time.time() - os.fstat(lock).st_mtime > left_s
-        return is_old and is_gone(path.name, os.pread(lock, 4096, 0).decode(errors="replace"))
+        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, 4096, 0)))
 
     for path in set(root.iterdir()) - _HELD:  # opening and closing our own lock file would release the lock
         with suppress(OSError):

@@ -16,9 +16,15 @@ _V1_NO_LIMIT_BYTES = 1 << 62  # version 1 writes "no limit" as the largest numbe
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that the machine has available, or less if a control group of this process allows less."""
-    with open(root / "proc/meminfo", encoding="ascii") as lines:
-        machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    """Return the bytes that the machine has available, or less if a control group of this process allows less.
+
+    Returns 0 where nobody knows: without /proc.
+    """
+    try:
+        with open(root / "proc/meminfo", encoding="ascii") as lines:
+            machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:
+        return 0
     return max(0, min([machine, *_left_by_groups(root)]))
 
 

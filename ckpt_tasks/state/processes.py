@@ -11,6 +11,7 @@ Invariants
 2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork happens between the creation of a page or descriptor and its mark.
+5. No file of ours is descriptor 0, 1 or 2, also in a process that was started without them: C code prints there.
 
 Threads that share work are daemon threads, not an executor's: Python shuts executors down before it waits for threads
 that still train, and before it calls atexit functions. From then on executors refuse new work, and wait without limit
@@ -27,6 +28,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +39,7 @@ from ckpt_tasks.system import system
 __all__ = [
     "Process",
     "close_descriptor",
+    "fill_standard_descriptors",
     "finalize_here",
     "in_threads",
     "map_memory",
@@ -99,6 +102,14 @@ def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -
     pages = (ctypes.c_ubyte * size_bytes).from_address(address)
     finalize_here(pages, _munmap, address, size_bytes)  # every view holds `pages`
     return memoryview(pages).cast("B")
+
+
+def fill_standard_descriptors() -> None:
+    """Open /dev/null as each of the descriptors 0, 1 and 2 that is closed; the next files would get their numbers."""
+    with suppress(OSError):  # no /dev/null, or no descriptor left
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(fd, True)
+        os.close(fd)
 
 
 def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:

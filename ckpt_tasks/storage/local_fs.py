@@ -50,6 +50,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",
     errno.EDQUOT: "The quota is used up: free space, or keep fewer checkpoints (max_num_checkpoints).",
+    errno.EFBIG: "The file system, or a limit of this process (`ulimit -f`), allows no file so large.",
     errno.EACCES: "The directory is not writable for this user.",
     errno.EROFS: "The file system is mounted read-only.",
     errno.ELOOP: "A symbolic link stands where a file of the run should be; it is not followed.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -89,6 +91,33 @@ def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
     command = f"set -o pipefail; {script} ls {run_dir} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_old_terminal_gets_escapes(run_dir: Path, encoding: str) -> None:
+    """Where stdout has no sign for a bar, an arrow or a name, an escape stands in its place, and the verb ends well."""
+    save_steps(run_dir, 1, 2)
+    for verb in (f"report {run_dir} --out {run_dir}.html", f"sync {run_dir} {run_dir}-läuft"):
+        script = Path(sys.executable).with_name("ckpt")
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run([script, *verb.split()], env=env, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert rb"\u" in done.stdout
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_an_answer_on_a_full_disk_is_an_error(run_dir: Path, form: str) -> None:
+    """`ckpt ls DIR > file` on a full disk says so on stderr, in the form that was asked for, and exits with 1."""
+    script = Path(sys.executable).with_name("ckpt")
+    save_steps(run_dir, 1)
+    with open("/dev/full", "w") as full:
+        command = [str(script), "ls", str(run_dir), *form.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "the answer cannot be written: No space left on device"
+    assert done.returncode == 1
+    assert (json.loads(done.stderr)["error"]["message"] if form else done.stderr) == (
+        said if form else f"error: {said}. Send it elsewhere.\n"
+    )
 
 
 def test_the_first_screen_has_whole_sentences() -> None:

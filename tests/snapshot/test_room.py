@@ -71,6 +71,11 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     assert available_bytes(root_of(tmp_path, files, groups="0::/\n")) == 0
 
 
+def test_without_proc_nobody_knows(tmp_path: Path) -> None:
+    """In a chroot without /proc no shared memory is taken, and that is no error."""
+    assert available_bytes(tmp_path) == 0
+
+
 def test_private_memory_that_cannot_be_had_is_an_error_of_ours() -> None:
     """More than there are addresses: a StoreError that says how much was wanted, and what to give the process."""
     with pytest.raises(StoreError, match=r"no memory for a snapshot of 4611686018427387904 bytes.*ulimit -v"):
