@@ -6,6 +6,7 @@ needs when it runs: `ckpt --help` answers at once, and a verb that only reads do
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -93,4 +94,8 @@ def main(*verb: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # no name or sign is worth a traceback on an ASCII terminal
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch is not even imported there
+        sys.exit("error: the working directory has been removed. Change to another one.")
     app([*verb, *sys.argv[1:]], prog_name="ckpt")

@@ -62,7 +62,13 @@ class LocalStore:
         text = os.fspath(root)
         if "://" in text or "\0" in text or not text:
             raise ConfigError(f"{text!r} is not a local directory")
-        self.root = Path(text).expanduser().absolute()
+        try:
+            self.root = Path(text).expanduser().absolute()
+        except (RuntimeError, FileNotFoundError) as error:
+            raise ConfigError(
+                f"{text!r} has no absolute path: there is no such home, or the working directory has been removed",
+                hint="Give a path that begins with /.",
+            ) from error
         self.url = str(self.root)
         self._calls = calls
         self._group_access = group_access

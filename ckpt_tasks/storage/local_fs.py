@@ -51,7 +51,7 @@ HINTS = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer checkpoints (max_num_checkpoints).",
     errno.EDQUOT: "The quota is used up: free space, or keep fewer checkpoints (max_num_checkpoints).",
     errno.EFBIG: "The file system, or a limit of this process (`ulimit -f`), allows no file so large.",
-    errno.EACCES: "The directory is not writable for this user.",
+    errno.EACCES: "This user may not read or write it: be its owner, or change its owner or mode.",
     errno.EROFS: "The file system is mounted read-only.",
     errno.ELOOP: "A symbolic link stands where a file of the run should be; it is not followed.",
     errno.ENOTDIR: "A file stands where a directory should be.",

@@ -27,7 +27,7 @@ _HINTS = {
     errno.ENOSPC: "Free space there, or choose another disk.",
     errno.EDQUOT: "Free space there, or choose another disk.",
     errno.EFBIG: "The file system, or a limit of this process, allows no file so large: write smaller ones.",
-    errno.EACCES: "The directory is not writable for this user.",
+    errno.EACCES: "This user may not read or write it: be its owner, or change its owner or mode.",
     errno.EROFS: "The file system is mounted read-only.",
 }
 

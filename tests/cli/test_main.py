@@ -105,6 +105,17 @@ def test_an_old_terminal_gets_escapes(run_dir: Path, encoding: str) -> None:
         assert rb"\u" in done.stdout
 
 
+def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
+    """In a shell whose directory is gone a verb says so in one line, and exits with 1."""
+    (tmp_path / "gone").mkdir()
+    command = (
+        f"cd {tmp_path}/gone && rmdir ../gone && exec {Path(sys.executable).with_name('ckpt')} init {tmp_path}/new"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the working directory has been removed. Change to another one.\n"
+
+
 @pytest.mark.parametrize("form", ["", "--json"])
 def test_an_answer_on_a_full_disk_is_an_error(run_dir: Path, form: str) -> None:
     """`ckpt ls DIR > file` on a full disk says so on stderr, in the form that was asked for, and exits with 1."""

@@ -71,6 +71,12 @@ def test_deleting_a_link_removes_the_link_alone(tmp_path: Path) -> None:
     assert files(tmp_path / "run") == ["a", "a/b"]
 
 
+def test_a_path_that_leads_nowhere_is_refused() -> None:
+    """The home of a user who does not exist is an error of ours, not the system's."""
+    with pytest.raises(ConfigError, match="Give a path that begins with /"):
+        LocalStore("~nobody-of-this-name/run")
+
+
 def test_a_run_directory_behind_a_link_works(tmp_path: Path) -> None:
     """The run directory itself may be reached through a link, as homes and scratch disks often are."""
     (tmp_path / "disk").mkdir()
@@ -138,7 +144,7 @@ def test_making_a_store_touches_nothing(tmp_path: Path) -> None:
 def test_a_directory_without_permission_says_so(tmp_path: Path) -> None:
     """An unwritable directory is a StoreError with what to do."""
     (tmp_path / "run").mkdir(mode=0o500)
-    with pytest.raises(StoreError, match="not writable"):
+    with pytest.raises(StoreError, match="may not read or write"):
         LocalStore(tmp_path / "run").put("a/b", [b"x"])
 
 
