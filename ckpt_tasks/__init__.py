@@ -78,4 +78,4 @@ def __getattr__(name: str) -> Any:  # PEP 562
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -66,6 +66,9 @@ class CkptError(Exception):
         self.step = step
         self.hint = hint
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __str__(self) -> str:
         where = [f"step {self.step}" if self.step is not None else "", f"at {self.key}" if self.key else ""]
         place = ", ".join(part for part in where if part)

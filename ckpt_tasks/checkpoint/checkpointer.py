@@ -28,7 +28,7 @@ from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.unsaved import warn_of_unsaved
+from ckpt_tasks.state.unsaved import warn_of_trained, warn_of_unsaved
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Checkpointer(HeldRun):
         self._left_out.check(rollback, state)
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
-            return self._begin()
+            return self._begin(state)
         damaged, self._damaged = self._damaged, ()
         chosen, report, cached = restore_newest(
             self._history.store,
@@ -172,8 +172,9 @@ class Checkpointer(HeldRun):
         self._deliver_signal()
         return chosen.step
 
-    def _begin(self) -> int:
+    def _begin(self, state: dict[str, Any]) -> int:
         """Begin a run without checkpoints; steps that were never committed will be repeated."""
+        warn_of_trained(state)
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
-from ckpt_tasks.errors import IntegrityError, OwnerError, StateError
+from ckpt_tasks.errors import ConfigError, IntegrityError, OwnerError, StateError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.records import Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
@@ -52,6 +52,11 @@ class HeldRun:
         flow_run_id: str | None = None,
         process_group: ProcessGroup | None = None,
     ):
+        if not isinstance(config, CheckpointConfig):
+            raise ConfigError(
+                f"a Checkpointer takes a CheckpointConfig, not a value of type {type(config).__name__}",
+                hint='Write Checkpointer(CheckpointConfig(checkpoint_dir="runs/first")).',
+            )
         self.config = config
         self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
         self._process = Process()
@@ -73,6 +78,16 @@ class HeldRun:
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._knows_state = False  # all ranks have captured a state
         weakref.finalize(self, _leave, weakref.ref(self._saver)).atexit = False  # the saver has an end of its own
+
+    def __repr__(self) -> str:
+        holds = "holds the run" if self._tenure is not None else "does not hold the run"
+        return f"<{type(self).__name__} {self._history.store.url}: {holds}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "a Checkpointer belongs to its process, and is neither copied nor pickled",
+            hint="Hand its config to the other process; open_run(config.location) reads the run there.",
+        )
 
     @property
     def run(self) -> Run:

@@ -91,8 +91,10 @@ class CheckpointConfig:
     not have yet.
     """
 
-    def __new__(cls, **options: Any) -> Self:
-        """Raise ConfigError for an unknown option."""
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """Raise ConfigError for an option without its name, or an unknown one."""
+        if given:
+            raise ConfigError("an option has a name", hint=f"Write CheckpointConfig(checkpoint_dir={given[0]!r:.80}).")
         for name in options.keys() - cls.__dataclass_fields__.keys():
             alike = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
             do = f"Did you mean {alike[0]}?" if alike else "docs/OPTIONS.md lists the options."

@@ -59,6 +59,9 @@ class Run:
         self.read_only = False
         self.run_key = run_key
 
+    def __repr__(self) -> str:
+        return f"<Run {self.run_key} at {self.history.store.url}>"
+
     def head(self) -> Head:
         """Read the newest ledger entry."""
         return self.history.head()
@@ -109,6 +112,11 @@ class Run:
         from ckpt_tasks.state.selection import Selection
 
         selection = Selection.of(only, missing, leave)
+        if not isinstance(checkpoint, Checkpoint):
+            raise ConfigError(
+                f"a checkpoint is wanted first, not a value of type {type(checkpoint).__name__}",
+                hint='Write run.restore(run.find("latest"), state).',
+            )
         return restore_one(self.history.store, checkpoint, state, partial=partial, selection=selection)
 
     @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.steps import StepMetrics
 
@@ -38,9 +40,12 @@ class Listeners:
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
+        self._thread: int | None = None  # the one of the saves, while it calls a listener
 
     def add(self, listener: Listener) -> None:
         """Add a listener."""
+        if not isinstance(listener, Listener):
+            raise ConfigError(f"{listener!r:.80} is not a Listener", hint="Write listen(Listener(committed=function)).")
         self._all.append(listener)
 
     def committed(self, checkpoint: Checkpoint, after_s: float) -> None:
@@ -62,13 +67,34 @@ class Listeners:
         """Report a restore."""
         self._tell("restored", report)
 
+    def check(self) -> None:
+        """Raise StateError in a listener that a save has called: what waits for this save would wait for ever."""
+        if self._thread == threading.get_ident():
+            raise StateError(
+                "a listener is called by the save that it would wait for",
+                hint="Let it return, and save, wait, restore or close in the training loop.",
+            )
+
     def _tell(self, name: str, *arguments: Any) -> None:
+        if name == "restored":  # nothing is under way
+            self._call(name, *arguments)
+            return
+        self._thread = threading.get_ident()
+        try:
+            self._call(name, *arguments)
+        finally:
+            self._thread = None
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        background = threading.current_thread() is not threading.main_thread()
         for listener in self._all:
             function = getattr(listener, name)
             try:
                 if function is not None:
                     function(*arguments)
-            except Exception:  # noqa: BLE001 (logged: a listener must not stop a save)
+            except BaseException as error:  # (logged: a listener must not stop a save)
+                if not (background or isinstance(error, Exception)):
+                    raise  # a Ctrl-C
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))
                     _log.exception("The listener %r failed after an event %r; the run goes on", function, name)

@@ -138,12 +138,14 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the first failure, StoreError if the store is stuck."""
+        self.listeners.check()
         failure = self._pipeline.wait()
         if failure is not None:
             raise failure
 
     def wait_idle(self) -> None:
         """Wait until no snapshot is under way or the store is stuck; keep the failure."""
+        self.listeners.check()
         self._pipeline.wait_idle()
 
     def take_failure(self) -> BaseException | None:
@@ -175,6 +177,7 @@ class Saver:
 
         At the interpreter's end the main thread takes none, and daemon threads wait for it until they are stopped.
         """
+        self.listeners.check()
         ends = self._pipeline.has_ended and threading.current_thread() is threading.main_thread()
         return nullcontext() if ends else self._turn
 

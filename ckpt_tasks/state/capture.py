@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat, kind_of, modules_of
 from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
@@ -50,8 +51,13 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         names = parameter_names(parameters)
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
             by_torch = not may_draw(state[name])
-            with nullcontext() if by_torch else preserved_rng():
-                captured[name] = _capture_group(state[name], name, names, tensors, by_torch=by_torch)
+            try:
+                with nullcontext() if by_torch else preserved_rng():
+                    captured[name] = _capture_group(state[name], name, names, tensors, by_torch=by_torch)
+            except Exception as error:
+                if not isinstance(error, CkptError):  # the object's own, which goes on as it is
+                    error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
+                raise
     groups = {name: captured[name] for name in state}
     if rng:
         with tensors.of_rank():

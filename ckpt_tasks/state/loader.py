@@ -96,6 +96,9 @@ class ResumableLoader:
         """Samples in a batch of one rank."""
         return self.sampler.batch_size
 
+    def __repr__(self) -> str:
+        return repr(self.sampler).replace("Sampler", "Loader", 1)
+
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
         self._take_place()

@@ -80,7 +80,7 @@ _STRICT_HINT = (
 )
 _LOOSE_HINT = "Name what is not to be taken in leave=[…]; with missing='keep' what the checkpoint lacks keeps its value"
 
-_DTYPE_HINT = "Make the model as it was saved, restore, and convert it after that: model.to(torch.bfloat16)"
+_DTYPE_HINT = "Make the model as it was saved, restore, and convert it after that: model.to({})"
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
 
@@ -130,7 +130,7 @@ class Differences:
     loose: bool = False
     groups: tuple[str, ...] = ()  # the groups that are restored
     lacking: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # missing tensors: dtype and shape
-    other_dtypes: int = 0  # how many of `different` are only another dtype
+    other_dtypes: list[torch.dtype] = field(default_factory=list)  # here, of those that differ in nothing else
     replaced: list[str] = field(default_factory=list)
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
@@ -147,7 +147,7 @@ class Differences:
         if type(ref) is not TensorRef:
             self.differ(place, "a tensor here, another value in the checkpoint")
         elif why := difference(live, *self.stored[ref.key]):
-            self.other_dtypes += tuple(live.shape) == tuple(self.stored[ref.key][1])
+            self.other_dtypes += [live.dtype] if tuple(live.shape) == tuple(self.stored[ref.key][1]) else []
             self.differ(place, why)
 
     def replace(self, place: str, here: object, there: object) -> None:
@@ -169,8 +169,8 @@ class Differences:
         return renamed_places(self.lacking, self.missing, self.unexpected, self.stored, self.groups)
 
     def _what_to_do(self) -> str:
-        if self.other_dtypes == len(self.different) > 0 and not self.missing and not self.unexpected:
-            return _DTYPE_HINT
+        if len(self.other_dtypes) == len(self.different) > 0 and not self.missing and not self.unexpected:
+            return _DTYPE_HINT.format(self.other_dtypes[0])
         renamed = {} if self.different else self._renamed()
         return f"If it was only renamed: restore(state, only={renamed})" if renamed else _STRICT_HINT
 

@@ -109,6 +109,9 @@ class ResumableSampler(Sampler[list[int]]):
         """Samples of this epoch that all ranks together have been handed."""
         return self._samples
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} in epoch {self._epoch}, after {self._samples} of {self.size} samples>"
+
     def __len__(self) -> int:
         """Return the number of batches left in this epoch, the same on every rank."""
         return self._count(self.size - self._samples)

@@ -25,7 +25,7 @@ from ckpt_tasks.state.modules import Gradients, named_parameters
 from ckpt_tasks.state.restoring import may_draw
 from ckpt_tasks.state.rng import preserved_rng
 
-__all__ = ["warn_of_unsaved"]
+__all__ = ["warn_of_trained", "warn_of_unsaved"]
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
@@ -49,6 +49,17 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
         _warn_of_optimizers(state, [value for value in alive if isinstance(value, Optimizer)])
         _warn_of_schedules(state, [value for value in alive if isinstance(value, LRScheduler)])
     _warn_of_empty(state)
+
+
+def warn_of_trained(state: Mapping[str, Any]) -> None:
+    """Warn that a run begins with a state that has been trained: in a notebook, a loop that began before."""
+    optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
+    if trained := [name for name, value in optimizers if value.state]:
+        _log.warning(
+            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If they "
+            "are of a loop that ran before, make model and optimizer anew; with save(0, state) first it could go back",
+            ", ".join(trained),
+        )
 
 
 def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:

@@ -104,7 +104,14 @@ class Location:
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
     """Return a Location unchanged; make one of a directory or URL."""
-    return place if isinstance(place, Location) else Location(os.fspath(place))
+    if isinstance(place, Location):
+        return place
+    if not isinstance(place, str | os.PathLike):
+        raise ConfigError(
+            f"a run's place is a directory's name, a URL or a Location, not a value of type {type(place).__name__}",
+            hint="The place of a configuration is config.location.",
+        )
+    return Location(os.fspath(place))
 
 
 def _instead_of(file: str) -> str:

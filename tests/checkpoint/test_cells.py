@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+import re
+import signal
+import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
-from ckpt_tasks import Checkpointer
-from ckpt_tasks.errors import OwnedError, StateError
+from ckpt_tasks import CheckpointConfig, Checkpointer, Listener, ResumableLoader, open_run
+from ckpt_tasks.errors import ConfigError, OwnedError, StateError, StateMismatchError
 from tests.support.pipelines import Gate, committed, gate, opened, state_at
+from tests.support.runs import state_of
 
 __all__ = ["gate"]
 
@@ -44,3 +54,114 @@ def test_the_last_traceback_holds_a_checkpointer(run_dir: Path) -> None:
     with Checkpointer(ckpt.config, take_over=True) as ckpt:
         assert ckpt.restore(state_at(0)) == 0
     assert last.tb is not None
+
+
+def test_a_loop_that_begins_again_without_a_checkpoint_is_warned(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing brings a state back that was trained before its first save: restore says so, and of a new one nothing."""
+    with opened(run_dir, step_interval=10) as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        ckpt.restore({"net": {"optimizer": state_of(0)["optimizer"], "fresh": torch.optim.Adam([torch.zeros(1)])}})
+        assert "begins at step 0 with the state as it is, and net_optimizer has taken steps" in caplog.text
+        caplog.clear()
+        ckpt.restore({"optimizer": torch.optim.Adam([torch.zeros(1)])})
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("verb", ["save", "step", "wait", "close", "restore", "pin"])
+def test_a_listener_that_waits_for_its_own_save_is_refused(
+    run_dir: Path, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would wait for ever raises StateError in the listener, which is logged; the run goes on."""
+    with opened(run_dir) as ckpt:
+        ckpt.restore(state_at(0))
+        arguments: dict[str, tuple[object, ...]] = {"save": (2, state_at(2)), "restore": (state_at(0),), "pin": (1,)}
+        call = partial(getattr(ckpt, verb), *arguments.get(verb, arguments["save"] if verb == "step" else ()))
+        ckpt.listen(Listener(committed=lambda checkpoint: call()))
+        assert ckpt.save(1, state_at(1)).step == 1
+        assert "StateError: a listener is called by the save that it would wait for. Let it return" in caplog.text
+        assert ckpt.save(3, state_at(3)).step == 3
+    assert committed(run_dir)[0] == 1
+
+
+def test_a_listener_that_exits_ends_no_save(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit in a listener is logged as any exception is; a Ctrl-C in one of a restore goes on to the caller."""
+    with opened(run_dir) as ckpt:
+        ckpt.restore(state_at(0))
+        ckpt.listen(Listener(committed=lambda checkpoint: sys.exit(3)))
+        assert ckpt.save(1, state_at(1)).step == 1
+        assert "SystemExit: 3" in caplog.text
+    ckpt = Checkpointer(ckpt.config)
+    ckpt.listen(Listener(restored=lambda report: signal.raise_signal(2)))
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.restore(state_at(0))
+    ckpt.close()
+
+
+def test_wrong_arguments_are_told_what_to_write(run_dir: Path) -> None:
+    """A directory where a configuration belongs, and the like, raises ConfigError with the line to write."""
+    with opened(run_dir) as ckpt:
+        ckpt.save(1, state_at(1))
+    wrong: dict[str, Callable[[], object]] = {
+        'Write Checkpointer(CheckpointConfig(checkpoint_dir="runs/first"))': lambda: Checkpointer("runs/a"),  # type: ignore[arg-type]
+        "Write CheckpointConfig(checkpoint_dir='runs/a')": lambda: CheckpointConfig("runs/a"),  # type: ignore[call-arg]
+        "The place of a configuration is config.location": lambda: open_run(ckpt.config),  # type: ignore[arg-type]
+        'Write run.restore(run.find("latest"), state)': lambda: ckpt.run.restore(state_at(0), state_at(0)),  # type: ignore[arg-type]
+        "Write listen(Listener(committed=function))": lambda: ckpt.listen(print),  # type: ignore[arg-type]
+        "Hand its config to the other process": lambda: pickle.dumps(ckpt),
+        "neither copied nor pickled": lambda: copy.deepcopy({"ckpt": ckpt}),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            call()
+
+
+def test_what_is_shown_says_what_it_is(run_dir: Path) -> None:
+    """A repr names the run's place or the position in the data, and that of an error has its hint."""
+    loader = ResumableLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
+    next(iter(loader))
+    with opened(run_dir) as ckpt:
+        assert repr(ckpt) == f"<Checkpointer {run_dir}: does not hold the run>"
+        ckpt.save(1, state_at(1))
+        assert repr(ckpt).endswith(": holds the run>")
+    assert repr(open_run(run_dir)) == f"<Run run at {run_dir}>"
+    assert repr(loader) == "<ResumableLoader in epoch 0, after 2 of 8 samples>"
+    error = StateError("it does not fit", key="model", step=3, hint="Make it anew.")
+    assert repr(error) == "StateError('it does not fit (step 3, at model). Make it anew.')"
+
+
+def test_an_error_of_ones_own_state_dict_says_where(run_dir: Path) -> None:
+    """It goes on as it is, with a note that names the object; nothing was written, and the next save counts."""
+    counter = Counter()
+    with opened(run_dir) as ckpt:
+        ckpt.restore({"counter": counter})
+        counter.fails = True
+        with pytest.raises(RuntimeError, match="not now") as caught:
+            ckpt.step(1, {"counter": counter})
+        assert caught.value.__notes__ == [
+            "It was raised while counter was read for a checkpoint; nothing of it was written."
+        ]
+        counter.fails = False
+        ckpt.save(1, {"counter": counter})
+
+
+class Counter:
+    """A stateful object that may refuse to be read."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise RuntimeError("not now")
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"count": 1}
+
+
+def test_the_hint_for_another_dtype_names_it(run_dir: Path) -> None:
+    """A model in float64 that meets a checkpoint in float32 is told to convert to float64 after the restore."""
+    with opened(run_dir) as ckpt:
+        ckpt.save(1, {"model": torch.nn.Linear(2, 2)})
+        with pytest.raises(StateMismatchError, match=r"model\.to\(torch\.float64\)"):
+            ckpt.restore({"model": torch.nn.Linear(2, 2, dtype=torch.float64)})

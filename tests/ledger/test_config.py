@@ -92,7 +92,7 @@ def test_options_cannot_be_changed_or_given_by_position() -> None:
     config = CheckpointConfig(checkpoint_dir="runs/x")
     with pytest.raises(FrozenInstanceError):
         config.step_interval = 5  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match=r"Write CheckpointConfig\(checkpoint_dir='runs/x'\)"):
         CheckpointConfig("runs/x")  # type: ignore[call-arg]
 
 

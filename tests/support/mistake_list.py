@@ -40,6 +40,15 @@ _CARELESS = f"{Careless.__module__}:Careless"
 
 
 @mistake(
+    "A cell of a notebook runs again before the first checkpoint",
+    says="begins at step 0 with the state as it is, and optimizer has taken steps",
+    do="make model and optimizer anew",
+)
+def cell_ran_before(place: Path) -> None:
+    resume(place, stepped(training()))
+
+
+@mistake(
     "The optimizer is not in the state",
     says="Adam of model is not in the state: after a resume it begins anew",
     do="'optimizer': optimizer",
@@ -322,9 +331,10 @@ def keeps_none(place: Path) -> None:
 
 @mistake("Steps that begin again in every epoch", says="step 1 comes after step 3", do="count on over all epochs")
 def steps_begin_again(place: Path) -> None:
-    state = stepped(training())
+    state = training()
     with Checkpointer(config(place)) as ckpt:
         ckpt.restore(state)
+        stepped(state)
         for _ in range(2):
             for step in range(1, 4):
                 ckpt.step(step, state)
@@ -332,18 +342,20 @@ def steps_begin_again(place: Path) -> None:
 
 @mistake("The loss is NaN", says="Step 2: loss is nan", do="on_non_finite")
 def loss_is_nan(place: Path) -> None:
-    state = stepped(training())
+    state = training()
     with Checkpointer(config(place)) as ckpt:
         ckpt.restore(state)
+        stepped(state)
         ckpt.step(1, state, metrics={"loss": 0.5})
         ckpt.save(2, state, metrics={"loss": float("nan")})
 
 
 @mistake("The losses of a whole batch as a metric", says="a metric is one number.*loss", do="mean\\(\\)")
 def metric_is_a_list(place: Path) -> None:
-    state = stepped(training())
+    state = training()
     with Checkpointer(config(place)) as ckpt:
         ckpt.restore(state)
+        stepped(state)
         ckpt.save(1, state, metrics={"loss": np.ones(2)})  # type: ignore[dict-item]
 
 

@@ -134,7 +134,8 @@ def config(place: Path, name: str = "lm-7", **options: Any) -> CheckpointConfig:
 def run(place: Path, state: State, step: int = 3, **options: Any) -> None:
     """Train a run up to a step, and let it end."""
     with Checkpointer(config(place, **options)) as ckpt:
-        ckpt.restore(state)
+        if ckpt.checkpoints():
+            ckpt.restore(state)
         ckpt.save(step, state)
 
 
