@@ -91,6 +91,9 @@ def _options(
 
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, and exit with its status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started without it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # no name or sign is worth a traceback on an ASCII terminal

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from rich.console import Console
@@ -26,11 +28,42 @@ _MOST_METRICS = 3
 _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "pruned meanwhile"}
 
 
-class Screen(Console):
-    """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor."""
+class _Unbroken:
+    """A file to which nothing is written any more when its reader leaves, and nothing while its disk is full."""
 
-    def __init__(self, **options: Any):
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
+    def __init__(self, file: Any):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._try(self._file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, call: Callable[..., object], *arguments: str) -> None:
+        try:
+            call(*arguments)
+        except BrokenPipeError:  # also for what the program prints, and for the flush at exit
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._file.fileno())
+            os.close(null)
+        except OSError:
+            pass
+
+
+class Screen(Console):
+    """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor.
+
+    Training does not end because nobody can read it: what cannot be written is left out.
+    """
+
+    def __init__(self, *, stderr: bool = False, file: Any = None, **options: Any):
+        unbroken: Any = _Unbroken(file or (sys.stderr if stderr else sys.stdout))
+        super().__init__(file=unbroken, highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text printable; rich calls this for every text, also for the cells of tables."""

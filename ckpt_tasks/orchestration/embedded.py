@@ -14,11 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
+
+from ckpt_tasks.state.processes import fill_standard_descriptors
 
 __all__ = ["start_embedded_server"]
 
@@ -97,8 +99,10 @@ def _ctrl_c_blocked() -> Iterator[None]:
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
     """Write the output of child processes that are started inside to a file; Prefect offers no other way."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    fill_standard_descriptors()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # its reader has left, or its disk is full
+            stream.flush()
     saved = os.dup(1), os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

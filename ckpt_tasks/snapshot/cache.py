@@ -256,7 +256,7 @@ class SnapshotCache:
     def _directory(self, size_bytes: int) -> Path | None:
         if self._memory_dir == "auto":
             return default_directory(size_bytes)
-        return None if self._memory_dir is None else Path(self._memory_dir)
+        return None if self._memory_dir is None else Path(self._memory_dir).absolute()
 
     def _do_without(self, why: str) -> None:
         place = "storage" if self.copies is None else "the local directory or storage"

@@ -85,6 +85,21 @@ def test_a_memory_directory_that_is_emptied(
     assert _restored(run_dir) == 6
 
 
+def test_a_relative_memory_directory(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that changes its working directory keeps its snapshots where they were."""
+    monkeypatch.chdir(memory.parent)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=memory.name)) as opened:
+        for step in (1, 2, 3):
+            opened.save(step, {"value": step})
+        monkeypatch.chdir(tmp_path)
+        for step in (4, 5):
+            opened.save(step, {"value": step})
+        assert len([*memory.rglob("seal.json")]) == 2
+    assert "memory" not in caplog.text
+
+
 def test_a_process_without_standard_descriptors(tmp_path: Path, memory: Path) -> None:
     """What C code prints in a process that was started without stdin, stdout and stderr is in no file of the run."""
     loop = tmp_path / "loop.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from dataclasses import replace
 
@@ -46,6 +47,24 @@ def test_the_line_ends_with_a_whole_word(width: int, end: str) -> None:
     assert shown.startswith("step 571/600 · loss 0.5121 · ")
     assert shown.endswith(end)
     assert len(shown) <= width
+
+
+def test_a_reader_that_leaves_ends_no_training() -> None:
+    """What follows `ckpt train | head -1` is shown to nobody, the program's own prints too, and is no error."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as file:
+        for _ in range(2):
+            Screen(file=file).print("step 1")
+        print("the program's own", file=file, flush=True)
+
+
+def test_a_full_disk_below_the_output_ends_no_training() -> None:
+    """`ckpt train > /full/log` trains, and what has no room is left out."""
+    file = open("/dev/full", "w")  # noqa: SIM115 (what is left in it has no room either when it is closed)
+    Screen(file=file).print("step 1")
+    with pytest.raises(OSError, match="No space"):
+        file.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
