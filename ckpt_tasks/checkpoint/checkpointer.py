@@ -23,6 +23,7 @@ from ckpt_tasks.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
+from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.saving.schedule import Position, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
@@ -239,12 +240,11 @@ class Checkpointer(HeldRun):
         _, ending = self._due(now)
         self._at.stepped(now)
         self._left_out.at(step, state)
-        self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
+        snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._at.waited()
         self._deliver_signal(everywhere=ending)
-        assert self.last_commit is not None
-        return self.last_commit
+        return self._saver.checkpoint_of(snapshot)
 
     def close(self) -> None:
         """Wait for saves under way, release the run directory and restore the signal handlers.
@@ -271,7 +271,7 @@ class Checkpointer(HeldRun):
 
     def _snapshot(
         self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
-    ) -> None:
+    ) -> Snapshot | None:
         interim = interim and self.config.has_interval
         started_s = system().monotonic()
         try:
@@ -287,8 +287,11 @@ class Checkpointer(HeldRun):
             committer = self._begin_save()
             steps = self._steps.since(self._line.step)
             saving = committer.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
-            self._saver.snapshot(committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s)
+            snapshot = self._saver.snapshot(
+                committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
+            )
         self._at.saved(step, epoch, interim=interim)
+        return snapshot
 
     def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
         """Check that the heartbeat has seen no other owner, and treat NaN and infinite metrics by `on_non_finite`.

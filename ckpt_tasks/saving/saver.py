@@ -21,7 +21,7 @@ from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.joint_save import JointSave
 from ckpt_tasks.saving.listening import Listeners
 from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined
-from ckpt_tasks.saving.pipeline import Pipeline, Snapshot
+from ckpt_tasks.saving.pipeline import Committed, Failed, Pipeline, Snapshot
 from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
@@ -93,12 +93,12 @@ class Saver:
         started_s: float,
         keep: bool,
         step_s: float | None = None,
-    ) -> None:
+    ) -> Snapshot | None:
         """Copy a captured state and submit it; training has waited since `started_s`.
 
         `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
-        If no slot may be filled, nothing is copied, and the failure is kept as that of a flush is.
+        If no slot may be filled, returns None: nothing is copied, and the failure is kept as that of a flush is.
         """
         try:
             slot = self._pipeline.take_slot()
@@ -107,7 +107,7 @@ class Saver:
             self._pipeline.fail(error)
             with suppress(CkptError):
                 self.refuse(committer, error, saving.number)
-            return
+            return None
         try:
             self._plan(captured)
             samples = self._rank.sample(captured, saving.turn)
@@ -135,6 +135,14 @@ class Saver:
             if copy is not None:  # no thread waits for the copy, and the slot will be filled again
                 copy.wait()
             raise
+        return snapshot
+
+    def checkpoint_of(self, snapshot: Snapshot | None) -> Checkpoint:
+        """Return what a snapshot became once `wait` has returned; raise its failure, if another thread was told it."""
+        outcome = snapshot.outcome if snapshot is not None else None
+        if isinstance(outcome, Committed):
+            return outcome.checkpoint
+        raise outcome.error if isinstance(outcome, Failed) else StoreError("another thread was told why it failed")
 
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the first failure, StoreError if the store is stuck."""

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -165,3 +166,22 @@ def test_the_hint_for_another_dtype_names_it(run_dir: Path) -> None:
         ckpt.save(1, {"model": torch.nn.Linear(2, 2)})
         with pytest.raises(StateMismatchError, match=r"model\.to\(torch\.float64\)"):
             ckpt.restore({"model": torch.nn.Linear(2, 2, dtype=torch.float64)})
+
+
+def test_a_save_returns_its_own_checkpoint(run_dir: Path) -> None:
+    """Where two threads save at once, each gets the checkpoint of its own step, or is refused."""
+    mine: list[bool] = []
+
+    def save_all(ckpt: Checkpointer) -> None:
+        for step in range(1, 40):
+            with suppress(StateError):  # the other one was faster
+                mine.append(ckpt.save(step, {"x": step}).step == step)
+
+    with opened(run_dir) as ckpt:
+        threads = [threading.Thread(target=save_all, args=(ckpt,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(mine)
+    assert len(mine) >= 39
