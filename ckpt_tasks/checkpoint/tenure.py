@@ -112,17 +112,17 @@ class Tenure:
         me, best = identify(flow_run_id), (config.best_metric, config.best_mode)
         owner = acquire(history, me, take_over=take_over, timeout_s=config.owner_timeout_s, best=best)
         self.committer = Committer(history, owner, self.run_key, pruner, line, world_size=world_size)
+        self._history = history
+        self._timeout_s = config.owner_timeout_s
+        self.heartbeat: Heartbeat | None = None
         try:
             history.store.keep_room()
             pruner.new_owner()
             cache.open(self.run_key)
+            self.beat()
         except BaseException:
             self.committer.release()  # so the next owner need not wait for the timeout
             raise
-        self._history = history
-        self._timeout_s = config.owner_timeout_s
-        self.heartbeat: Heartbeat | None = None
-        self.beat()
 
     @property
     def owner(self) -> Owner:

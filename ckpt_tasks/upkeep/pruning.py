@@ -284,7 +284,13 @@ class Background(Generic[_T]):
         with self._changed:
             self._requested = [argument]
             if not self._running:
-                system().start_thread(self._run, name=self._name)
+                try:
+                    system().start_thread(self._run, name=self._name)
+                except (
+                    RuntimeError
+                ):  # no thread is to be had (`ulimit -u`): the next request, or the next owner, does it
+                    self._requested = []
+                    return
                 self._running = True
 
     def check(self) -> None:

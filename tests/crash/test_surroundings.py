@@ -7,12 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.system import System
 from tests.support.cli_runs import ckpt
+from tests.support.systems import running_on
 
 NOISE = b"noise of a C library"
 _NOISY = f"""
@@ -109,3 +113,33 @@ def test_a_process_without_standard_descriptors(tmp_path: Path, memory: Path) ->
     files = [path for place in (tmp_path / "run", memory) for path in place.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if NOISE in path.read_bytes()] == []
+
+
+class _NoThread(System):
+    """A machine on which the threads of one name cannot be started."""
+
+    def __init__(self, name: str):
+        self._refused = name
+
+    def start_thread(self, *arguments: Any, name: str, daemon: bool = True) -> threading.Thread:
+        if name == self._refused:
+            raise RuntimeError("can't start new thread")
+        return super().start_thread(*arguments, name=name, daemon=daemon)
+
+
+def test_no_thread_for_a_prune(tmp_path: Path) -> None:
+    """Where `ulimit -u` leaves no thread to prune in, every save is committed, and the next owner prunes."""
+    config = CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None, max_num_checkpoints=1)
+    with running_on(_NoThread("ckpt-prune")), Checkpointer(config) as opened:
+        for step in (1, 2, 3):
+            opened.save(step, {"value": step})
+    assert _restored(tmp_path / "run") == 3
+
+
+def test_no_thread_for_a_heartbeat(tmp_path: Path) -> None:
+    """A process that cannot keep its run says so, and leaves the run free."""
+    with running_on(_NoThread("ckpt-heartbeat")), pytest.raises(RuntimeError, match="thread"):
+        Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)).acquire()
+    owner = open_run(str(tmp_path / "run")).head().state.owner
+    assert owner is not None
+    assert owner.released
