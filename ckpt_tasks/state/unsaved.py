@@ -54,12 +54,18 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
 def warn_of_trained(state: Mapping[str, Any]) -> None:
     """Warn that a run begins with a state that has been trained: in a notebook, a loop that began before."""
     optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
-    if trained := [name for name, value in optimizers if value.state]:
+    if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
             "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If they "
             "are of a loop that ran before, make model and optimizer anew; with save(0, state) first it could go back",
             ", ".join(trained),
         )
+
+
+def _has_stepped(of_parameter: object) -> bool:
+    """Say whether an optimizer's state of a parameter is one of training; Adagrad makes one with step 0 at once."""
+    step = of_parameter.get("step") if isinstance(of_parameter, Mapping) else None
+    return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
 def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:

@@ -66,6 +66,7 @@ def test_a_loop_that_begins_again_without_a_checkpoint_is_warned(
         assert "begins at step 0 with the state as it is, and net_optimizer has taken steps" in caplog.text
         caplog.clear()
         ckpt.restore({"optimizer": torch.optim.Adam([torch.zeros(1)])})
+        ckpt.restore({"optimizer": torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])})  # has a state at once
     assert caplog.text == ""
 
 
