@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from rich.console import Console
@@ -45,14 +46,13 @@ class _Unbroken:
         self._try(self._file.flush)
 
     def _try(self, call: Callable[..., object], *arguments: str) -> None:
-        try:
-            call(*arguments)
-        except BrokenPipeError:  # also for what the program prints, and for the flush at exit
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._file.fileno())
-            os.close(null)
-        except OSError:
-            pass
+        with suppress(OSError):  # the disk is full
+            try:
+                call(*arguments)
+            except BrokenPipeError:  # also for what the program prints, and for the flush at exit
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._file.fileno())
+                os.close(null)
 
 
 class Screen(Console):

@@ -286,9 +286,7 @@ class Background(Generic[_T]):
             if not self._running:
                 try:
                     system().start_thread(self._run, name=self._name)
-                except (
-                    RuntimeError
-                ):  # no thread is to be had (`ulimit -u`): the next request, or the next owner, does it
+                except RuntimeError:  # no thread is to be had (`ulimit -u`); the next request or owner prunes
                     self._requested = []
                     return
                 self._running = True
