@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import signal
 import sys
 import threading
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--entered", action="store_true", help="hold signals back until a step is saved")
     parser.add_argument("--stop-before", type=json.loads, help="[name of a call, in its path, which one]")
     options = parser.parse_args(arguments)
+    logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)  # it begins with a state that looks trained
     ckpt = Checkpointer(
         CheckpointConfig(
             checkpoint_dir=Location(options.directory, storage_options=options.storage_options),

@@ -272,7 +272,8 @@ class Listening(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
-        self._log.level, self._log.propagate = self._before
+        level, self._log.propagate = self._before
+        self._log.setLevel(level)  # loggers remember which levels are enabled until this is called
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.msg == "Entry %d stands: %s (%s)" and isinstance(record.args, tuple):
