@@ -26,7 +26,7 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.state.processes import Process, fill_standard_descriptors
+from ckpt_tasks.state.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
@@ -77,7 +77,7 @@ class HeldRun:
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # this owner has checked that no other process has committed since
         self._knows_state = False  # all ranks have captured a state
-        weakref.finalize(self, _leave, weakref.ref(self._saver)).atexit = False  # the saver has an end of its own
+        finalize_here(self, _leave, weakref.ref(self._saver))
 
     def __repr__(self) -> str:
         holds = "holds the run" if self._tenure is not None else "does not hold the run"

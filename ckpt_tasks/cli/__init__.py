@@ -38,6 +38,7 @@ from ckpt_tasks.cli.up import down, up
 from ckpt_tasks.cli.verify import verify
 from ckpt_tasks.cli.verify_resume import verify_resume
 from ckpt_tasks.cli.watch import watch
+from ckpt_tasks.state.processes import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 
@@ -91,6 +92,7 @@ def _options(
 
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, and exit with its status."""
+    fill_standard_descriptors()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started without it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)

@@ -235,10 +235,9 @@ def _print_error(error: CkptError, out: Output) -> None:
         fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
         text = json.dumps({"error": fields_of_error}, indent=2)
         try:
-            typer.echo(text)
-        except BrokenPipeError:
-            raise
-        except OSError:  # no room where stdout goes
+            with _writing():
+                typer.echo(text)
+        except ConfigError:
             typer.echo(text, err=True)
         return
     from rich.text import Text

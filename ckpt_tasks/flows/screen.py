@@ -58,7 +58,7 @@ class _Unbroken:
 class Screen(Console):
     """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor.
 
-    Training does not end because nobody can read it: what cannot be written is left out.
+    It leaves out what it cannot write, so that training goes on when its reader has left or the disk is full.
     """
 
     def __init__(self, *, stderr: bool = False, file: Any = None, **options: Any):

@@ -30,7 +30,7 @@ class _Pauses:
     """How many pauses of the garbage collector, in all threads, are under way."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an object's end may interrupt us, and may pause as well
+        self._lock = threading.RLock()  # a finalizer may run in here, and may pause as well
         self._count = 0
 
     def begin(self) -> bool:
@@ -49,7 +49,7 @@ class _Pauses:
                 gc.enable()
 
     def forked(self) -> None:
-        """Start anew in a forked child: the threads that would end their pauses are not in it."""
+        """Forget all pauses in a forked child, which lacks the threads that would end them."""
         if self._count:
             gc.enable()
         self._lock, self._count = threading.RLock(), 0

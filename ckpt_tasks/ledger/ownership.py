@@ -279,7 +279,8 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 def _finish_here(owner: Owner) -> None:
     """Free an unreachable Checkpointer of this process that still holds the directory, after its save under way."""
-    gc.collect()
+    if owner.id in Heartbeat.held_here:
+        gc.collect()
     if owner.id in left_here:
         left_here[owner.id].finish()
 

@@ -40,7 +40,7 @@ class Listeners:
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
-        self._thread: int | None = None  # the one of the saves, while it calls a listener
+        self._callers: set[int] = set()  # threads of saves that call a listener now
 
     def add(self, listener: Listener) -> None:
         """Add a listener."""
@@ -69,7 +69,7 @@ class Listeners:
 
     def check(self) -> None:
         """Raise StateError in a listener that a save has called: what waits for this save would wait for ever."""
-        if self._thread == threading.get_ident():
+        if threading.get_ident() in self._callers:
             raise StateError(
                 "a listener is called by the save that it would wait for",
                 hint="Let it return, and save, wait, restore or close in the training loop.",
@@ -79,11 +79,11 @@ class Listeners:
         if name == "restored":  # nothing is under way
             self._call(name, *arguments)
             return
-        self._thread = threading.get_ident()
+        self._callers.add(threading.get_ident())
         try:
             self._call(name, *arguments)
         finally:
-            self._thread = None
+            self._callers.discard(threading.get_ident())
 
     def _call(self, name: str, *arguments: Any) -> None:
         background = threading.current_thread() is not threading.main_thread()
@@ -92,7 +92,7 @@ class Listeners:
             try:
                 if function is not None:
                     function(*arguments)
-            except BaseException as error:  # (logged: a listener must not stop a save)
+            except BaseException as error:  # logged: a listener must not stop a save
                 if not (background or isinstance(error, Exception)):
                     raise  # a Ctrl-C
                 if id(listener) not in self._complained:

@@ -18,7 +18,7 @@ _V1_NO_LIMIT_BYTES = 1 << 62  # version 1 writes "no limit" as the largest numbe
 def available_bytes(root: Path = _ROOT) -> int:
     """Return the bytes that the machine has available, or less if a control group of this process allows less.
 
-    Returns 0 where nobody knows: without /proc.
+    Returns 0 without /proc, which alone says it.
     """
     try:
         with open(root / "proc/meminfo", encoding="ascii") as lines:

@@ -56,8 +56,8 @@ def warn_of_trained(state: Mapping[str, Any]) -> None:
     optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
     if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
-            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If they "
-            "are of a loop that ran before, make model and optimizer anew; with save(0, state) first it could go back",
+            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If a loop "
+            "ran before, make model and optimizer anew. After a save(0, state), restore() can go back to step 0",
             ", ".join(trained),
         )
 

@@ -93,6 +93,16 @@ def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_verb_without_standard_descriptors() -> None:
+    """No file that a verb opens gets the number of stdin, stdout or stderr, where C code prints."""
+    verb = (
+        "import os\nfrom ckpt_tasks.cli import main\ntry:\n    main('--version')\n"
+        "finally:\n    os._exit(os.open(os.devnull, os.O_RDONLY) <= 2)"
+    )
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "", sys.executable, "-c", verb]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_old_terminal_gets_escapes(run_dir: Path, encoding: str) -> None:
     """Where stdout has no sign for a bar, an arrow or a name, an escape stands in its place, and the verb ends well."""

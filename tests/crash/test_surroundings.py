@@ -134,6 +134,10 @@ def test_no_thread_for_a_prune(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             opened.save(step, {"value": step})
     assert _restored(tmp_path / "run") == 3
+    with Checkpointer(config) as opened:
+        opened.restore({"value": 0})
+        opened.save(4, {"value": 4})
+    assert len([*(tmp_path / "run").glob("checkpoint_*")]) == 1
 
 
 def test_no_thread_for_a_heartbeat(tmp_path: Path) -> None:
