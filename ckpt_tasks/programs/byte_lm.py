@@ -98,8 +98,8 @@ class ByteLM:
 
     `data` is a directory (all files in it) or a glob; without it, the standard library's source. `max_bytes` limits how
     much is read. A hash of the names chooses one file in twenty to be held out. `lr` rises over `warmup_steps`, then
-    falls along a cosine to a tenth at `decay_steps`. Losses are in nats per byte. Raises ValueError if the
-    data is too small.
+    falls along a cosine to a tenth at `decay_steps`. `device` is a CUDA device if there is one, else the CPU. Losses
+    are in nats per byte. Raises ValueError if the data is too small.
     """
 
     unit = "bytes"
@@ -121,7 +121,11 @@ class ByteLM:
         decay_steps: int = 600,
         weight_decay: float = 0.1,
         clip_norm: float = 1.0,
+        device: str | None = None,
     ):
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda":
+            use_deterministic_kernels()
         torch.manual_seed(seed)
         train, held_out = (Text(part, context) for part in read(data, max_bytes))
         for name, part, least in (("training", train, batch_size), ("held-out", held_out, 1)):
@@ -130,7 +134,7 @@ class ByteLM:
                     f"the {name} files hold {len(part)} windows of {context} bytes, and {least} are needed"
                 )
         self.held_out, self.clip_norm, self.batch_size = held_out, clip_norm, batch_size
-        self.model = Transformer(context, d_model, n_layers, n_heads, dropout)
+        self.model = Transformer(context, d_model, n_layers, n_heads, dropout).to(self.device)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in self.model.parameters() if p.dim() == 2], "weight_decay": weight_decay},
@@ -197,8 +201,15 @@ class ByteLM:
         }
 
     def _loss(self, batch: Tensor) -> Tensor:
+        batch = batch.to(self.device)
         logits: Tensor = self.model(batch[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def use_deterministic_kernels() -> None:
+    """Let a CUDA device compute the same bits every time; some of its fastest kernels add in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process first multiplies on a device
+    torch.use_deterministic_algorithms(True)
 
 
 def read(data: str | None, max_bytes: int) -> tuple[bytes, bytes]:

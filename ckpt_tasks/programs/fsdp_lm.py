@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
-from ckpt_tasks.programs.byte_lm import Text, Transformer, read
+from ckpt_tasks.programs.byte_lm import Text, Transformer, read, use_deterministic_kernels
 
 CONTEXT = 128
 log = logging.getLogger("flows")
@@ -31,13 +32,17 @@ def main() -> None:
     parser.add_argument("--checkpoint-dir", default="runs/fsdp-lm")
     parser.add_argument("--step-interval", type=int, default=20, help="save every so many steps")
     options = parser.parse_args()
-    dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        use_deterministic_kernels()
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
 
     torch.manual_seed(0)
     train, _ = (Text(part, CONTEXT) for part in read(None, 1 << 22))
-    model = Transformer(CONTEXT, d_model=96, n_layers=2, n_heads=4, dropout=0.05)
+    model = Transformer(CONTEXT, d_model=96, n_layers=2, n_heads=4, dropout=0.05).to(device)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = ResumableSampler(len(train), 16, rank=rank, world_size=world_size)
@@ -48,7 +53,7 @@ def main() -> None:
     with Checkpointer(config) as ckpt:
         start = ckpt.restore(state)
         for step in range(start + 1, options.steps + 1):
-            batch = next(batches)
+            batch = next(batches).to(device)
             loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

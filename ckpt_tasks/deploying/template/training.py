@@ -20,15 +20,17 @@ class Training:
 
     def __init__(self, *, seed: int = 0, width: int = 64, lr: float = 3e-3, batch_size: int = 32):
         torch.manual_seed(seed)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
         # Your data: any data set with a length.
         points, arms = spirals(2_000)
-        training, self.held_out = TensorDataset(points[400:], arms[400:]), (points[:400], arms[:400])
+        training = TensorDataset(points[400:], arms[400:])
+        self.held_out = points[:400].to(self.device), arms[:400].to(self.device)
 
         # Your model, and all that trains it.
         self.model = nn.Sequential(
             nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.05), nn.Tanh(), nn.Linear(width, 2)
-        )
+        ).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
         # The state is what a checkpoint holds: everything that changes while training, and the place in the data.
@@ -38,7 +40,7 @@ class Training:
 
     def train_step(self) -> dict[str, float]:
         """Make one step with the next batch, and return its metrics."""
-        points, arms = next(self.batches)
+        points, arms = (part.to(self.device) for part in next(self.batches))
         loss = functional.cross_entropy(self.model(points), arms)
         self.optimizer.zero_grad()
         loss.backward()
