@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 _SHOWN = 24
-AllOption = Annotated[bool, typer.Option("--all", help=f"List every difference, not only the first {_SHOWN}.")]
+AllOption = Annotated[bool, typer.Option("--all", help=f"list every difference, not only the first {_SHOWN}")]
 
 
 GroupOption = Annotated[

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 WhichOption = Annotated[
-    str, typer.Option("--which", help='a step, "latest", "best", or "pending": each that the suite has not evaluated')
+    str,
+    typer.Option(
+        "--which",
+        metavar="STEP|WORD",
+        help='a step, "latest", "best", or "pending": each that the suite has not evaluated',
+    ),
 ]
 SuiteOption = Annotated[str, typer.Option("--suite", metavar="NAME", help="name of the evaluation")]
 LimitOption = Annotated[

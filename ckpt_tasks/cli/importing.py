@@ -30,9 +30,7 @@ SourceArgument = Annotated[
 ]
 ToArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN", help="a run directory: a new one, or one that holds only imports", show_default=False
-    ),
+    typer.Argument(metavar="TO", help="a run directory: a new one, or one that holds only imports", show_default=False),
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="step of the checkpoint [default: the file's own, else 0]")

@@ -80,7 +80,7 @@ _FIRST_ANSWER_S = 15.0  # how long the first answer of a store may take; later r
 _LONGEST_WORD = 20
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
 
 
 class Output:

@@ -37,7 +37,10 @@ _BAR = 28  # characters for the largest sum that is shown
 _REACH, _ROWS = 8.0, 13
 
 CapOption = Annotated[
-    float, typer.Option("--overhead-cap", help="the largest share of its time that training may wait for saves")
+    float,
+    typer.Option(
+        "--overhead-cap", metavar="SHARE", help="the largest share of its time that training may wait for saves"
+    ),
 ]
 KeepOption = Annotated[
     int | None,

@@ -27,7 +27,7 @@ NewestOption = Annotated[
 EveryOption = Annotated[int | None, typer.Option("--keep-every-n-steps", metavar="N", help="also keep every N-th step")]
 BestOption = Annotated[int, typer.Option("--keep-best", metavar="N", help="also keep the best N", show_default=False)]
 MetricOption = Annotated[
-    str | None, typer.Option("--best-metric", help="metric for --keep-best [default: the run's own]")
+    str | None, typer.Option("--best-metric", metavar="NAME", help="metric for --keep-best [default: the run's own]")
 ]
 ModeOption = Annotated[
     str | None, typer.Option("--best-mode", metavar="min|max", help="whether its lowest or its highest value is best")

@@ -35,7 +35,7 @@ __all__ = [
     "default_key",
     "json_object",
     "params_of",
-    "said_again",
+    "repeated_command",
     "with_config_options",
 ]
 
@@ -128,7 +128,7 @@ def ckpt_command() -> str:
     return "ckpt" if shutil.which("ckpt") else os.path.relpath(Path(sys.prefix, "bin", "ckpt"))
 
 
-def said_again(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
+def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
     """Return the command line of this call, with other values for some of its options."""
     words = [ckpt_command(), str(ctx.info_name)]
     for parameter in ctx.command.params:
@@ -153,7 +153,8 @@ def said_again(ctx: typer.Context, *, without: Sequence[str] = (), **changed: An
 def _option(option: Field[Any], kind: Any, text: str) -> Any:
     default = _DEFAULTS.get(option.name) or ("none" if option.default is None else option.default)
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
-    shown = f"{first[0].lower() if first[1:2].islower() else first[0]}{first[1:]} [default: {default}]"
+    begin = first[0] if first[1:2].isupper() else first[0].lower()  # URL stays, "A metric" does not
+    shown = f"{begin}{first[1:]} [default: {default}]"
     flag = "--" + option.name.replace("_", "-")
     return typer.Option(
         flag, metavar=_metavar(option.name, kind), help=shown, rich_help_panel=_PANEL, show_default=False

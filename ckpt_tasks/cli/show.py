@@ -29,7 +29,7 @@ _OBJECTS_SHOWN = 10
 _OWN_LINES = ("command", "code", "host", "accelerator")  # of what made a checkpoint
 
 
-AllOption = Annotated[bool, typer.Option("--all", help=f"List every object, not only the {_OBJECTS_SHOWN} largest.")]
+AllOption = Annotated[bool, typer.Option("--all", help=f"list every object, not only the {_OBJECTS_SHOWN} largest")]
 
 
 def show(checkpoint: CheckpointArgument, *, every: AllOption = False, as_json: JsonOption = False) -> None:
@@ -185,7 +185,7 @@ def _print_objects(out: Output, shown: Mapping[str, Any], every: bool) -> None:
 
 
 def _summary(place: str, objects: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row for the objects of each group; those of older checkpoints, which this one uses again, are apart."""
+    """Return a row for the objects of each group; reused ones of older checkpoints have their own rows."""
     columns = ("objects", "size", "smallest", "largest")
     made = table("objects of", "", *columns, right=columns)
     kinds: dict[tuple[str, str], list[int]] = {}

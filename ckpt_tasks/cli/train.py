@@ -18,7 +18,7 @@ from ckpt_tasks.cli.settings import (
     ckpt_command,
     config_of,
     params_of,
-    said_again,
+    repeated_command,
     with_config_options,
 )
 from ckpt_tasks.errors import ConfigError
@@ -69,7 +69,7 @@ def train(
         training = Training(
             program=name, config=config, steps=steps, params=given, batch_steps=batch_steps, fork_from=fork_from
         )
-        done = train_in_terminal(training, again=shlex.join(said_again(ctx)), stderr=as_json)
+        done = train_in_terminal(training, again=shlex.join(repeated_command(ctx)), stderr=as_json)
         out.data(done.facts())
         if done.status == 0:
             _print_next(out, ctx, config, steps)
@@ -80,12 +80,12 @@ def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps
     place = str(config.checkpoint_dir)
     kept = ("checkpoint_dir", "run_key", "param", "params", "seed", "program", "named")
     without = [str(parameter.name) for parameter in ctx.command.params if parameter.name not in kept]
-    evaluation = said_again(ctx, without=without)
+    evaluation = repeated_command(ctx, without=without)
     evaluation[1] = "evaluate"
     commands = (
         [ckpt_command(), "ls", place],
         [ckpt_command(), "report", place],
-        said_again(ctx, without=("as_json",), steps=2 * steps),
+        repeated_command(ctx, without=("as_json",), steps=2 * steps),
         [*evaluation, "--suite", "full"],
     )
     out.print_next(*map(shlex.join, commands))

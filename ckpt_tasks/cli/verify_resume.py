@@ -28,7 +28,9 @@ def verify_resume(
             metavar="MODULE:PROGRAM | -- COMMAND…", help="a program, as `ckpt train` takes it; or a command"
         ),
     ],
-    steps: Annotated[int | None, typer.Option(help="how many steps to train a program [default: 12]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="how many steps to train a program [default: 12]")
+    ] = None,
     params: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program; the value as JSON has it"),

@@ -32,7 +32,7 @@ _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
 
-LinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per event and line.")]
+LinesOption = Annotated[bool, typer.Option("--json", help="print one JSON object per event and line")]
 EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="how often to look")]
 
 

@@ -36,9 +36,9 @@ class CheckpointConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str] | Location
-    """Where the run lives: a directory (a str, or a Path, which is kept as a str), a URL in an object store
-    (docs/STORES.md), a block (docs/OPERATING.md), or a `Location` with options of the store. As a parameter of a flow
-    it may hold `{run_key}`.
+    """Where the run lives: a directory, a URL in an object store (docs/STORES.md) or a block (docs/OPERATING.md). In
+    Python also a `Location` with options of the store, or a Path, which is kept as a str. As a parameter of a flow it
+    may hold `{run_key}`.
     """
     run_key: str | None = None
     """Name of the run; `None` takes the directory's name. The directory of another run is refused."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from ckpt_tasks.cli import app
 from ckpt_tasks.errors import CheckpointNotFoundError
 from tests.support.cli_runs import ckpt, save_steps
 
@@ -144,6 +148,18 @@ def test_an_answer_on_a_full_disk_is_an_error(run_dir: Path, form: str) -> None:
 def test_the_first_screen_has_whole_sentences() -> None:
     """At 80 columns no verb's line ends in three dots."""
     assert not [line for line in ckpt("--help").out.splitlines() if line.startswith("  ") and line.endswith("...")]
+
+
+def test_every_option_says_what_it_takes() -> None:
+    """Help has a word for the value of each option, names no argument of another verb, and is written in one way."""
+    root: Any = get_command(app)
+    for name, verb in root.commands.items():
+        arguments = {str(option.metavar) for option in verb.params if option.param_type_name == "argument"}
+        for option in (shown for shown in verb.params if not getattr(shown, "hidden", False)):
+            assert option.param_type_name == "argument" or option.is_flag or option.metavar, (name, option.name)
+            words = option.help
+            assert not words[:1].isupper() or words[1:2].isupper(), (name, option.name, words)
+            assert "TO" not in re.findall(r"\w+", words) or "TO" in arguments, (name, option.name, words)
 
 
 def test_it_says_which_version_it_is() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli.evaluate import _check_example
-from ckpt_tasks.cli.settings import config_of, params_of, said_again
+from ckpt_tasks.cli.settings import config_of, params_of, repeated_command
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt
 from tests.support.forks import train
@@ -111,7 +111,7 @@ def test_one_parameter_has_one_value() -> None:
         params_of(["seed=3"], "{}", 4)
 
 
-def test_the_command_is_said_again_with_what_was_given() -> None:
+def test_the_command_is_repeated_with_what_was_given() -> None:
     """What is suggested next has the options of this call, and no other ones."""
     heard: list[list[str]] = []
     app = typer.Typer()
@@ -120,7 +120,7 @@ def test_the_command_is_said_again_with_what_was_given() -> None:
     def listen(
         ctx: typer.Context, program: str | None = None, steps: int = 5, param: list[str] | None = None, on: bool = False
     ) -> None:
-        heard.append(said_again(ctx, without=("on",), steps=2 * steps)[2:])
+        heard.append(repeated_command(ctx, without=("on",), steps=2 * steps)[2:])
 
     app(["--program", "m:P", "--param", "a=1", "--param", "b=x y", "--on"], standalone_mode=False)
     assert heard == [["--program", "m:P", "--steps", "10", "--param", "a=1", "--param", "b=x y"]]
