@@ -194,7 +194,7 @@ def plan_export(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> ExportPlan:
-    """Plan an export; write nothing. Arguments and errors are those of `export_checkpoint`."""
+    """Plan an export; write nothing. Takes and raises what `export_checkpoint` does."""
     one_file = Path(out).name.endswith(_SUFFIX)
     target = check_out(store, out, overwrite, one_file=one_file)
     if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):

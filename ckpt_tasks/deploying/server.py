@@ -108,7 +108,7 @@ def answers(url: str) -> bool:
 
 
 def end_of(log_path: Path, begin: int) -> str:
-    """Return the last lines of a log, from `begin` on, in bytes."""
+    """Return the last lines that a log has from byte `begin` on."""
     with log_path.open("rb") as log:
         log.seek(begin)
         return log.read()[-2000:].decode("utf-8", "replace").strip()

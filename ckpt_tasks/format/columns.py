@@ -92,7 +92,7 @@ class Lists:
 
 
 def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
-    # Arrow does not check that a column declared without nulls has none.
+    """Return a column as one array; raise ValueError if a value is missing, which Arrow does not check."""
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
     if column.num_chunks == 1:

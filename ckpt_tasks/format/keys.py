@@ -141,7 +141,7 @@ def is_object_name(name: str) -> bool:
 
 
 def is_attempt_object(name: str) -> bool:
-    """Say whether a name is an object's below an attempt's prefix."""
+    """Say whether a name is that of an object of an attempt."""
     attempt = parse_attempt(name)
     return attempt is not None and name.startswith(attempt_prefix(attempt)) and is_object_name(name)
 

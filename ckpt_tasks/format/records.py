@@ -1,7 +1,8 @@
 """The records of a ledger: owners, checkpoints, leases, evaluations and others. Each is read field by field.
 
 A matching digest proves that the bytes are those that somebody wrote, not that they make sense: every field is checked
-for type and bounds, so that later code never computes with a text, or makes a path of a foreign name.
+for type and bounds, so that later code never computes with a text, or makes a path of a foreign name. Every `read_…`
+raises one of `parsing.MALFORMED` if a field is missing or makes no sense.
 """
 
 from __future__ import annotations

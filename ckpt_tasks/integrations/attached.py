@@ -38,7 +38,7 @@ def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[s
 
 
 def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
-    """Return what each rank has, in every rank: a checkpoint has to be the same in all."""
+    """Return the values of all ranks in the order of ranks, the same list in each: all ranks save the same state."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     found = [None] * distributed.get_world_size()

@@ -136,7 +136,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Report the step before, which is complete; or put the streams back, if this is the first one."""
+        """Report the previous step, which is complete by now; before the first step, restore the random streams."""
         batches = super().get_batch_samples(*args, **kwargs)
         if self._streams is not None:
             self._progress.at_first_step()

@@ -105,7 +105,7 @@ def plan_retention(
 
 
 def _saved_again(newest_first: Sequence[Candidate]) -> set[str]:
-    """Return the checkpoints whose step a newer one has that counts: a finished training was started again, say."""
+    """Return the identities of checkpoints whose step was saved again later, neither interim nor abandoned."""
     steps: set[int] = set()
     again: set[str] = set()
     for candidate in newest_first:

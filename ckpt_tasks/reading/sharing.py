@@ -37,9 +37,10 @@ Spans = Mapping[str, npt.NDArray[np.int64]]  # object → where each of its regi
 
 
 class Readers(NamedTuple):
-    """The reader of each region of an object, by first byte, and the distance from a byte's place there to memory.
+    """Who reads the regions of one object, and where they lie in the shared memory.
 
-    A rank is named by its place among the ranks of the host.
+    `by_begin` maps the first byte of a region to the rank that reads it, named by its place among the ranks of the
+    host. `shift` is added to a byte's offset in the object to get its offset in memory.
     """
 
     by_begin: Mapping[int, int]
@@ -47,7 +48,7 @@ class Readers(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The regions that this rank reads for its host, and the memory of each rank of the host, if it is kept."""
+    """Which rank of this host reads which region, this rank's `place` among them, and the memory of each, if kept."""
 
     place: int
     readers: Mapping[str, Readers]
@@ -127,7 +128,11 @@ def host_name() -> str:
 
 
 def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:
-    """Read the lists of all ranks of the host, and map their memory; return None for a rank that is alone there."""
+    """Read which regions each rank of the host wants, choose the readers, and map the shared memory.
+
+    `words` has for each rank (token, process id, descriptor of its list, descriptor of its memory); this rank is at
+    `place`. Returns None for a rank that is alone on its host; raises OSError if another one's files cannot be opened.
+    """
     if len(words) == 1:
         return None
     wants = [_read(_opened(files, pid, number, os.O_RDONLY), token) for token, pid, number, _ in words]

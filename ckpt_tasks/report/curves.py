@@ -90,7 +90,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
 
 
 def _shortened(name: str, length: int) -> str:
-    """Return a name, or its end: metrics of one kind differ at their ends or soon before."""
+    """Return a name, or only its end if it is longer than `length`: metrics of one kind differ near the end."""
     return name if len(name) <= length else "…" + name[1 - length :]
 
 

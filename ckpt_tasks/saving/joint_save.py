@@ -63,7 +63,10 @@ class JointSave:
             snapshot.unsealed = self._cache.left is not None
 
     def commit(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry | None]:
-        """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks."""
+        """Write this rank's part and hand it in; rank 0 commits once it has the parts of all ranks.
+
+        Raises SupersededError if a rank has a newer snapshot already, and the error of any rank in all of them.
+        """
         committer, saving = snapshot.committer, snapshot.saving
         entries: list[Entry] = []
         committing = False

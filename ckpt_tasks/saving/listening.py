@@ -43,7 +43,7 @@ class Listeners:
         self._callers: set[int] = set()  # threads of saves that call a listener now
 
     def add(self, listener: Listener) -> None:
-        """Add a listener."""
+        """Add a listener; raise ConfigError if it is not a Listener."""
         if not isinstance(listener, Listener):
             raise ConfigError(f"{listener!r:.80} is not a Listener", hint="Write listen(Listener(committed=function)).")
         self._all.append(listener)

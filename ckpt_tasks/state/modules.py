@@ -228,6 +228,7 @@ def module_names(module: nn.Module, group: str) -> list[str]:
 
 
 def takes_part(module: nn.Module) -> bool:
+    """Say whether the module's own code runs when its state is read or loaded: a hook, or an overridden method."""
     for name in _HOOKS:
         hooks = getattr(module, name, None)
         if hooks and not all(map(_is_torchs, hooks.values())):

@@ -155,7 +155,11 @@ class PlainPart:
         differences.missing += [_text(place) for place in strict if place != top]
 
     def compare_rest(self, differences: Differences) -> None:
-        """Decide for every other tensor whether it keeps its memory; one that a live module owns must."""
+        """Compare the tensors and arrays that `compare` has not: they keep their memory if the stored values fit in.
+
+        If they do not fit, `prepare` makes new ones. Notes a difference where that is not possible, because a live
+        object such as a module owns the memory.
+        """
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not _must_fit(place, live)}
         for place, ref, _, beside in _refs(self._tree, self._live, top):

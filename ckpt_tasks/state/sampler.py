@@ -290,6 +290,7 @@ class _Seeded(Dataset[Any]):
 
 @contextmanager
 def own_random_numbers(seed: int) -> Iterator[None]:
+    """Seed the global CPU streams of Python, NumPy and torch; put their old states back at the end of the block."""
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         random.seed(seed)
@@ -303,6 +304,7 @@ def own_random_numbers(seed: int) -> Iterator[None]:
 
 
 def seed_of(text: str) -> int:
+    """Return 64 bits of a text's digest, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -122,7 +122,7 @@ def _pack_leaf(value: Any, path: str) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Say whether a value, live or in a tree, is a plain one without parts."""
+    """Say whether a value, live or in a tree, is stored as itself: one of SCALARS, which have no parts."""
     return type(value) in SCALARS
 
 

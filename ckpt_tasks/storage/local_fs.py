@@ -60,7 +60,7 @@ HINTS = {
 
 @contextmanager
 def our_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn the system's errors into StoreError, ObjectNotFoundError, ObjectExistsError or IntegrityError."""
+    """Raise StoreError, ObjectNotFoundError, ObjectExistsError or IntegrityError for an error of the system."""
     try:
         yield
     except CkptError:

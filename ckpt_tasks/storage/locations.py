@@ -103,7 +103,7 @@ class Location:
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
-    """Return a Location unchanged; make one of a directory or URL."""
+    """Return a Location unchanged; make one of a directory or URL. Raises ConfigError for another type."""
     if isinstance(place, Location):
         return place
     if not isinstance(place, str | os.PathLike):

@@ -1,0 +1,69 @@
+"""A reader of a room learns from its docstrings what a function does, and what it raises."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_tasks import errors
+from tests.house.sources import ROOT, files, parse, where
+
+OURS = {*errors.__all__, "ValueError", "NotImplementedError"}
+CLI = ROOT / "ckpt_tasks" / "cli"  # a verb's docstring is its help; what it raises is printed as one line
+
+
+def offered(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Yield the functions and public methods that a module offers, each with the docstring of its class."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = set(ast.literal_eval(node.value))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield node, ""
+        elif isinstance(node, ast.ClassDef) and node.name in names:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                    yield method, ast.get_docstring(node) or ""
+
+
+def raised(function: ast.FunctionDef) -> set[str]:
+    """Return the names of the errors that a function raises itself."""
+    found = (node.exc for node in ast.walk(function) if isinstance(node, ast.Raise) and node.exc is not None)
+    return {ast.unparse(error.func) for error in found if isinstance(error, ast.Call)} & OURS
+
+
+def silent(paths: list[Path]) -> list[str]:
+    """List the functions that raise an error of ours, and whose docstring and class say nothing of raising.
+
+    A method without a docstring keeps the contract of its interface, which says it (storage/port.py).
+    """
+    return [
+        f"{where(path, function.lineno)} {function.name} raises {', '.join(sorted(raised(function)))}"
+        for path in paths
+        for function, about in offered(parse(path))
+        if (said := ast.get_docstring(function))
+        and raised(function)
+        and not re.search(r"\b[Rr]aises?\b", f"{said} {about} {ast.get_docstring(parse(path))}")
+    ]
+
+
+def test_a_function_that_raises_says_so() -> None:
+    """Whoever calls a function of another room learns from its docstring that it raises an error of ours."""
+    assert silent([path for path in files("ckpt_tasks") if path.parent != CLI]) == []
+
+
+def test_an_offered_function_has_a_docstring() -> None:
+    """Every module and every function in an `__all__` says what it is."""
+    wrong = [
+        where(path, function.lineno)
+        for path in files("ckpt_tasks")
+        for function, about in offered(parse(path))
+        if not about and ast.get_docstring(function) is None
+    ]
+    wrong += [
+        str(path) for path in files("ckpt_tasks") if path.name != "__init__.py" and not ast.get_docstring(parse(path))
+    ]
+    assert wrong == []
