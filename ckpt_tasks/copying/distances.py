@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.image import ALIGNMENT
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.format.regions import Box, intersection
 from ckpt_tasks.reading.opening import READ_BYTES, Opened, check_header, merge_runs, verify_run
 from ckpt_tasks.storage.port import Store
 
@@ -35,13 +35,10 @@ class Regions:
         self._store = store
         self._runs: dict[tuple[str, int], list[IndexRow]] = {}
         self._kept: OrderedDict[tuple[str, int], mmap.mmap] = OrderedDict()
-        by_object: dict[str, list[IndexRow]] = {}
         for row in opened.rows:
             self.rows.setdefault(row.full_key, []).append(row)
-            by_object.setdefault(row.object, []).append(row)
-        for rows in by_object.values():
-            for run in merge_runs(rows):
-                self._runs.update({(row.object, row.begin): run for row in run if row.end > row.begin})
+        for run in merge_runs(opened.rows):
+            self._runs.update({(row.object, row.begin): run for row in run if row.end > row.begin})
         for record in opened.manifest.objects:
             check_header(store, record)
 
@@ -92,7 +89,7 @@ def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[Index
     far: Distance | None = None
     for row_a in rows_a:
         for row_b in rows_b:
-            box = _common(row_a.box, row_b.box)
+            box = intersection(row_a.box, row_b.box)
             if box is None:
                 continue
             at_a, at_b = a.region(row_a), b.region(row_b)
@@ -107,14 +104,6 @@ def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[Index
             if more.differing:
                 far = more if far is None else far + more
     return far
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """Return the overlap of two boxes of one tensor."""
-    offset = tuple(map(max, a.offset, b.offset))
-    ends = [min(o + n, p + m) for o, n, p, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
-    shape = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
-    return Box(offset, shape) if all(extent > 0 for extent in shape) else None
 
 
 def _slices(outer: Box, inner: Box) -> tuple[slice, ...]:

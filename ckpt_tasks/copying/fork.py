@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from ckpt_tasks.copying.syncing import check_apart
-from ckpt_tasks.copying.transfer import OnProgress, Transfer, by_object
+from ckpt_tasks.copying.transfer import OnProgress, Transfer
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -37,7 +37,7 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.leasing import renewed_lease
-from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
+from ckpt_tasks.reading.opening import Opened, by_object, check_header, open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 

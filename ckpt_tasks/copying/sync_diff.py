@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, RunMismatchError
+from ckpt_tasks.errors import RunMismatchError
 from ckpt_tasks.format.folding import repeated
 from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Checkpoint, Evaluation, State
@@ -154,10 +154,8 @@ def _is_past(source: History, event: Mapping[str, Any]) -> bool:
     n = event.get("entry")
     if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False
-    try:
-        return source.read_entry(n)[1] == event.get("entry_digest")
-    except (IntegrityError, ObjectNotFoundError):
-        return False
+    good = source.good_entry(n)
+    return good is not None and good[1] == event.get("entry_digest")
 
 
 def _numbers(history: History, wanted: Collection[str]) -> dict[str, int]:

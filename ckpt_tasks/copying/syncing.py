@@ -21,16 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from ckpt_tasks.copying.sync_diff import SyncDiff, find_sync_diff
-from ckpt_tasks.copying.transfer import OnProgress, Transfer, by_object
+from ckpt_tasks.copying.transfer import OnProgress, Transfer
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
-    CommitUncertainError,
     ConfigError,
-    FencedError,
     IntegrityError,
     ObjectNotFoundError,
     StateError,
-    StoreError,
 )
 from ckpt_tasks.format.folding import fold
 from ckpt_tasks.format.index import IndexRow
@@ -40,10 +37,10 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import Head, History
-from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify
+from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify, release
 from ckpt_tasks.ledger.timeline import steps_of
 from ckpt_tasks.reading.leasing import renewed_lease
-from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.opening import by_object, open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import ReadableStore, Store
 
@@ -311,9 +308,7 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
     finally:
         if heartbeat is not None:
             heartbeat.stop()
-        # If that fails, the next owner sees that this process is dead or its heartbeat old.
-        with suppress(FencedError, StoreError, CommitUncertainError):
-            history.append({"kind": "release"}, lambda state, n: state.released(), owner=owner)
+        release(history, owner)
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
@@ -374,10 +369,9 @@ def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:
 
 def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return the event of the entry that committed a checkpoint; {} if it cannot be read."""
-    try:
-        event = history.read_entry(checkpoint.n)[0].event
-    except (IntegrityError, ObjectNotFoundError):
+    if (good := history.good_entry(checkpoint.n)) is None:
         return {}
+    event = good[0].event
     return event if (event["kind"], event.get("step")) == ("commit", checkpoint.step) else {}
 
 

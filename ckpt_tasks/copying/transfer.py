@@ -23,10 +23,10 @@ from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.ledger import Checkpoint, State
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.reading.opening import READ_BYTES, open_checkpoint, verify_run
+from ckpt_tasks.reading.opening import READ_BYTES, by_object, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["OnProgress", "Transfer", "by_object", "changes"]
+__all__ = ["OnProgress", "Transfer", "changes"]
 
 OnProgress = Callable[[int], None]  # gets the size in bytes of every read
 
@@ -190,14 +190,6 @@ class Transfer:
                 ) from error
             self._memory = memoryview(mmap.mmap(self._file.fileno(), size_bytes))
         return self._memory[:size_bytes]
-
-
-def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
-    """Return the rows of every object, by its name."""
-    rows_of: dict[str, list[IndexRow]] = {}
-    for row in rows:
-        rows_of.setdefault(row.object, []).append(row)
-    return rows_of
 
 
 def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.keys import LEDGER_PREFIX, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.history import History
@@ -28,7 +26,7 @@ def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, s
     """
     numbers, batch_size = _numbers(history, since), _FEWEST
     while batch := [*islice(numbers, batch_size)]:
-        entries = in_threads(partial(_entry, history), batch, _THREADS, "ckpt-ledger")
+        entries = in_threads(history.good_entry, batch, _THREADS, "ckpt-ledger")
         yield from (entry for entry in entries if entry is not None)
         batch_size = min(2 * batch_size, _MOST)
 
@@ -49,10 +47,3 @@ def _numbers(history: History, since: int) -> Iterator[int]:
         if len(names) < limit:
             return
         limit *= 8
-
-
-def _entry(history: History, n: int) -> tuple[Entry, str] | None:
-    try:
-        return history.read_entry(n)
-    except (IntegrityError, ObjectNotFoundError):
-        return None  # `ckpt verify` reports it

@@ -258,6 +258,13 @@ class History:
         """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError if it is torn or foreign."""
         return read_good(self.store, lambda: self._read_entry(n), listed=True)
 
+    def good_entry(self, n: int) -> tuple[Entry, str] | None:
+        """Read entry n with its digest; return None if it is damaged or missing, which `ckpt verify` reports."""
+        try:
+            return self.read_entry(n)
+        except (IntegrityError, ObjectNotFoundError):
+            return None
+
     def _read_entry(self, n: int) -> tuple[Entry, str]:
         name = ledger_name(n)
         entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
@@ -301,11 +308,9 @@ class History:
         fresh = self.head()
         if fresh.next_n > n:
             return fresh
-        try:
-            entry, digest = self.read_entry(n)
-        except (IntegrityError, ObjectNotFoundError):
+        if (good := self.good_entry(n)) is None:
             return Head(head.entry, head.digest, n + 1, (*head.damaged, ledger_name(n)))
-        return Head(entry, digest, n + 1, fresh.damaged)
+        return Head(*good, n + 1, fresh.damaged)
 
     def _is_mine(self, name: str, data: bytes) -> bool:
         """Say whether the entry under this name is ours; raise IntegrityError if it is not a good entry at all."""
@@ -349,12 +354,9 @@ class History:
     def _newest(self, numbered: list[tuple[int, str]]) -> tuple[Entry, str, tuple[str, ...]] | None:
         damaged: list[str] = []
         for n, name in sorted(numbered, reverse=True):
-            try:
-                entry, digest = self.read_entry(n)
-            except (IntegrityError, ObjectNotFoundError):
-                damaged.append(name)
-                continue
-            return entry, digest, tuple(damaged)
+            if (good := self.good_entry(n)) is not None:
+                return *good, tuple(damaged)
+            damaged.append(name)
         return None
 
 

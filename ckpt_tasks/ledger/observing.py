@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
@@ -92,18 +90,11 @@ def recent(history: History, most: int = ENTRIES_READ) -> deque[LedgerEvent]:
     next_n = history.head().next_n
     numbers = range(max(0, next_n - most), next_n)
     if history.store.near:
-        read = [*map(partial(_read, history), numbers)]
+        good = [*map(history.good_entry, numbers)]
     else:
-        read = in_threads(partial(_read, history), numbers, _AT_ONCE, "ckpt-ledger")
-    return deque((event for event in read if event is not None), maxlen=most)
-
-
-def _read(history: History, n: int) -> LedgerEvent | None:
-    try:
-        entry, _ = history.read_entry(n)
-    except (IntegrityError, ObjectNotFoundError):
-        return None  # `ckpt verify` reports damaged entries
-    return ledger_event(entry)
+        good = in_threads(history.good_entry, numbers, _AT_ONCE, "ckpt-ledger")
+    events = (ledger_event(read[0]) for read in good if read is not None)
+    return deque((event for event in events if event is not None), maxlen=most)
 
 
 def ledger_event(entry: Entry) -> LedgerEvent | None:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary, ref
 
 from ckpt_tasks.errors import (
     CkptError,
+    CommitUncertainError,
     FencedError,
     IntegrityError,
     NoGoodCheckpointError,
@@ -45,6 +46,7 @@ __all__ = [
     "left_here",
     "lives_here",
     "process_start",
+    "release",
     "why_free",
 ]
 
@@ -223,6 +225,19 @@ def _take(
         with suppress(StoreError):  # a leftover sign of life is ignored: it has another epoch
             history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
+
+
+def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset()) -> bool:
+    """Release the run directory, with the names that `owner` has `deleted`; return False if it has lost the run.
+
+    If the store fails, the next owner finds this process gone, or its heartbeat old.
+    """
+    with suppress(StoreError, CommitUncertainError):
+        try:
+            history.append({"kind": "release"}, lambda state, n: state.released(deleted), owner=owner)
+        except FencedError:
+            return False
+    return True
 
 
 class Heartbeat:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.entries import SYNCED
@@ -116,10 +115,8 @@ def moment(entry: Entry) -> Moment | None:
 
 def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]:
     def read(n: int) -> Moment | str | None:
-        try:
-            return moment(history.read_entry(n)[0])
-        except (IntegrityError, ObjectNotFoundError):
-            return "damaged"  # `verify` reports it
+        good = history.good_entry(n)
+        return "damaged" if good is None else moment(good[0])
 
     if history.store.near or len(numbers) < _AT_ONCE:
         yield from map(read, numbers)

@@ -18,7 +18,7 @@ from ckpt_tasks.format.regions import Box
 from ckpt_tasks.policy.ranges import Span, merge_spans
 from ckpt_tasks.ranks.exchange import ALONE, Together
 from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, within
-from ckpt_tasks.reading.opening import READ_BYTES, verify_run
+from ckpt_tasks.reading.opening import READ_BYTES, by_object, verify_run
 from ckpt_tasks.reading.sharing import Share, share
 from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.processes import in_threads
@@ -48,7 +48,7 @@ class DownloadedTensors:
         self._by_key: dict[str, list[IndexRow]] = {}
         for row in self._rows:
             self._by_key.setdefault(row.full_key, []).append(row)
-        self._memory = {name: _Laid(rows) for name, rows in _by_object(self._rows)}
+        self._memory = {name: _Laid(rows) for name, rows in by_object(self._rows).items()}
         self._fetched: set[IndexRow] = set()  # into that memory
         self._share: Share | None = None
         self._fills: list[_Pair] = []
@@ -132,15 +132,8 @@ class _Laid:
         self.memory = memoryview(mmap.mmap(-1, max(1, max(row.end for row in rows) - self.base)))
 
 
-def _by_object(rows: Iterable[IndexRow]) -> Iterator[tuple[str, list[IndexRow]]]:
-    rows_of: dict[str, list[IndexRow]] = {}
-    for row in rows:
-        rows_of.setdefault(row.object, []).append(row)
-    yield from rows_of.items()
-
-
 def _reads(rows: Iterable[IndexRow], gap_bytes: int) -> Iterator[_Read]:
-    for name, here in _by_object(rows):
+    for name, here in by_object(rows).items():
         spans = merge_spans((Span(row.begin, row.end) for row in here), gap_bytes=gap_bytes, max_bytes=READ_BYTES)
         left = iter(sorted(here, key=lambda row: (row.begin, row.end)))
         row = next(left, None)

@@ -29,6 +29,7 @@ __all__ = [
     "READ_BYTES",
     "Opened",
     "SavedGroup",
+    "by_object",
     "change",
     "check_header",
     "merge_runs",
@@ -155,6 +156,14 @@ def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
     store.read(record.name, 0, memoryview(header))
     if digest_hex(bytes(header)) != record.digest:
         raise IntegrityError("the header's bytes have changed", key=record.name)
+
+
+def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
+    """Return the rows of every object, by its name."""
+    rows_of: dict[str, list[IndexRow]] = {}
+    for row in rows:
+        rows_of.setdefault(row.object, []).append(row)
+    return rows_of
 
 
 @gc_paused()

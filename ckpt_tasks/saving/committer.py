@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, FencedError, StoreError
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head, History, check_owner
 from ckpt_tasks.ledger.metrics import checked_metrics
+from ckpt_tasks.ledger.ownership import release
 from ckpt_tasks.ledger.steps import put_steps
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.reading.opening import open_checkpoint
@@ -221,10 +222,4 @@ class Committer(Follower):
 
     def release(self) -> bool:
         """Release the run directory; return False if another process owns it."""
-        deleted = self._pruner.deleted
-        with suppress(StoreError, CommitUncertainError):  # the next owner will find this process dead or silent
-            try:
-                self._history.append({"kind": "release"}, lambda state, n: state.released(deleted), owner=self.owner)
-            except FencedError:
-                return False
-        return True
+        return release(self._history, self.owner, self._pruner.deleted)

@@ -35,7 +35,7 @@ from ckpt_tasks.format.steps import MAX_STEPS_BYTES
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import moment
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
-from ckpt_tasks.reading.opening import READ_BYTES, check_header, merge_runs, open_checkpoint, verify_run
+from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, merge_runs, open_checkpoint, verify_run
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
@@ -84,18 +84,16 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
     except (IntegrityError, ObjectNotFoundError) as error:
         return [str(error)]
     faults: list[str] = []
-    by_object: dict[str, list[IndexRow]] = {record.name: [] for record in opened.manifest.objects}
-    for row in opened.rows:
-        by_object[row.object].append(row)
+    rows = by_object(opened.rows)
     for record in opened.manifest.objects:
         check()
         try:
             check_header(store, record)
-            faults += _header_faults(store, record, by_object[record.name])
+            faults += _header_faults(store, record, rows.get(record.name, []))
         except (IntegrityError, ObjectNotFoundError) as error:
             faults.append(str(error))
-            by_object[record.name].clear()
-    runs = [run for rows in by_object.values() for run in merge_runs(rows)]
+            rows.pop(record.name, None)
+    runs = [run for here in rows.values() for run in merge_runs(here)]
     return [*faults, *_run_faults(store, runs, check)]
 
 
