@@ -26,7 +26,7 @@ from ckpt_tasks.deploying.parts import Process, Site, end_all, flow_runs, read_s
 from ckpt_tasks.deploying.server import answers, api_url, end_of, start_server
 from ckpt_tasks.errors import SiteError
 
-__all__ = ["POOL", "Part", "Up", "bring_up", "take_down"]
+__all__ = ["POOL", "SitePart", "Up", "bring_up", "take_down"]
 
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SitePart:
     """A part of the site and its status, in words for people."""
 
     name: str
@@ -52,7 +52,7 @@ class Up:
 
     url: str
     page: str
-    parts: tuple[Part, ...]
+    parts: tuple[SitePart, ...]
     deployments: tuple[str, ...]
 
 
@@ -77,18 +77,18 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
             deployments, file = _deploy(directory, url)
             outcomes = apply(build_automations())
             changed = sum(item.status != "as it was" for item in outcomes)
-            automations = Part(
+            automations = SitePart(
                 name="automations",
                 status="applied" if changed else "as they were",
                 about="crashed and silent runs are started again",
             )
             site, worker = _worker(site, home, client, path)
-        deployed = Part(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
+        deployed = SitePart(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
         parts = (server, pool, deployed, automations, worker)
         return Up(url=url, page=url.removesuffix("/api"), parts=parts, deployments=deployments)
 
 
-def take_down() -> tuple[Part, ...]:
+def take_down() -> tuple[SitePart, ...]:
     """End what `bring_up` started and still runs: the worker, its flow runs after a commit, the server."""
     home = get_current_settings().home
     with _alone(home):
@@ -107,7 +107,7 @@ def take_down() -> tuple[Part, ...]:
                     about += _end_worker(process, _mark(home))
                 else:
                     end_all([process], _STOP_S)
-            parts.append(Part(name=name, status=status, about=about))
+            parts.append(SitePart(name=name, status=status, about=about))
         path.unlink()
         (home / "server.pid").unlink(missing_ok=True)
         return tuple(parts)
@@ -133,14 +133,14 @@ def _url(port: int | None) -> str:
     return own if port is not None else (settings.api.url or own).rstrip("/")
 
 
-def _server(site: Site, home: Path, port: int | None) -> tuple[Site, Part]:
+def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
     settings = get_current_settings().server.api
     host, port = settings.host, port or settings.port
     process = site.started.get("server")
     if answers(site.url):
         ours = process is not None and process.lives
         status = "as it was" if ours else "runs already, not started here"
-        return site, Part(name="server", status=status, about=site.url)
+        return site, SitePart(name="server", status=status, about=site.url)
     if site.url != api_url(host, port):
         raise SiteError(
             f"no server answers at {site.url}", hint="PREFECT_API_URL names it: start it, or unset the variable."
@@ -150,16 +150,16 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, Part]:
     pid = start_server(host, port)
     assert pid is not None  # nothing answered a moment ago, and we hold the site
     site = replace(site, started={**site.started, "server": Process.of(pid)})
-    return site, Part(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
+    return site, SitePart(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
 
 
-def _pool(client: SyncPrefectClient) -> Part:
+def _pool(client: SyncPrefectClient) -> SitePart:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-        return Part(name="work pool", status="created", about=POOL)
-    return Part(name="work pool", status="as it was", about=POOL)
+        return SitePart(name="work pool", status="created", about=POOL)
+    return SitePart(name="work pool", status="as it was", about=POOL)
 
 
 def _deploy(directory: Path, url: str) -> tuple[tuple[str, ...], Path]:
@@ -175,12 +175,12 @@ def _deploy(directory: Path, url: str) -> tuple[tuple[str, ...], Path]:
     return names, file
 
 
-def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tuple[Site, Part]:
+def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tuple[Site, SitePart]:
     log_path = home / "worker.log"
     about = f"takes runs of {POOL}, log {log_path}"
     process = site.started.get("worker")
     if process is not None and process.lives:
-        return site, Part(name="worker", status="as it was", about=about)
+        return site, SitePart(name="worker", status="as it was", about=about)
     name = f"ckpt up on {socket.gethostname()}"
     before = _sign_of_life(client, name)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
@@ -203,7 +203,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
         if time.monotonic() > deadline:
             raise SiteError(f"the worker has not reported within {_PATIENCE_S} s; see {log_path}")
         time.sleep(_LOOK_S)
-    return site, Part(name="worker", status="started", about=about)
+    return site, SitePart(name="worker", status="started", about=about)
 
 
 def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
