@@ -18,10 +18,12 @@ block (CUDA Runtime API, "API synchronization behavior"). So nothing here needs 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from ckpt_tasks.state.processes import finalize_here
 
 __all__ = ["DeviceCopy", "Devices"]
 
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _log = logging.getLogger("ckpt_tasks")
 
@@ -49,7 +52,7 @@ class DeviceCopy:
 
     def wait(self) -> None:
         """Wait until everything is copied; raise StateError if a device failed: then the image must not be used."""
-        with _told():
+        with _told(), _beside_captures():
             for device, event in self._ends:
                 with self._cuda.device(device):  # a new thread would use device 0
                     event.synchronize()
@@ -122,7 +125,7 @@ class Devices:
 
     def _register(self, address: int, size_bytes: int, device: torch.device, failures: list[str]) -> None:
         try:
-            with self._cuda.device(device):
+            with self._cuda.device(device), _beside_captures():
                 cudart = self._cuda.cudart()
                 code = cudart.cudaHostRegister(address, size_bytes, _PORTABLE)
                 if int(code):
@@ -131,11 +134,11 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        with suppress(RuntimeError):  # a failed device writes no more, and wait() has raised
+        with suppress(RuntimeError), _beside_captures():  # a failed device writes no more, and wait() has raised
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:
-            with self._cuda.device(device):
+            with self._cuda.device(device), _beside_captures():
                 code = self._cuda.cudart().cudaHostUnregister(address)
             if int(code):
                 _log.warning("Memory of a snapshot could not be unpinned: cudaHostUnregister gave %d", int(code))
@@ -148,6 +151,38 @@ def _by_device(pairs: Sequence[_Pair]) -> dict[torch.device, tuple[list[torch.Te
         into.append(place)
         out_of.append(live)
     return shares
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let this thread wait and pin while another one captures a CUDA graph.
+
+    By default CUDA forbids both in every thread, and the capture fails (CUDA Runtime API,
+    cudaThreadExchangeStreamCaptureMode). What happens here touches no stream that is captured.
+    """
+    exchange = _exchange()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # `mode` is now the one before
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange() -> Callable[..., int] | None:
+    """Return a function of the CUDA runtime that torch has loaded; None where torch was built without, or with its own."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:  # linked into torch itself: then captures have to wait for saves
+        return None
+    found: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
+    return found
 
 
 @contextmanager

@@ -185,6 +185,34 @@ def test_a_write_after_the_call_is_not_in_the_copy(
     assert same_bits(image.views["x"], now)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_graphs_are_captured_while_saves_are_under_way(run_dir: Path, mode: str) -> None:
+    """P1: a capture succeeds right after step(), in every mode; every checkpoint is the moment of its step."""
+    training = Training(capturable=True)
+    batch = torch.randn(16, 512, device="cuda")
+
+    def compute() -> None:
+        training.model(batch).backward()
+        training.optimizer.step()
+
+    with saving(run_dir) as ckpt:
+        for step in range(1, 25):
+            training.optimizer.zero_grad(set_to_none=True)
+            if step < 4:
+                compute()
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode=mode):
+                    compute()
+                graph.replay()
+            training.moments[step] = training.now()
+            ckpt.step(step, training.state)
+    steps = checked(run_dir, training)
+    assert len(steps) > 3
+    assert steps[-1] == 24
+
+
 def test_memory_that_cannot_be_pinned_does_not_disturb_training(caplog: pytest.LogCaptureFixture) -> None:
     """A refused registration is said once; the next kernel of this thread is not blamed for it; copies are right."""
     devices, live = Devices(), torch.full((1 << 20,), 5.0, device="cuda")
