@@ -174,7 +174,7 @@ def _beside_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Callable[..., int] | None:
-    """Return a function of the CUDA runtime that torch has loaded; None where torch was built without, or with its own."""
+    """Return a function of the CUDA runtime that torch has loaded; None where torch has none, or its own."""
     if torch.version.cuda is None:
         return None
     try:
