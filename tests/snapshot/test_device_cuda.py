@@ -196,7 +196,12 @@ def _pin(devices: Devices, live: torch.Tensor) -> Callable[[], object]:
 
 def _unpin(devices: Devices, live: torch.Tensor) -> Callable[[], object]:
     images = [image_of(live, devices)]
-    return lambda: (images.clear(), gc.collect())
+
+    def act() -> None:
+        images.clear()
+        gc.collect()
+
+    return act
 
 
 BACKGROUND: dict[str, Callable[[Devices, torch.Tensor], Callable[[], object]]] = {
