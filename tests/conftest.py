@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.servers.fixtures"]  # servers, each started by the first test that asks for it
+# Servers, each started by the first test that asks for it.
+pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
 
 # A home of its own: a test never sees, writes or upgrades the developer's Prefect profile and database.
 _PREFECT_HOME = tempfile.TemporaryDirectory(prefix="ckpt-tasks-prefect-")
@@ -109,6 +110,14 @@ def _same_numbers() -> None:
     if (torch := sys.modules.get("torch")) is not None:  # not imported for tests that do without it
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_handlers() -> Iterator[None]:
+    """Put SIGTERM's handler back: a Checkpointer's block around a flow that retries ends with Prefect's."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Processes that are killed here report to a real server: an embedded one would be killed and orphaned with them."""
+"""What the tests of killed processes share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import prefect_home, server
 from tests.servers.s3 import S3Server
 from tests.support.pipelines import gate
 from tests.support.places import S3Place
 
-__all__ = ["gate", "memory", "prefect_home", "s3_place", "server"]
+__all__ = ["gate", "memory", "s3_place"]
 
 
 @pytest.fixture

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from ckpt_tasks.deploying.parts import Process, Site, end_all, flow_runs, read_site, write_site
 from ckpt_tasks.errors import SiteError
+from tests.support.waiting import until
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
 
@@ -52,23 +54,33 @@ def test_the_end_waits_and_then_insists(deaf: subprocess.Popen[bytes]) -> None:
 
 def test_a_flow_run_is_found_although_its_worker_is_gone() -> None:
     """The topmost processes with the mark are found, below the worker and orphaned; nothing else is."""
-    shell, nested = "sleep 600 & echo $!; wait", "bash -c 'sleep 600; true' & echo $!; wait"
-    environment = {**os.environ, "CKPT_SITE": "here"}
+    here = uuid4().hex  # another run of the tests may be on this machine
+    mark, environment = f"CKPT_SITE={here}", {**os.environ, "CKPT_SITE": here}
+    shell = ["bash", "-c", "bash -c 'sleep 600 & echo $$; wait' & wait"]
     with (
-        subprocess.Popen(["bash", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True) as worker,
-        subprocess.Popen(["bash", "-c", nested], env=environment, stdout=subprocess.PIPE, text=True) as dead_worker,
+        subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, start_new_session=True) as worker,
+        subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, start_new_session=True) as dead_worker,
     ):
-        assert worker.stdout is not None
-        assert dead_worker.stdout is not None
-        below, orphan = int(worker.stdout.readline()), int(dead_worker.stdout.readline())
-        dead_worker.kill()
-        dead_worker.wait()
-        found = flow_runs("CKPT_SITE=here", Process.of(worker.pid))
-        assert {one.pid for one in found} == {below, orphan}
-        assert flow_runs("CKPT_SITE=elsewhere", Process.of(worker.pid)) == []
-        for one in (Process.of(worker.pid), *found, *flow_runs("CKPT_SITE=here", Process.of(below))):
-            one.send(signal.SIGKILL)
-        end_all(flow_runs("CKPT_SITE=here", Process.of(worker.pid)), patience_s=5.0)
+        try:
+            assert worker.stdout is not None
+            assert dead_worker.stdout is not None
+            below, orphan = int(worker.stdout.readline()), int(dead_worker.stdout.readline())
+            dead_worker.kill()
+            dead_worker.wait()
+            until(lambda: len(_marked(mark)) == 5)  # a process that is becoming another program shows no mark
+            assert {one.pid for one in flow_runs(mark, Process.of(worker.pid))} == {below, orphan}
+            assert flow_runs("CKPT_SITE=elsewhere", Process.of(worker.pid)) == []
+        finally:
+            for group in (worker, dead_worker):
+                os.killpg(group.pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[Path]:
+    marked = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            marked += [place] if mark.encode() in place.read_bytes() else []
+    return marked
 
 
 def test_the_file_says_what_was_started(tmp_path: Path) -> None:

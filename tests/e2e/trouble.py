@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.flows.tiny import Tiny
+from tests.support.tiny import Tiny
 
 
 class Trouble(Tiny):

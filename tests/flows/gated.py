@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.flows.train import train
-from tests.flows.tiny import Tiny
+from tests.support.tiny import Tiny
 
 __all__ = ["TIMEOUT_S", "Gated", "timed"]
 

@@ -44,7 +44,7 @@ class Runs:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, module: str = "flows.train") -> subprocess.Popen[str]:
-        usual = ("--run-key", "tiny", "--checkpoint-dir", str(self.run_dir), "--program", "tests.flows.tiny:Tiny")
+        usual = ("--run-key", "tiny", "--checkpoint-dir", str(self.run_dir), "--program", "tests.support.tiny:Tiny")
         process = subprocess.Popen(
             [sys.executable, "-m", module, *usual, *arguments],
             cwd=self._place,
@@ -212,7 +212,7 @@ def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
 
 def here(flow: str, run_dir: Path, *arguments: str) -> int:
     """Run a command line in this process."""
-    usual = ("--run-key", "tiny", "--checkpoint-dir", str(run_dir), "--program", "tests.flows.tiny:Tiny")
+    usual = ("--run-key", "tiny", "--checkpoint-dir", str(run_dir), "--program", "tests.support.tiny:Tiny")
     with pytest.raises(SystemExit) as ended:
         app([flow, *usual, *arguments])
     return int(ended.value.code or 0)
@@ -309,7 +309,7 @@ def test_a_complete_run_is_not_another_programs(run_dir: Path, capfd: pytest.Cap
     capfd.readouterr()
     assert here("train", run_dir, "--steps", "2", "--program", "tests.support.forks:Scheduled") == 1
     said = "".join(capfd.readouterr())
-    assert "error: the run trains tests.flows.tiny:Tiny, not tests.support.forks:Scheduled" in said
+    assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in said
     assert "complete" not in said
 
 

@@ -22,11 +22,11 @@ from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
-from tests.flows.tiny import Tiny
 from tests.support.cli_runs import ckpt, flip
+from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
-TINY = "tests.flows.tiny:Tiny"
+TINY = "tests.support.tiny:Tiny"
 DRAWING = "tests.flows.test_evaluate:Drawing"
 PRUNING = "tests.flows.test_evaluate:Pruning"
 

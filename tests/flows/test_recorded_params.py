@@ -16,8 +16,8 @@ from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.session.local import build_program
-from tests.flows.tiny import Tiny
 from tests.support.forks import PROGRAM, fork, states
+from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
 

@@ -42,7 +42,7 @@ def test_a_suspended_run_starts_again_for_a_person_alone(
     parameters = {
         "run_key": "tiny",
         "total_steps": 5,
-        "program": "tests.flows.tiny:Tiny",
+        "program": "tests.support.tiny:Tiny",
         "checkpoint": {"checkpoint_dir": str(run_dir)},
     }
     run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id

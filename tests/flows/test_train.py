@@ -20,12 +20,12 @@ from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.orchestration.step_batch import step_batch
 from ckpt_tasks.session.local import LocalSession, build_program
 from ckpt_tasks.session.session import Progress, watcher
-from tests.flows.tiny import Tiny
 from tests.support.cli_runs import flip
+from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
-TINY = "tests.flows.tiny:Tiny"
-DIVERGING = "tests.flows.tiny:Diverging"
+TINY = "tests.support.tiny:Tiny"
+DIVERGING = "tests.support.tiny:Diverging"
 
 
 def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
@@ -278,7 +278,7 @@ def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("tests.flows.absent:Tiny", ProgramError),
+        ("tests.support.absent:Tiny", ProgramError),
         ("collections:Counter", ProgramError),
         ("tests.support.forks:Scheduled", RunMismatchError),
     ],

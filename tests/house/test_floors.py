@@ -104,6 +104,16 @@ def test_every_folder_is_a_floor() -> None:
     assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "errors", "system"}
 
 
+def test_the_tests_mirror_the_rooms() -> None:
+    """Every room has its folder of tests, and CONTRIBUTING.md names each other folder of tests/."""
+    floors = {path.name for path in (ROOT / "ckpt_tasks").iterdir() if (path / "__init__.py").exists()}
+    tested = {path.relative_to(ROOT / "tests").parts[0] for path in files("tests") if path.name.startswith("test_")}
+    assert floors - tested == set(), "a room without a folder of tests"
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    others = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"} - floors
+    assert {name for name in others if f"`{name}/`" not in page} == set(), "say what is in it"
+
+
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_only_its_own_modules_import(package: str) -> None:
     """P21: a foreign package is imported where the architecture says, and nowhere else; pickle nowhere."""

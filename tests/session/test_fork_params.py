@@ -114,7 +114,7 @@ def test_parameters_are_recorded_once(run_dir: Path) -> None:
 
 def test_another_program_is_refused(a: Path, b: Path) -> None:
     """A run is one program's, before anything is built and in the owner's restore; a new fork takes any program."""
-    other = "tests.flows.tiny:Tiny"
+    other = "tests.support.tiny:Tiny"
     fork(a, 3, b)
     for run_dir, trained in ((a, True), (b, False)):
         if trained:
@@ -140,10 +140,10 @@ def test_entries_of_before_programs_were_recorded(a: Path) -> None:
     """A run whose entries say nothing of a program takes the first that trains it, and records that."""
     newest = min((a / "ledger").glob("[0-9]*.json"))
     newest.write_bytes(resealed(newest.read_bytes(), lambda body: body["state"].pop("program")))
-    check_program(config(a), "tests.flows.tiny:Tiny")
+    check_program(config(a), "tests.support.tiny:Tiny")
     train(a, 7, {"lr": 0.02})
     with pytest.raises(RunMismatchError):
-        check_program(config(a), "tests.flows.tiny:Tiny")
+        check_program(config(a), "tests.support.tiny:Tiny")
 
 
 def test_the_example_of_before_is_the_example_of_today(a: Path) -> None:

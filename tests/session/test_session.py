@@ -17,7 +17,7 @@ from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.local import LocalSession, StateSession, build_program
 from ckpt_tasks.session.session import Progress, watcher
 
-TINY = "tests.flows.tiny:Tiny"
+TINY = "tests.support.tiny:Tiny"
 
 
 def config(run_dir: Path, **options: Any) -> CheckpointConfig:
@@ -31,13 +31,13 @@ def weights(session: LocalSession) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "params", "says"),
     [
-        ("tests.flows.tiny", {}, "package.module:Factory"),
+        ("tests.support.tiny", {}, "package.module:Factory"),
         (":Tiny", {}, "package.module:Factory"),
-        ("tests.flows.tiny:", {}, "package.module:Factory"),
-        ("tests.flows.absent:Tiny", {}, "cannot be imported"),
-        ("tests.flows.tiny:Absent", {}, "no factory 'Absent'"),
-        ("tests.flows.tiny:__name__", {}, "no factory '__name__'"),
-        ("tests.flows.tiny:Tiny", {"widht": 3}, "widht"),
+        ("tests.support.tiny:", {}, "package.module:Factory"),
+        ("tests.support.absent:Tiny", {}, "cannot be imported"),
+        ("tests.support.tiny:Absent", {}, "no factory 'Absent'"),
+        ("tests.support.tiny:__name__", {}, "no factory '__name__'"),
+        ("tests.support.tiny:Tiny", {"widht": 3}, "widht"),
         ("collections:Counter", {}, "is not a program: it has no train_step and no evaluate"),
         ("builtins:dict", {}, "cannot be called"),
     ],

@@ -1,4 +1,4 @@
-"""A flow that says what it commits: `python -m tests.flows.announcer DIRECTORY STEPS JSON`, in a process of its own."""
+"""A flow that tells its commits, in its own process: `python -m tests.orchestration.announcer DIRECTORY STEPS JSON`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefect import flow
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.orchestration.events import announce
-from tests.flows.tiny import Tiny
+from tests.support.tiny import Tiny
 
 
 @flow(name="announcer")
@@ -25,7 +25,7 @@ def announcer(run_dir: str, steps: int, params: dict[str, Any], lost_at: int | N
         memory_dir=None,
     )
     with Checkpointer(config) as ckpt:
-        announce(ckpt, "told", program="tests.flows.tiny:Tiny", params={"width": 8})
+        announce(ckpt, "told", program="tests.support.tiny:Tiny", params={"width": 8})
         program = Tiny(**params)
         ckpt.restore(program.state)
         for step in range(ckpt.position + 1, steps + 1):

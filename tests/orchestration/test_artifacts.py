@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("harness")
 
 def run(run_dir: Path, total_steps: int, **options: Any) -> None:
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": 2}
-    defaults = {"checkpoint": checkpoint, "program": "tests.flows.tiny:Tiny", "batch_steps": 5}
+    defaults = {"checkpoint": checkpoint, "program": "tests.support.tiny:Tiny", "batch_steps": 5}
     train(run_key="tiny_1", total_steps=total_steps, **{**defaults, **options})
 
 

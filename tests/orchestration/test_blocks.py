@@ -30,11 +30,11 @@ from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.blocks import CheckpointStore, resolve
 from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Location
 from ckpt_tasks.storage.objects import SCHEMES
-from tests.flows.conftest import PREFECT
-from tests.flows.tiny import Tiny
+from tests.servers.prefect import PREFECT
 from tests.servers.s3 import S3Server
+from tests.support.tiny import Tiny
 
-TINY = "tests.flows.tiny:Tiny"
+TINY = "tests.support.tiny:Tiny"
 SECRET = "HUSHa1b2c3d4"
 # Within the package `prefect` is imported by orchestration/ alone; in a server's process that must not cost a torch.
 NOTHING_HEAVY = (

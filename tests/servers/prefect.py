@@ -1,4 +1,7 @@
-"""Prefect for the tests: one real server, for flows in this process and in processes of their own."""
+"""Prefect for the tests: one real server, for flows in this process and in processes of their own.
+
+Prefect is imported by the first test that asks for it: this file is a plugin, which every run of the tests imports.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.context import _temporary_global_settings_context, get_settings_context
-from prefect.events.worker import EventsWorker
-from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from tests.servers.process import free_port
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 
@@ -66,6 +68,11 @@ def server(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def harness(server: dict[str, str]) -> Iterator[None]:
     """Run flows of this process against the session's server."""
+    from prefect.context import _temporary_global_settings_context, get_settings_context
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
+
     _keep_prefect_out_of_later_tests()
     # Tasks are called without a flow here, which Prefect warns of: it has no run to file the log under.
     quiet = {PREFECT_API_URL: server["PREFECT_API_URL"], PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
@@ -79,6 +86,10 @@ def harness(server: dict[str, str]) -> Iterator[None]:
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     """Return a client of the real server, which this process is then configured for."""
+    from prefect.client.orchestration import get_client
+    from prefect.events.worker import EventsWorker
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     _keep_prefect_out_of_later_tests()
     with temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]}), get_client(sync_client=True) as found:
         EventsWorker.drain_all()  # one that has begun goes on sending to the server that it began with

@@ -20,7 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.orchestration.events import asset_key
 from ckpt_tasks.saving.listening import Listener
-from tests.flows.tiny import Tiny
+from tests.support.tiny import Tiny
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = {"step", "epochs", "manifest_digest", "metrics", "size_bytes", "waited_s", "saved_at"}
@@ -44,7 +44,7 @@ def events(server: Mapping[str, str], run_dir: Path, *names: str, wait_for: int 
 
 def told(server: Mapping[str, str], run_dir: Path, steps: int, **options: Any) -> subprocess.CompletedProcess[str]:
     given = json.dumps({"params": {}, **options})
-    command = [sys.executable, "-m", "tests.flows.announcer", str(run_dir), str(steps), given]
+    command = [sys.executable, "-m", "tests.orchestration.announcer", str(run_dir), str(steps), given]
     return subprocess.run(command, cwd=ROOT, env=server, capture_output=True, text=True, check=False, timeout=240)
 
 
@@ -126,7 +126,7 @@ import time
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.orchestration.events import announce
-from tests.flows.tiny import Tiny
+from tests.support.tiny import Tiny
 program = Tiny()
 with temporary_settings({{PREFECT_API_URL: "http://127.0.0.1:9/api"}}):
     with Checkpointer(CheckpointConfig(checkpoint_dir={str(run_dir)!r})) as ckpt:

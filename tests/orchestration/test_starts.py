@@ -37,7 +37,7 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
     parameters = {
         "run_key": "tiny",
         "total_steps": 10,
-        "program": "tests.flows.tiny:Tiny",
+        "program": "tests.support.tiny:Tiny",
         "params": {"fail_at": 7, "times": 1, "failures": str(tmp_path / "failures")},
         "batch_steps": 5,
         "retries": 0,
@@ -77,7 +77,7 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
 
 def test_a_declined_start_has_a_name(run_dir: Path) -> None:
     """A flow run that was cancelled since one was at work says so by its name; one that had begun keeps its own."""
-    tiny: dict[str, Any] = {"run_key": "tiny", "program": "tests.flows.tiny:Tiny"}
+    tiny: dict[str, Any] = {"run_key": "tiny", "program": "tests.support.tiny:Tiny"}
     train(**tiny, total_steps=1, checkpoint=CheckpointConfig(checkpoint_dir=str(run_dir)))
     parameters = {**tiny, "checkpoint_dir": str(run_dir)}
     with get_client(sync_client=True) as client:

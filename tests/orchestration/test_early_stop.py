@@ -61,7 +61,7 @@ def trained(run_dir: Path, **options: Any) -> TrainResult:
     defaults: dict[str, Any] = {
         "run_key": "tiny",
         "total_steps": 60,
-        "program": "tests.flows.tiny:Tiny",
+        "program": "tests.support.tiny:Tiny",
         "batch_steps": 5,
     }
     checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": 1}
@@ -221,7 +221,7 @@ def deployments(run_dir: Path) -> dict[str, Any]:
                 "parameters": {
                     "run_key": "followed",
                     "total_steps": 2000,
-                    "program": "tests.flows.tiny:Tiny",
+                    "program": "tests.support.tiny:Tiny",
                     "params": {"step_s": 0.1},
                     "batch_steps": 20,
                     "checkpoint": {"checkpoint_dir": str(run_dir)},
@@ -262,7 +262,7 @@ def test_from_the_event_of_a_commit_to_a_suspended_run(tmp_path: Path, run_dir: 
         assert set(started) == {"be there when a run starts", "evaluate what is committed"}
         for parameters in started.values():
             assert parameters["checkpoint_dir"] == str(run_dir)
-            assert (parameters["program"], parameters["params"]) == ("tests.flows.tiny:Tiny", {"step_s": 0.1})
+            assert (parameters["program"], parameters["params"]) == ("tests.support.tiny:Tiny", {"step_s": 0.1})
         begin_s, follow_s = followed_s(run_dir)
         print(f"the first evaluation began after {begin_s:.1f} s, others {median(follow_s):.1f} s after their commits")  # noqa: T201
         assert median(follow_s) < 5
