@@ -13,7 +13,8 @@ import typer
 
 from ckpt_tasks.cli.completion import complete_run
 from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
-from ckpt_tasks.errors import CkptError, ObjectNotFoundError
+from ckpt_tasks.cli.settings import importing_prefect
+from ckpt_tasks.errors import CkptError, ConfigError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from ckpt_tasks.policy.health import Check, MemoryFacts
@@ -66,8 +67,13 @@ def doctor(
 
 
 def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
-    from ckpt_tasks.orchestration.doctor import check_prefect  # takes seconds
+    from ckpt_tasks.policy.health import Check
 
+    try:
+        with importing_prefect():
+            from ckpt_tasks.orchestration.doctor import check_prefect  # takes seconds
+    except ConfigError as error:
+        return [Check("server", "wrong", error.message, error.hint or "")]
     return check_prefect(pool, deployment)
 
 

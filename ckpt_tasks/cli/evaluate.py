@@ -16,6 +16,7 @@ from ckpt_tasks.cli.settings import (
     ProgramOption,
     SeedOption,
     config_of,
+    importing_prefect,
     json_object,
     params_of,
 )
@@ -81,7 +82,8 @@ def evaluate(
         given = params_of(param, params, seed)
         if not (program or named):
             _check_example(config)
-        from ckpt_tasks.flows.console import evaluate_in_terminal
+        with importing_prefect():
+            from ckpt_tasks.flows.console import evaluate_in_terminal
 
         done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)
         out.data(done.facts())

@@ -1,6 +1,7 @@
 """Options of `ckpt train` and `ckpt evaluate`: the program, its parameters, and every option of `CheckpointConfig`.
 
-The latter are made from the config's fields and their texts, so that none is missing and none is written twice.
+The options of the config are made from its fields and their texts, so that none is missing and none is written twice.
+Verbs that need Prefect import it here, and say it if its own settings cannot be read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType
@@ -33,6 +35,7 @@ __all__ = [
     "ckpt_command",
     "config_of",
     "default_key",
+    "importing_prefect",
     "json_object",
     "params_of",
     "repeated_command",
@@ -121,6 +124,18 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")
     return value
+
+
+@contextmanager
+def importing_prefect() -> Iterator[None]:
+    """Surround the import of what needs Prefect; raise ConfigError if Prefect cannot read its settings then."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # a file that is not ours or no TOML; no home; a bad value
+        raise ConfigError(
+            f"Prefect's settings cannot be read: {error}",
+            hint="Mend them, or set PREFECT_HOME to a directory of yours; without a home directory set HOME as well.",
+        ) from error
 
 
 def ckpt_command() -> str:

@@ -17,6 +17,7 @@ from ckpt_tasks.cli.settings import (
     SeedOption,
     ckpt_command,
     config_of,
+    importing_prefect,
     params_of,
     repeated_command,
     with_config_options,
@@ -64,7 +65,8 @@ def train(
         if steps < 1:
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
         config, given = config_of(settings, name), params_of(param, params, seed)
-        from ckpt_tasks.flows.console import Training, train_in_terminal
+        with importing_prefect():
+            from ckpt_tasks.flows.console import Training, train_in_terminal
 
         training = Training(
             program=name, config=config, steps=steps, params=given, batch_steps=batch_steps, fork_from=fork_from

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckpt_tasks.cli.output import JsonOption, errors_told, table
-from ckpt_tasks.cli.settings import ckpt_command
+from ckpt_tasks.cli.settings import ckpt_command, importing_prefect
 
 __all__ = ["down", "up"]
 
@@ -29,9 +29,11 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
     used, and never stopped.
     """
     with errors_told(as_json) as out:
+        with importing_prefect():
+            from ckpt_tasks.deploying.site import bring_up
+
         if not as_json:
             out.print("Starting what does not run yet: half a minute …")
-        from ckpt_tasks.deploying.site import bring_up
 
         site = bring_up(Path.cwd(), port)
         out.data({**asdict(site), "deployments": list(site.deployments)})
@@ -52,7 +54,8 @@ def down(*, as_json: JsonOption = False) -> None:
     kill.
     """
     with errors_told(as_json) as out:
-        from ckpt_tasks.deploying.site import take_down
+        with importing_prefect():
+            from ckpt_tasks.deploying.site import take_down
 
         parts = take_down()
         out.data({"parts": [asdict(part) for part in parts]})

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 import prefect
+import prefect.context  # reads the settings: when this is imported, not in the middle of a check
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterId, WorkPoolFilter, WorkPoolFilterName
 from prefect.client.schemas.objects import WorkerStatus, WorkPool

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -237,3 +239,26 @@ def test_a_lock_is_not_read_as_a_whole(run_dir: Path) -> None:
         if os.geteuid() == 0:
             os.chown(lock, 65534, 65534)
             assert not _holds(lock, url)
+
+
+@pytest.mark.parametrize("verb", ["doctor", "train", "evaluate", "up", "down"])
+def test_settings_of_prefect_that_cannot_be_read_are_said(verb: str, tmp_path: Path) -> None:
+    """No traceback: the doctor goes on with its other checks, every other verb ends with an error and does nothing."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "profiles.toml").write_text("active = [")
+    done = subprocess.run(
+        [sys.executable, "-c", "from ckpt_tasks.cli import main; main()", verb, "--json"],
+        env={**os.environ, "PREFECT_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    told = json.loads(done.stdout)
+    if verb == "doctor":
+        assert done.returncode == 1
+        assert [check["name"] for check in told["checks"]] == ["server", "store", "memory"]
+        told = {"error": told["checks"][0]["seen"]}
+    assert done.returncode != 0
+    assert "Prefect's settings cannot be read: Invalid value" in str(told["error"])
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert [path.name for path in home.iterdir()] == ["profiles.toml"]

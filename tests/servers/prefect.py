@@ -65,7 +65,7 @@ def server(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         process.wait(30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: other tests count on it that no server is configured
 def harness(server: dict[str, str]) -> Iterator[None]:
     """Run flows of this process against the session's server."""
     from prefect.context import _temporary_global_settings_context, get_settings_context
