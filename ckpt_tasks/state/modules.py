@@ -9,7 +9,7 @@ load_state_dict takes time quadratic in the number of submodules, so it is calle
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -28,10 +28,11 @@ __all__ = [
     "ModulePart",
     "bare_name",
     "capture_module",
-    "module_names",
+    "module_state",
     "named_parameters",
     "parameter_names",
     "takes_part",
+    "tied_names",
     "unwrapped",
 ]
 
@@ -119,8 +120,8 @@ class ModulePart:
     ):
         self._module = unwrapped(module)
         self._group = group
-        self._tree = tree
         self._state = {name: value for name, value in _named_state(module, group).items() if name not in kept}
+        self._tree = tree | {name: tree[stored] for name, stored in tied_names(self._state, tree).items()}
         self._value: dict[str, Any] = {}
         self._copies = copies
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
@@ -207,6 +208,17 @@ class ModulePart:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
 
 
+def tied_names(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+    """Map each tensor of a module's state that is not stored to a stored one that shows the same memory.
+
+    A safetensors file has one name of tied weights: its value is that of every other name.
+    """
+    tensors = {n: live for n, live in state.items() if isinstance(live, torch.Tensor) and not n.endswith(_EXTRA)}
+    missing = {name: known for name in tensors if name not in stored and (known := identity(tensors[name]))}
+    homes = {identity(tensors[name]): name for name in stored if name in tensors} if missing else {}
+    return {name: homes[known] for name, known in missing.items() if known in homes}
+
+
 def bare_name(name: str) -> str:
     """Return a tensor's name without the parts that torch.compile adds."""
     return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
@@ -222,9 +234,9 @@ def _named_state(module: nn.Module, group: str, *, live: bool = False) -> dict[s
     return named
 
 
-def module_names(module: nn.Module, group: str) -> list[str]:
-    """List the names of a module's state, without wrappers."""
-    return [*_named_state(module, group)]
+def module_state(module: nn.Module, group: str) -> dict[str, Any]:
+    """Return a module's state by its names without wrappers."""
+    return _named_state(module, group)
 
 
 def takes_part(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import kind_of, modules_of
-from ckpt_tasks.state.modules import module_names, named_parameters, parameter_names
+from ckpt_tasks.state.modules import module_state, named_parameters, parameter_names, tied_names
 from ckpt_tasks.state.optimizers import optimizer_names
 from ckpt_tasks.state.restore_parts import Differences, GroupState, Saved
 from ckpt_tasks.state.rng import RNG
@@ -166,21 +166,29 @@ class _Chooser:
 
     def _module(self, name: str) -> None:
         tree: dict[str, Any] = {}
-        kept: set[str] = set()
+        missing: dict[str, str | None] = {}
         here = self._here[name] = []
         met = False
-        for key in module_names(self._state[name], name):
+        state = module_state(self._state[name], name)
+        for key in state:
             place = f"{name}/{key}"
             here.append(place)
             source = self._selection.source_of(place)
             found, value = self._find(source, "module", place)
             met = met or found is not None
             if found is None or value is _ABSENT:
-                kept.add(key)
-                self._lack(place, source)
+                missing[key] = source
             else:
                 tree[key] = value
                 self._use(place, source)
+        for key, stored in tied_names(state, tree).items():
+            if missing[key] is not None:
+                del missing[key]
+                tree[key] = tree[stored]
+                self._taken.add(f"{name}/{key}")
+        kept = missing.keys()
+        for key, source in missing.items():
+            self._lack(f"{name}/{key}", source)
         if tree:
             self._chosen.groups[name], self._chosen.kept[name] = GroupState("module", tree), frozenset(kept)
         elif met:

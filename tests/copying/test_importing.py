@@ -15,7 +15,7 @@ from torch import nn
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.importing import ImportPlan, plan_import
-from ckpt_tasks.errors import ConfigError, IntegrityError, StateError
+from ckpt_tasks.errors import ConfigError, IntegrityError, StateError, StateMismatchError
 from tests.support.cli_runs import config, save
 from tests.support.exports import equal, export
 
@@ -148,6 +148,45 @@ def test_safetensors_files_and_our_exports(tmp_path: Path, run_dir: Path) -> Non
     other[1].weight = other[0].weight
     restored(run_dir, {"model": other})
     assert equal(other.state_dict(), simple.state_dict())
+
+
+class Tied(nn.Module):
+    """Its file has one name for its two weights, as save_pretrained writes it."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("how", [{}, {"only": ["model"]}, {"only": ["model"], "missing": "keep"}])
+def test_a_file_with_one_name_of_tied_weights(tmp_path: Path, run_dir: Path, how: dict[str, Any]) -> None:
+    """A restore takes the one stored name for every name of tied weights, and reports all of the model as taken."""
+    model = Tied()
+    save_file({"embed.weight": model.embed.weight.detach()}, tmp_path / "model.safetensors")
+    imported(tmp_path / "model.safetensors", run_dir)
+    target = Tied()
+    with Checkpointer(config(run_dir, memory_dir=None)) as ckpt:
+        ckpt.restore({"model": target}, **how)
+        assert ckpt.last_restore is not None
+        assert not how or ckpt.last_restore.taken == ("model",)
+        assert not ckpt.last_restore.new
+    assert torch.equal(target.head.weight, model.embed.weight)
+    assert target.head.weight is target.embed.weight
+
+
+def test_a_missing_name_of_weights_that_are_not_tied_here(tmp_path: Path, run_dir: Path) -> None:
+    """Weights of their own are not guessed from a file that lacks them, nor is a tied name taken that is left."""
+    model = Tied()
+    save_file({"embed.weight": model.embed.weight.detach()}, tmp_path / "model.safetensors")
+    imported(tmp_path / "model.safetensors", run_dir)
+    with Checkpointer(config(run_dir, memory_dir=None)) as ckpt:
+        with pytest.raises(StateMismatchError, match=r"not in the checkpoint: model/head\.weight"):
+            ckpt.restore({"model": Tied(tied=False)})
+        ckpt.restore({"model": Tied()}, leave=["model/head"])
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.new == ("model/head.weight",)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
