@@ -43,8 +43,9 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
     """Open a file or a directory and decide which part becomes which group; write nothing.
 
     `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: everything that can be taken). `step`
-    defaults to that of the file (`step` or `global_step`), else 0. Raises what `open_source` raises, IntegrityError if
-    tensors claim more bytes than the file has, and ConfigError for an invalid step or group.
+    defaults to that of the file (`step` or `global_step`, a whole number or a tensor of one), else 0. Raises what
+    `open_source` raises, IntegrityError if tensors claim more bytes than the file has, and ConfigError for an invalid
+    step or group.
     """
     source = open_source(path)
     taking = take(source, groups)
@@ -78,6 +79,8 @@ def spec_of(key: str, tensor: torch.Tensor | SourceTensor) -> TensorSpec:
 def _step_of(source: Source) -> int:
     for name in ("global_step", "step"):
         value = (source.about or source.values).get(name)
-        if type(value) is int:
-            return value
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and value.layout == torch.strided:
+            value = value.item()
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
+            return int(value)
     return 0

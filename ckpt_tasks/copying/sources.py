@@ -39,6 +39,7 @@ _OURS = "ckpt_tasks"
 # Of several dtypes with the same code the first: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
 _GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
+_SHARD = re.compile(r"-\d{5,}-of-\d{5,}\.")
 # In this order: a directory that has its weights twice has them as safetensors, too.
 _WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
 _OF_TRAINER = re.compile(
@@ -113,7 +114,7 @@ def _file(path: Path) -> Source:
     if head[:1] == b"\x80":
         raise ConfigError(
             f"{path.name} was written in the format of torch before 1.6, which cannot be mapped",
-            hint="Write it again where you trust it: torch.save(torch.load(name), name).",
+            hint="Write it again where you trust it: torch.save(torch.load(name), new_name).",
         )
     raise ConfigError(
         f"{path.name} is neither a torch.save file nor a safetensors file",
@@ -154,6 +155,11 @@ def _weights(directory: Path, names: Iterable[str]) -> str:
         files = [n for n in names if n.endswith(suffix) and not _OF_TRAINER.fullmatch(n)]
         if len(files) == 1:
             return files[0]
+        if files and all(_SHARD.search(name) for name in files):
+            raise IntegrityError(
+                f"{directory} holds {len(files)} shards of a model, and no index says which tensor is where",
+                hint=f"Put the index beside them: {_SHARD.split(files[0])[0]}{suffix}.index.json.",
+            )
         if files:
             raise ConfigError(
                 f"{directory} has {len(files)} files of weights: {', '.join(files[:5])}", hint="Name one of them."

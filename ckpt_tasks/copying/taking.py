@@ -31,6 +31,7 @@ _SUFFIX = "_state_dict"
 _EXTRA = "_extra_state"
 _OBJECTS = re.compile(r"_state_dict$|schedul|scaler|sampler|loader", re.IGNORECASE)
 _KEYS_OF_OBJECTS = ({"last_epoch", "_last_lr"}, {"scale", "_growth_tracker"})
+_UNWANTED = "it was not asked for"
 _LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
 
 
@@ -85,7 +86,7 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
     """
     parts, left = _parts(source)
     parts, unwanted = _chosen(parts, wanted)
-    taker = _Taker({**source.left, **left, **dict.fromkeys(unwanted, "it was not asked for")})
+    taker = _Taker({**source.left, **left, **dict.fromkeys(unwanted, _UNWANTED)})
     for kind in (
         "module",
         "optimizer",
@@ -97,7 +98,8 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
                 taker.add(part)
     done = taker.taking
     if not done.groups:
-        why = next(iter(done.left.items()), None)
+        reasons = sorted(done.left.items(), key=lambda one: one[1] == _UNWANTED)  # of what was asked for, first
+        why = next(iter(reasons), None)
         raise ConfigError(
             f"nothing of {source.name} can be taken", hint=f"{why[0]}: {why[1]}." if why else "It is empty."
         )
