@@ -232,6 +232,7 @@ def _event(found: Moment) -> dict[str, Any]:
 
 def _raw(entry: Entry) -> dict[str, Any]:
     kind = str(entry.event.get("note") if entry.event["kind"] == "note" else entry.event["kind"])
+    kind = "unpin" if kind == "pin" and entry.event.get("reason") is None else kind
     step = entry.event.get("step")
     words = [str(entry.event[name]) for name in ("reason", "holder") if entry.event.get(name)]
     event: dict[str, Any] = {

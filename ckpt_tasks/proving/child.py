@@ -24,11 +24,15 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.state.groups import flat, objects_of
+from ckpt_tasks.state.loader import ResumableLoader
 from ckpt_tasks.state.rng import GENERATORS
+from ckpt_tasks.state.sampler import ResumableSampler
 from ckpt_tasks.state.values import has_state
 
 __all__ = ["train"]
+
+_LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
 
 
 def train(order: Mapping[str, Any]) -> None:
@@ -38,7 +42,8 @@ def train(order: Mapping[str, Any]) -> None:
     with Checkpointer(config) as ckpt, open(order["log"], "a", encoding="utf-8") as log:
         session = LocalSession(ckpt, order["program"], order["params"])
         step = session.restore()
-        _write(log, {"begin": step, "unsaved": _unsaved(session.program, session.state)})
+        loaders = [name for name, value in flat(session.state).items() if isinstance(value, _LOADERS)]
+        _write(log, {"begin": step, "unsaved": _unsaved(session.program, session.state), "loaders": loaders})
         train_step = session.program.train_step
 
         def dying() -> Mapping[str, float]:
@@ -124,6 +129,8 @@ def _kind(value: Any) -> str | None:
         return "generator"
     if isinstance(value, DataLoader):
         return "loader"
+    if isinstance(value, torch.nn.Module) and not value.state_dict():
+        return None  # a loss or a dropout: nothing in it changes
     return "stateful" if not isinstance(value, type) and has_state(value) else None
 
 

@@ -20,6 +20,8 @@ _LEAST_STEPS = 6
 CAUSES = {
     "streams": "more or fewer numbers were drawn from a global random stream: by a loader that is not in the state, by "
     "a thread, or where training begins",
+    "position": "the loop takes other batches after a resume: iter(loader) begins a new epoch, so call it once for "
+    "each epoch, and not in every step",
     "hidden": "something outside of the state has another value after a resume: a counter, a generator, a buffer",
     "kernel": "the program gives another result each time, without any kill: a generator that is not seeded, the "
     "clock, the order of a set, or a kernel that is not deterministic (torch.use_deterministic_algorithms(True))",
@@ -95,9 +97,21 @@ def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, An
     )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
-        raise ProgramError(f"{program} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+        where = _where([Path(order["log"]) for order in orders])
+        raise ProgramError(f"{program} failed{where}: {said[-1] if said else f'exit status {done.returncode}'}")
     logs = (Path(order["log"]).read_text(encoding="utf-8") for order in orders)
     return [[json.loads(line) for line in log.splitlines()] for log in logs]
+
+
+def _where(logs: list[Path]) -> str:
+    """Say in which step a failed program was, and after which resume, by the records of the processes that began."""
+    legs = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
+    if not legs or not legs[-1]:
+        return ""
+    last = json.loads(legs[-1][-1])
+    step = f" in step {1 + last.get('step', last.get('begin', 0))}"
+    resume = {3: "first", 4: "second"}.get(len(legs))
+    return step if resume is None else f"{step}, after the {resume} resume; without a break it did not"
 
 
 def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> Difference | None:
@@ -105,7 +119,7 @@ def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) ->
     for kills, (begin, *lines) in enumerate(legs):
         for line in lines:
             if what := _unequal(expected[line["step"]], line):
-                cause = _cause(expected[line["step"]], line, what, begin["unsaved"], kills)
+                cause = _cause(expected[line["step"]], line, what, begin, kills)
                 return Difference(line["step"], tuple(what), kills, cause)
     return None
 
@@ -124,8 +138,9 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _cause(
-    one: Mapping[str, Any], other: Mapping[str, Any], what: list[str], unsaved: list[list[str]], kills: int
+    one: Mapping[str, Any], other: Mapping[str, Any], what: list[str], begin: Mapping[str, Any], kills: int
 ) -> str:
+    unsaved: list[list[str]] = begin["unsaved"]
     names = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
     if kills == 0:
         hint = f". Not in the state, and perhaps not seeded: {', '.join(names)}" if names else ""
@@ -134,4 +149,6 @@ def _cause(
     own = one["attributes"]
     names += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
     hint = f". Held by the program, and not in its state: {', '.join(names)}" if names else ""
+    if any(key.startswith(f"{loader}/") for loader in begin["loaders"] for key in what):
+        return CAUSES["position"] + hint
     return CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint

@@ -28,7 +28,7 @@ def told(child: Child) -> list[dict[str, Any]]:
 
 
 def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
-    """Commits, a pin and the owner's death are told as they happen; Ctrl-C ends it with status 0."""
+    """Commits, a pin, its end and the owner's death are told as they happen; Ctrl-C ends it with status 0."""
     owner = OwnerChild(run_dir)
     assert owner.ask("save 1") == "ok 1"
     with Child(follow, [str(run_dir), "--json"], tmp_path / "said") as child:
@@ -36,7 +36,8 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
         assert owner.ask("save 2") == "ok 2"
         assert child.until(lambda: any(event["event"] == "commit" for event in told(child)))
         ckpt("pin", f"{run_dir}@2", "-m", "mine")
-        assert child.until(lambda: any(event["event"] == "pin" for event in told(child)))
+        ckpt("unpin", f"{run_dir}@2")
+        assert child.until(lambda: any(event["event"] == "unpin" for event in told(child)))
         owner.kill()
         assert child.until(lambda: sum(event["event"] == "owner" for event in told(child)) == 2)
         before = tree(run_dir)
@@ -48,6 +49,7 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
         "owner",
         "commit",
         "pin",
+        "unpin",
         "owner",
     ]
     assert (events[0]["step"], events[0]["run_key"]) == (1, run_dir.name)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckpt_tasks import ResumableLoader
+
 
 class Whole:
     """Everything is in the state."""
@@ -79,4 +81,35 @@ class Drawing(Whole):
         if not self.begun:
             self.begun = True
             torch.rand(3)
+        return 1.0
+
+
+class BegunAnew(Whole):
+    """Begins its loader in every step; a loss, which has no state, is beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.MSELoss()
+        self.data = ResumableLoader(torch.utils.data.TensorDataset(torch.ones(32, 1)), batch_size=4)
+        self.state["data"] = self.data
+
+    def factor(self) -> float:
+        (ones,) = next(iter(self.data))
+        return float(self.loss(ones, torch.zeros(4, 1)))
+
+
+class FailingLater(Whole):
+    """Fails in a process that has restored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torch.zeros(1)
+        self.state["trained"] = self.trained
+        self.begun = 0
+
+    def factor(self) -> float:
+        self.trained += 1
+        self.begun += 1
+        if self.trained > self.begun:
+            raise ValueError("the stream is exhausted")
         return 1.0

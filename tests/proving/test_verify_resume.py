@@ -31,6 +31,22 @@ def test_a_forgotten_counter_is_named() -> None:
     assert "program.seen" in found["difference"]["cause"]
 
 
+def test_a_loader_that_is_begun_in_every_step() -> None:
+    """P73: the position in the data differs; the cause says how to iterate, and blames no object without a state."""
+    found = verify_resume(f"{PROGRAMS}:BegunAnew", steps=6).difference
+    assert found is not None
+    assert found.what[0].startswith("data/")
+    assert "call it once for each epoch" in found.cause
+    assert "Held by the program" not in found.cause
+
+
+def test_a_program_that_fails_after_a_resume() -> None:
+    """P50: the error says in which step it failed, and that it did not without a break."""
+    with pytest.raises(ProgramError, match="failed in step 3, after the first resume; without a break it did not") as e:
+        verify_resume(f"{PROGRAMS}:FailingLater", steps=6)
+    assert "the stream is exhausted" in str(e.value)
+
+
 @pytest.mark.slow
 def test_a_whole_state_is_proved() -> None:
     """P73: killed within two steps and resumed twice, every value of every step is equal; the status is 0."""
