@@ -59,11 +59,11 @@ def complete_run(incomplete: str) -> list[str]:
     before = incomplete[: len(incomplete) - len(begun)]
     try:
         with os.scandir(before or ".") as entries:
-            found = sorted(e.name for e in entries if e.name.startswith(begun) and e.is_dir() and _is_shown(e, begun))
+            names = sorted(e.name for e in entries if e.name.startswith(begun) and e.is_dir() and _is_shown(e, begun))
     except OSError:
         return []
-    runs = {name for name in found if os.path.isfile(os.path.join(before, name, "format.json"))}
-    return [before + (name if name in runs else f"{name}/") for name in found] if runs else []
+    runs = {name for name in names if os.path.isfile(os.path.join(before, name, "format.json"))}
+    return [before + (name if name in runs else f"{name}/") for name in names] if runs else []
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:

@@ -54,7 +54,7 @@ def diff(
     Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
     of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.
     """
-    with output(as_json, trouble=2) as out:
+    with output(as_json, error_exit=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
         comparison = _compare(out, *sides, group or [], ignore or [])
         measured = _metrics(sides) if metrics else {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_tasks.cli.output import JsonOption, errors_told
+from ckpt_tasks.cli.output import JsonOption, report_errors
 from ckpt_tasks.cli.settings import (
     EXAMPLE,
     ParamOption,
@@ -76,7 +76,7 @@ def evaluate(
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """
     name = program or named or EXAMPLE
-    with errors_told(as_json) as out:
+    with report_errors(as_json) as out:
         config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
         asked = {"limit": limit, "promote": promote, "promote_params": json_object("--promote-params", promote_params)}
         given = params_of(param, params, seed)

@@ -59,9 +59,9 @@ def fork(
 
         place = Location(to).resolve(run_key)
         target, began = place.open(), time.monotonic()
-        found = find_source(run, wanted.which, target)
-        planned = plan_fork(run, found, target, changed, run_key)
-        with reading(out, "copying", found.size_bytes) as on_progress:
+        chosen = find_source(run, wanted.which, target)
+        planned = plan_fork(run, chosen, target, changed, run_key)
+        with reading(out, "copying", chosen.size_bytes) as on_progress:
             moved = run_fork(
                 run, target, planned, single_writer=single_writer or place.single_writer, on_progress=on_progress
             )

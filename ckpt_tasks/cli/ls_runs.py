@@ -62,7 +62,7 @@ def sort_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
             f"{name!r:.80} is nothing to sort by", hint=f"{', '.join(_KEYS)}, or a metric. {_these(known)}"
         )
     falling ^= sort != name
-    without = [run for run in runs if (found := value(run)) is None or _is_nan(found)]
+    without = [run for run in runs if (known_value := value(run)) is None or _is_nan(known_value)]
     ordered = sorted((run for run in runs if run not in without), key=value, reverse=falling)
     return [*ordered, *without]
 

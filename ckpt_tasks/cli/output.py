@@ -26,12 +26,12 @@ __all__ = [
     "JsonOption",
     "Output",
     "console",
-    "errors_told",
     "finite",
     "from_here",
     "output",
     "printable",
     "reading",
+    "report_errors",
     "table",
     "widest_listing",
     "write_file",
@@ -145,13 +145,13 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
-    """Yield a verb's output; print a CkptError as one line on stderr (JSON: on stdout) and exit with `trouble`."""
+def output(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
+    """Yield a verb's output; print a CkptError as one line on stderr (JSON: on stdout) and exit with `error_exit`."""
     from ckpt_tasks.storage.locations import first_answer_s
 
     limit = first_answer_s.set(_FIRST_ANSWER_S)
     try:
-        with _only_our_log(), errors_told(as_json, trouble=trouble) as out:
+        with _only_our_log(), report_errors(as_json, error_exit=error_exit) as out:
             yield out
     finally:
         first_answer_s.reset(limit)
@@ -160,14 +160,14 @@ def output(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
 
 
 @contextmanager
-def errors_told(as_json: bool, *, trouble: int = 1) -> Iterator[Output]:
+def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
     """Do the same as `output` for a verb that trains: with training's patience for a store, and the flow's own log."""
     out = Output(as_json)
     try:
         yield out
     except CkptError as error:
         _print_error(error, out)
-        raise typer.Exit(trouble) from error
+        raise typer.Exit(error_exit) from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_tasks.cli.output import JsonOption, Output, errors_told
+from ckpt_tasks.cli.output import JsonOption, Output, report_errors
 from ckpt_tasks.cli.settings import (
     EXAMPLE,
     ParamOption,
@@ -61,7 +61,7 @@ def train(
     The working directory is searched for the module first. `ckpt init` writes a program to start from.
     """
     name = program or named or EXAMPLE
-    with errors_told(as_json) as out:
+    with report_errors(as_json) as out:
         if steps < 1:
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
         config, given = config_of(settings, name), params_of(param, params, seed)

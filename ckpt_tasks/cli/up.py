@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_tasks.cli.output import JsonOption, errors_told, table
+from ckpt_tasks.cli.output import JsonOption, report_errors, table
 from ckpt_tasks.cli.settings import ckpt_command, importing_prefect
 
 __all__ = ["down", "up"]
@@ -28,7 +28,7 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
     the working directory, or else the example's. Returns when all of it answers. A server that PREFECT_API_URL names is
     used, and never stopped.
     """
-    with errors_told(as_json) as out:
+    with report_errors(as_json) as out:
         with importing_prefect():
             from ckpt_tasks.deploying.site import bring_up
 
@@ -53,7 +53,7 @@ def down(*, as_json: JsonOption = False) -> None:
     Running training finishes its step, commits, and resumes with the next `ckpt up`. Also cleans up after a reboot or a
     kill.
     """
-    with errors_told(as_json) as out:
+    with report_errors(as_json) as out:
         with importing_prefect():
             from ckpt_tasks.deploying.site import take_down
 

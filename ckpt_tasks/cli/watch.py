@@ -91,7 +91,7 @@ class _Course:
         self._head: Head = run.head()
         self._next_n = self._head.next_n
         self._free: str | None = None
-        self._trouble: str | None = None
+        self._store_error: str | None = None
         self._owner_known = False
 
     def first(self) -> dict[str, Any]:
@@ -114,11 +114,11 @@ class _Course:
                 events.append(self._entry(self._next_n))
                 self._next_n += 1
             events += self._owner()
-            self._trouble = None
+            self._store_error = None
         except StoreError as error:
-            if self._trouble is None:
+            if self._store_error is None:
                 events.append({"event": "trouble", "text": str(error)})
-            self._trouble = str(error)
+            self._store_error = str(error)
         self._shown.extend(event for event in events if event["event"] not in _QUIET)
         return events
 
@@ -187,8 +187,8 @@ class _Course:
         lines += [
             Text(printable(_line(event)), style="dim", overflow="ellipsis", no_wrap=True) for event in self._shown
         ]
-        if self._trouble:
-            lines.append(Text(printable(f"The store does not answer: {self._trouble}"), style="red"))
+        if self._store_error:
+            lines.append(Text(printable(f"The store does not answer: {self._store_error}"), style="red"))
         return Group(*lines, Text("Ctrl-C ends it; the run goes on.", style="dim"))
 
     def _curve(self, width: int) -> list[RenderableType]:
@@ -218,16 +218,16 @@ def sparkline(values: list[float], width: int) -> str:
     )
 
 
-def _event(found: Moment) -> dict[str, Any]:
+def _event(moment: Moment) -> dict[str, Any]:
     from datetime import UTC, datetime
 
-    at = datetime.fromtimestamp(found.at_s, UTC).isoformat(timespec="milliseconds")
-    event: dict[str, Any] = {"event": found.kind, "n": found.n, "at": at}
-    if found.step is not None:
-        event["step"] = found.step
-    if found.metrics:
-        event["metrics"] = dict(found.metrics)
-    return {**event, "text": found.text} if found.text else event
+    at = datetime.fromtimestamp(moment.at_s, UTC).isoformat(timespec="milliseconds")
+    event: dict[str, Any] = {"event": moment.kind, "n": moment.n, "at": at}
+    if moment.step is not None:
+        event["step"] = moment.step
+    if moment.metrics:
+        event["metrics"] = dict(moment.metrics)
+    return {**event, "text": moment.text} if moment.text else event
 
 
 def _raw(entry: Entry) -> dict[str, Any]:

@@ -98,10 +98,10 @@ def compare_checkpoints(
     walk = _Walk(a, b)
     for group in _chosen([*dict.fromkeys([*a.groups, *b.groups])], [*groups], [*ignore]):
         walk.group(group)
-    pairs = [item for item in walk.found if isinstance(item, _Pair)]
+    pairs = [item for item in walk.findings if isinstance(item, _Pair)]
     apart = distances(Regions(store_a, a), Regions(store_b, b), ((pair.a.key, pair.b.key) for pair in pairs))
     differences: list[Difference] = []
-    for item in walk.found:
+    for item in walk.findings:
         if isinstance(item, Difference):
             differences.append(item)
         elif far := apart.get((item.a.key, item.b.key)):
@@ -124,7 +124,7 @@ class _Walk:
     """Walk two trees at once; collect differences, and pairs of tensors to compare, in the order of the state."""
 
     def __init__(self, a: Opened, b: Opened):
-        self.found: list[Difference | _Pair] = []
+        self.findings: list[Difference | _Pair] = []
         self.compared: dict[str, Compared] = {}
         self._a = a
         self._b = b
@@ -200,7 +200,7 @@ class _Walk:
             if a != b:
                 self._differ(place, what, a, b)
         if (dtype_a, shape_a) == (dtype_b, shape_b):
-            self.found.append(pair)
+            self.findings.append(pair)
 
     def _only_in(self, side: str, place: str, value: Any) -> None:
         self._count(value)
@@ -208,7 +208,7 @@ class _Walk:
         self._differ(place, f"only in {side}", words if side == "A" else "", words if side == "B" else "")
 
     def _differ(self, place: str, what: str, a: str, b: str, *, max_abs: float | None = None) -> None:
-        self.found.append(Difference(place=place, what=what, a=a, b=b, max_abs=max_abs))
+        self.findings.append(Difference(place=place, what=what, a=a, b=b, max_abs=max_abs))
 
     def _count(self, value: Any) -> None:
         if type(value) in _MAPPINGS or type(value) in _SEQUENCES:

@@ -271,8 +271,8 @@ def _torch_values(path: Path) -> Mapping[Any, Any]:
         raise
     except Exception as error:  # foreign bytes make torch raise all kinds of errors
         text = str(error)
-        if found := _GLOBAL.search(text):
-            raise _forbidden(path, [found[1]]) from error
+        if refused := _GLOBAL.search(text):
+            raise _forbidden(path, [refused[1]]) from error
         first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
         raise IntegrityError(f"torch cannot read the file: {first:.300}", key=path.name) from error
     if not isinstance(value, Mapping):

@@ -29,8 +29,8 @@ def write_project(directory: Path, name: str | None = None) -> tuple[str, list[s
     texts = _texts(name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if found := sorted(path.name for path in directory.iterdir()):
-            raise ConfigError(f"{directory} is not empty: it has {found[0]}", hint="Name a new or an empty directory.")
+        if files := sorted(path.name for path in directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty: it has {files[0]}", hint="Name a new or an empty directory.")
         for file, text in texts.items():
             (directory / file).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -41,9 +41,9 @@ def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
     """Return the values of all ranks in the order of ranks, the same list in each: all ranks save the same state."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
-    found = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    return found
+    of_ranks = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, own)
+    return of_ranks
 
 
 def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:

@@ -61,10 +61,10 @@ class CkptCheckpointIO(TorchCheckpointIO):
             config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=1, memory_dir=None)
             ckpt = Checkpointer(config, process_group=group)
             try:
-                found = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
-                if found > step:
+                newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
+                if newest_step > step:
                     raise StateError(
-                        f"{path} has step {found}, and step {step} would come after it",
+                        f"{path} has step {newest_step}, and step {step} would come after it",
                         hint="Save to another path, or remove that one first.",
                     )
                 ckpt.save(step, _groups(checkpoint))
@@ -161,14 +161,16 @@ def _checkpoint(groups: Mapping[str, Values]) -> dict[str, Any]:
             f"the run is not one of Lightning: it holds {', '.join(groups)}",
             hint="Name one that CkptCallback or CkptCheckpointIO has written.",
         )
-    found = dict(groups[_REST].value)
+    checkpoint = dict(groups[_REST].value)
     if _MODEL in groups:
-        found.setdefault("state_dict", groups[_MODEL].value)
+        checkpoint.setdefault("state_dict", groups[_MODEL].value)
     optimizers = {name: group for name, group in groups.items() if name.startswith(f"{_OPTIMIZERS}_")}
-    if optimizers or "optimizer_states" in found:
+    if optimizers or "optimizer_states" in checkpoint:
         ordered = (optimizers[f"{_OPTIMIZERS}_{n}"] for n in range(len(optimizers)))
-        found["optimizer_states"] = [_numbered(one.value) if one.kind == "optimizer" else one.value for one in ordered]
-    return found
+        checkpoint["optimizer_states"] = [
+            _numbered(one.value) if one.kind == "optimizer" else one.value for one in ordered
+        ]
+    return checkpoint
 
 
 def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:

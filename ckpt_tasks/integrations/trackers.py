@@ -55,9 +55,9 @@ class Tracker:
             self._remember(report.step, [*self.left_behind, (report.step + 1, known)])
         elif known < report.step:
             curve = ckpt.run.curve().steps
-            lacking = [s for s in curve if known < s.step <= report.step and not s.abandoned]
-            if lacking:
-                self.measured([StepMetrics(s.step, s.at_s, s.metrics) for s in lacking])
+            missing = [s for s in curve if known < s.step <= report.step and not s.abandoned]
+            if missing:
+                self.measured([StepMetrics(s.step, s.at_s, s.metrics) for s in missing])
 
     @property
     def known_step(self) -> int:

@@ -86,15 +86,15 @@ class FiniteMetrics:
         """
         assert self._failed_step is not None
         limit = self._failed_step if self._limit is None else min(self._failed_step, self._limit)
-        found = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
-        if self._rollbacks >= _MOST_ROLLBACKS or not found:
-            why = f"{self._rollbacks} rollbacks did not help" if found else "there is no older checkpoint to go back to"
+        good = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
+        if self._rollbacks >= _MOST_ROLLBACKS or not good:
+            why = f"{self._rollbacks} rollbacks did not help" if good else "there is no older checkpoint to go back to"
             raise NonFiniteError(
                 f"a metric is NaN or infinite again, and {why}",
                 step=self._failed_step,
                 hint="Change what makes it diverge: a program that is deterministic does the same again.",
             )
-        return found
+        return good
 
     def went_back(self, step: int) -> int | None:
         """Count a restore of `step` as a rollback if there was a bad step; return the bad step, else None."""

@@ -101,12 +101,12 @@ def _unsaved(program: Any, state: Mapping[str, Any]) -> list[list[str]]:
     for one in objects_of(state):
         if isinstance(one, torch.nn.Module):
             known |= {id(module) for module in one.modules()}
-    found = []
+    unsaved = []
     for path, value in _held(program, "program", 0):
         kind = _kind(value)
         if kind is not None and id(value) not in known:
-            found.append([path, type(value).__qualname__, kind])
-    return found
+            unsaved.append([path, type(value).__qualname__, kind])
+    return unsaved
 
 
 def _held(value: Any, path: str, level: int) -> Iterator[tuple[str, Any]]:

@@ -156,12 +156,12 @@ def _started_by(pid: int) -> Iterator[int]:
 
 
 def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
-    expected, found = _steps(twin), _steps(other)
+    expected, resumed = _steps(twin), _steps(other)
     ends = twin.find("latest"), other.find("latest")
     comparison = compare_checkpoints(twin.history.store, ends[0], other.history.store, ends[1])
     values = sum(one.tensors + one.values for one in comparison.groups.values())
     values += sum(len(one.metrics) for one in expected.values())
-    difference = _first(expected, found, kills)
+    difference = _first(expected, resumed, kills)
     if difference is None and ends[0].step != ends[1].step:
         difference = Difference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
     places = [one.place for one in comparison.differences if not _MAY_DIFFER.match(one.place)]
@@ -177,14 +177,14 @@ def _steps(run: Run) -> dict[int, CurveStep]:
 
 
 def _first(
-    expected: Mapping[int, CurveStep], found: Mapping[int, CurveStep], kills: Sequence[tuple[int, float]]
+    expected: Mapping[int, CurveStep], resumed: Mapping[int, CurveStep], kills: Sequence[tuple[int, float]]
 ) -> Difference | None:
     """Return the first step whose metrics differ; `at_s` says how many kills came before it was trained."""
-    for step in sorted(expected.keys() & found.keys()):
-        one, other = expected[step].metrics, found[step].metrics
+    for step in sorted(expected.keys() & resumed.keys()):
+        one, other = expected[step].metrics, resumed[step].metrics
         names = sorted(n for n in one.keys() | other.keys() if repr(one.get(n)) != repr(other.get(n)))
         if names:
-            after = sum(killed_s < found[step].at_s for _, killed_s in kills)
+            after = sum(killed_s < resumed[step].at_s for _, killed_s in kills)
             cause = CAUSES["hidden" if after else "kernel"]
             return Difference(step, tuple(f"metric {name}" for name in names), after, cause)
     return None

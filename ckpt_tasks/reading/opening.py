@@ -119,8 +119,8 @@ def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0,
 def _open(store: ReadableStore, checkpoint: Checkpoint, rank: int, world_size: int) -> Opened:
     manifest = read_good(store, lambda: _manifest(store, checkpoint))
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
-        found = f"step {manifest.step}, attempt {manifest.attempt}"
-        raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
+        what_it_says = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {what_it_says}", key=checkpoint.manifest, step=checkpoint.step)
     own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), Names(checkpoint.reuses)
     for record in manifest.objects:
         if not record.name.startswith(own) and record.name not in reused:

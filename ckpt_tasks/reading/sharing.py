@@ -73,7 +73,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
     Ranks that want the same regions take turns every 16 MiB of an object, so that each reads long stretches.
     """
-    found, size_bytes = {}, 0
+    readers, size_bytes = {}, 0
     for number, name in enumerate(sorted({name for spans in wants for name in spans})):
         here = [(place, spans[name]) for place, spans in enumerate(wants) if name in spans]
         spans = np.concatenate([one for _, one in here])
@@ -84,9 +84,9 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
         turns = (begins[first] // READ_BYTES + number) % np.diff(np.r_[first, len(begins)])
         base = int(begins[0]) // _PAGE * _PAGE
         by_begin = dict(zip(begins[first].tolist(), places[order][first + turns].tolist(), strict=True))
-        found[name] = Readers(by_begin, size_bytes - base)
+        readers[name] = Readers(by_begin, size_bytes - base)
         size_bytes += -(-(int(spans[:, 1].max()) - base) // _PAGE) * _PAGE
-    return found, size_bytes
+    return readers, size_bytes
 
 
 def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
@@ -176,11 +176,11 @@ def _read(fd: int, token: str) -> Spans:
     if token.encode() not in head:
         raise OSError("the file is of another process")
     numbers = np.frombuffer(data, np.int64).reshape(-1, 2)
-    found, at = {}, 0
+    wants, at = {}, 0
     for name, count in json.loads(head)[1].items():
-        found[name] = numbers[at : at + count]
+        wants[name] = numbers[at : at + count]
         at += count
-    return found
+    return wants
 
 
 def _joined(words: list[bytes]) -> bytes:

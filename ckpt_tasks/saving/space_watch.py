@@ -31,9 +31,9 @@ class SpaceWatch:
         free = None if self._warned or not size.own_bytes else free_bytes(self._store)
         if free is None:
             return
-        found = forecast(self._policy, state.live, pinned=state.pins, size=size, free_bytes=free)
-        if found.fits:
+        peak = forecast(self._policy, state.live, pinned=state.pins, size=size, free_bytes=free)
+        if peak.fits:
             return
         self._warned = True
-        fewer = "Prune it, or set max_num_checkpoints" if found.grows else "Set a smaller max_num_checkpoints"
-        _log.warning("%s will run out of room: %s. %s, or use another disk.", self._store.url, found.words, fewer)
+        fewer = "Prune it, or set max_num_checkpoints" if peak.grows else "Set a smaller max_num_checkpoints"
+        _log.warning("%s will run out of room: %s. %s, or use another disk.", self._store.url, peak.words, fewer)

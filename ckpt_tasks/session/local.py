@@ -265,9 +265,9 @@ def _number(value: Any) -> float:
 
 
 def _check_methods(name: str, program: Any) -> None:
-    lacking = [method for method in ("train_step", "evaluate") if not callable(getattr(program, method, None))]
-    if lacking:
-        raise ProgramError(f"{name} is not a program: it has no {' and no '.join(lacking)}", hint=_NEEDS)
+    missing = [method for method in ("train_step", "evaluate") if not callable(getattr(program, method, None))]
+    if missing:
+        raise ProgramError(f"{name} is not a program: it has no {' and no '.join(missing)}", hint=_NEEDS)
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:

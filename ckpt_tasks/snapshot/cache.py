@@ -188,8 +188,8 @@ class SnapshotCache:
         """Empty the slots and return the bytes freed; keep them (0) if one holds a snapshot that storage lacks."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
-        lacking = any(snapshot.checkpoint.manifest_digest not in known for snapshot in self._in_memory(tuple(live)))
-        if not isinstance(self.memory, MemoryDirectory) or lacking:
+        uncommitted = any(snapshot.checkpoint.manifest_digest not in known for snapshot in self._in_memory(tuple(live)))
+        if not isinstance(self.memory, MemoryDirectory) or uncommitted:
             return 0
         before_bytes = self.memory.held_bytes()
         for slot in SLOTS:

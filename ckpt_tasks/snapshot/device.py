@@ -52,7 +52,7 @@ class DeviceCopy:
 
     def wait(self) -> None:
         """Wait until everything is copied; raise StateError if a device failed: then the image must not be used."""
-        with _told(), _beside_captures():
+        with _device_errors(), _beside_captures():
             for device, event in self._ends:
                 with self._cuda.device(device):  # a new thread would use device 0
                     event.synchronize()
@@ -78,7 +78,7 @@ class Devices:
         if a device cannot take them.
         """
         copy = DeviceCopy(self._cuda, pairs)
-        with _told():
+        with _device_errors():
             for device, (into, out_of) in _by_device(pairs).items():
                 stream = self._stream(device)
                 current = self._cuda.current_stream(device)
@@ -181,12 +181,12 @@ def _exchange() -> Callable[..., int] | None:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:  # linked into torch itself: then captures have to wait for saves
         return None
-    found: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
-    return found
+    exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
+    return exchange
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _device_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

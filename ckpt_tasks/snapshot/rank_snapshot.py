@@ -164,8 +164,8 @@ def _manifest(part: Part) -> Manifest:
     data = part.store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
-        found = f"step {manifest.step}, attempt {manifest.attempt}"
-        raise IntegrityError(f"the manifest says {found}", key=checkpoint.manifest, step=checkpoint.step)
+        what_it_says = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {what_it_says}", key=checkpoint.manifest, step=checkpoint.step)
     return manifest
 
 

@@ -30,7 +30,7 @@ Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]  # by key: the r
 class Samples:
     """One rank's samples of replicated tensors; call `digests` in the background."""
 
-    _found: dict[str, str] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
     _copied: Sequence[tuple[str, torch.Tensor]] = ()
     _copy: DeviceCopy | None = None
 
@@ -38,7 +38,7 @@ class Samples:
         """Wait for devices; return the digests by name, with the same names in all ranks that hold the same part."""
         if self._copy is not None:
             self._copy.wait()
-        return self._found | {name: _digest(copied) for name, copied in self._copied}
+        return self._digests | {name: _digest(copied) for name, copied in self._copied}
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
     Host tensors are digested at once; device tensors are copied in the order of their streams.
     """
     every = max(1, len(replicated) // _TENSORS)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting: list[tuple[str, torch.Tensor]] = []
     for key in [*replicated][turn % every :: every]:
         held, begin = replicated[key]
@@ -56,13 +56,13 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
         if part.is_cuda:
             waiting.append((name, part))
         else:
-            found[name] = _digest(part)
+            digests[name] = _digest(part)
     if not waiting:
-        return Samples(found)
+        return Samples(digests)
     # Pinned: a copy to other memory would make the host wait for the device's stream.
     copied = [(name, torch.empty_like(part, device="cpu", pin_memory=True)) for name, part in waiting]
     pairs = [(into, part) for (_, into), (_, part) in zip(copied, waiting, strict=True)]
-    return Samples(found, copied, devices.start(pairs))
+    return Samples(digests, copied, devices.start(pairs))
 
 
 def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:

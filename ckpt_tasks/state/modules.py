@@ -132,7 +132,7 @@ class ModulePart:
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""
         differences.names(self._group, set(self._state), set(self._tree))
-        differences.lacking.update(
+        differences.missing_tensors.update(
             {
                 f"{self._group}/{name}": (DTYPES.get(live.dtype, ""), tuple(live.shape))
                 for name, live in self._state.items()

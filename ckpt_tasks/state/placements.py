@@ -94,7 +94,7 @@ class Shares:
 
     def __init__(self, world: World):
         self._world = world
-        self._found: dict[Any, _Alike] = {}
+        self._shares: dict[Any, _Alike] = {}
 
     def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
         """Return what this rank writes of a tensor, given its `local` part; None if it writes nothing of it.
@@ -105,10 +105,10 @@ class Shares:
         alike: Any = (tensor.shape, tensor.dtype)
         if local is not tensor:
             alike = (*alike, tensor.device_mesh, tensor.placements, local.shape)  # type: ignore[attr-defined]
-        found = self._found.get(alike)
-        if found is None:
-            found = self._found[alike] = _shared(place_of(tensor, key, self._world), tensor.dtype.itemsize)
-        share, dealt, begin = found
+        shared = self._shares.get(alike)
+        if shared is None:
+            shared = self._shares[alike] = _shared(place_of(tensor, key, self._world), tensor.dtype.itemsize)
+        share, dealt, begin = shared
         return share if dealt is None or _is_dealt(key, dealt) else None, begin
 
 

@@ -129,7 +129,9 @@ class Differences:
     hint: str | None = None
     loose: bool = False
     groups: tuple[str, ...] = ()  # the groups that are restored
-    lacking: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # missing tensors: dtype and shape
+    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # missing tensors: dtype and shape
     other_dtypes: list[torch.dtype] = field(default_factory=list)  # here, of those that differ in nothing else
     replaced: list[str] = field(default_factory=list)
 
@@ -166,7 +168,7 @@ class Differences:
             )
 
     def _renamed(self) -> dict[str, str]:
-        return renamed_places(self.lacking, self.missing, self.unexpected, self.stored, self.groups)
+        return renamed_places(self.missing_tensors, self.missing, self.unexpected, self.stored, self.groups)
 
     def _what_to_do(self) -> str:
         if len(self.other_dtypes) == len(self.different) > 0 and not self.missing and not self.unexpected:

@@ -174,9 +174,9 @@ class _Chooser:
             place = f"{name}/{key}"
             here.append(place)
             source = self._selection.source_of(place)
-            found, value = self._find(source, "module", place)
-            met = met or found is not None
-            if found is None or value is _ABSENT:
+            saved, value = self._find(source, "module", place)
+            met = met or saved is not None
+            if saved is None or value is _ABSENT:
                 missing[key] = source
             else:
                 tree[key] = value

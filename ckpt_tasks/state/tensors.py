@@ -225,12 +225,12 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if tensor.is_contiguous():
         return None
     kept = torch.empty_like(expanded(tensor), device="meta", memory_format=torch.preserve_format).stride()
-    found = tuple(
+    steps = tuple(
         0 if step == 0 and size > 1 else new
         for step, size, new in zip(tensor.stride(), tensor.shape, kept, strict=True)
     )
     dense = torch.empty(tensor.shape, device="meta").stride()
-    return None if found == dense else found
+    return None if steps == dense else steps
 
 
 def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.Tensor:

@@ -341,23 +341,23 @@ class _Others:
         into[:] = data
 
     async def size(self, key: str) -> int:
-        found = await self._do("info", self._path(key))
-        if found["type"] != "file":
+        info = await self._do("info", self._path(key))
+        if info["type"] != "file":
             raise FileNotFoundError(key)
-        return int(found["size"])
+        return int(info["size"])
 
     async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
         try:
-            found = await self._do("find", self._path(prefix))
+            names = await self._do("find", self._path(prefix))
         except FileNotFoundError:
             return []
         cut = len(self._path(""))
-        return [path.lstrip("/")[cut:] for path in found]
+        return [path.lstrip("/")[cut:] for path in names]
 
     async def folders(self, prefix: str) -> list[str]:
-        found = await self._do("ls", self._path(prefix.rstrip("/")), detail=True)
+        entries = await self._do("ls", self._path(prefix.rstrip("/")), detail=True)
         cut = len(self._path(""))
-        return [entry["name"].lstrip("/")[cut:] for entry in found if entry["type"] == "directory"]
+        return [entry["name"].lstrip("/")[cut:] for entry in entries if entry["type"] == "directory"]
 
     async def delete(self, key: str) -> None:
         await self._do("rm_file", self._path(key))

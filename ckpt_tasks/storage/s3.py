@@ -61,10 +61,10 @@ class S3Requests:
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
         """Have the server copy an object, a large one in parallel parts; return False if it cannot copy."""
-        found = await self._call("head_object", Bucket=bucket, Key=source)
-        if found["ContentLength"] != size_bytes:
-            raise IntegrityError(f"the object has {found['ContentLength']} bytes of {size_bytes}", key=source)
-        origin = {"CopySource": {"Bucket": bucket, "Key": source}, "CopySourceIfMatch": found["ETag"]}
+        answer = await self._call("head_object", Bucket=bucket, Key=source)
+        if answer["ContentLength"] != size_bytes:
+            raise IntegrityError(f"the object has {answer['ContentLength']} bytes of {size_bytes}", key=source)
+        origin = {"CopySource": {"Bucket": bucket, "Key": source}, "CopySourceIfMatch": answer["ETag"]}
         try:
             if size_bytes <= _COPIED_BYTES:
                 await self._call("copy_object", Key=key, **origin)
@@ -78,9 +78,9 @@ class S3Requests:
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         """Return a whole object; raise IntegrityError if it is larger than `max_bytes`."""
-        found = await self._call("get_object", Key=key)
-        async with found["Body"] as body:
-            size_bytes = found["ContentLength"]
+        answer = await self._call("get_object", Key=key)
+        async with answer["Body"] as body:
+            size_bytes = answer["ContentLength"]
             if size_bytes > max_bytes:
                 raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=key)
             data = bytearray(size_bytes)
@@ -90,48 +90,48 @@ class S3Requests:
     async def read(self, key: str, begin: int, into: memoryview) -> None:
         """Fill a buffer from one range of an object."""
         end = begin + into.nbytes
-        found = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
-        async with found["Body"] as body:
+        answer = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
+        async with answer["Body"] as body:
             # Do not trust the status: rclone answers 200 and sends the range.
-            first = found.get("ContentRange", "bytes 0-").removeprefix("bytes ").partition("-")[0]
-            if first != str(begin) or found["ContentLength"] > into.nbytes:
+            first = answer.get("ContentRange", "bytes 0-").removeprefix("bytes ").partition("-")[0]
+            if first != str(begin) or answer["ContentLength"] > into.nbytes:
                 raise StoreError("the store ignores which range of an object is wanted", key=key)
-            if found["ContentLength"] < into.nbytes:
-                missing = into.nbytes - found["ContentLength"]
+            if answer["ContentLength"] < into.nbytes:
+                missing = into.nbytes - answer["ContentLength"]
                 raise IntegrityError(f"the object ends {missing} bytes too early", key=key)
             await _receive(body, into, key)
 
     async def size(self, key: str) -> int:
         """Return an object's size in bytes."""
         try:
-            found = await self._call("head_object", Key=key)
+            answer = await self._call("head_object", Key=key)
         except Exception as error:
             if answer_of(error) not in _WORDLESS:
                 raise
-            found = await self._call("get_object", Key=key)  # refused again, this time with a reason
-            found["Body"].close()
-        return int(found["ContentLength"])
+            answer = await self._call("get_object", Key=key)  # refused again, this time with a reason
+            answer["Body"].close()
+        return int(answer["ContentLength"])
 
     async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
         """List keys below a prefix until there are `enough`, in the server's order, `page` in the first answer."""
-        found: list[str] = []
+        names: list[str] = []
         more: dict[str, Any] = {"MaxKeys": min(page, _PAGE)}
         while True:
             answer = await self._call("list_objects_v2", Prefix=prefix, **more)
-            found += [entry["Key"] for entry in answer.get("Contents", ())]
-            if not answer.get("IsTruncated") or enough(found):
-                return found
+            names += [entry["Key"] for entry in answer.get("Contents", ())]
+            if not answer.get("IsTruncated") or enough(names):
+                return names
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def folders(self, prefix: str) -> list[str]:
         """List what keys below a prefix have up to the next slash, each once."""
-        found: list[str] = []
+        names: list[str] = []
         more: dict[str, Any] = {}
         while True:
             answer = await self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
-            found += [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+            names += [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
             if not answer.get("IsTruncated"):
-                return found
+                return names
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def delete(self, key: str) -> None:

@@ -159,3 +159,17 @@ def test_symbols_are_named_in_our_words() -> None:
         if not name.startswith("_") and is_never(name)
     ]
     assert wrong == [], "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
+
+
+def test_names_are_nouns() -> None:
+    """No variable, argument or attribute is called "found", "told" or "trouble": a name says what was found."""
+    words = {"found", "told", "trouble"}
+    wrong = {
+        where(path, getattr(node, "lineno", 1))
+        for path in files("ckpt_tasks", "flows")
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.arg) and node.arg.strip("_") in words)
+        or (isinstance(node, ast.Name) and node.id.strip("_") in words)
+        or (isinstance(node, ast.Attribute) and node.attr.strip("_") in words)
+    }
+    assert wrong == set()

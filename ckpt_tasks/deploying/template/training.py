@@ -52,10 +52,10 @@ class Training:
         points, arms = self.held_out
         self.model.eval()
         with torch.no_grad():
-            found = self.model(points)
+            scores = self.model(points)
         self.model.train()
-        right = (found.argmax(1) == arms).float().mean()
-        return {"heldout_loss": functional.cross_entropy(found, arms).item(), "heldout_accuracy": right.item()}
+        right = (scores.argmax(1) == arms).float().mean()
+        return {"heldout_loss": functional.cross_entropy(scores, arms).item(), "heldout_accuracy": right.item()}
 
 
 def spirals(count: int) -> tuple[Tensor, Tensor]:
