@@ -104,8 +104,8 @@ class Run:
         """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
 
         With `partial` only the groups that `state` names are restored, and no random stream. `only`, `missing` and
-        `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError or StoreError;
-        the state is untouched then.
+        `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError, StoreError or,
+        for anything but a Checkpoint, ConfigError; the state is untouched then.
         """
         # Imported here, so that reading a run without restoring it need not import torch.
         from ckpt_tasks.reading.restore import restore_one

@@ -136,7 +136,9 @@ class ResumableSampler(Sampler[list[int]]):
         the loader has a `state_dict`, leave it out of the state.
         """
         if loader.batch_sampler is not self:
-            raise ConfigError("the loader draws its batches from another sampler", hint="Pass it batch_sampler=sampler")
+            raise ConfigError(
+                "the loader draws its batches from another sampler", hint="Pass it batch_sampler=sampler."
+            )
         return self._follow(loader)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -223,7 +225,7 @@ class ResumableSampler(Sampler[list[int]]):
             raise StateMismatchError(
                 "the position belongs to other data, or to another order of it",
                 different=different,
-                hint="Build the sampler over the same data set, with the same seed and shuffle",
+                hint="Build the sampler over the same data set, with the same seed and shuffle.",
             )
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._loads += 1

@@ -13,9 +13,10 @@ from tests.house.sources import ROOT
 PAGE = ROOT / "docs" / "REFERENCE.md"
 _HEAD = """# Reference
 
-Every name that `ckpt_tasks` exports, with its docstring. `python -m tests.house.reference` writes this page. The errors
-are drawn at the head of [errors.py](../ckpt_tasks/errors.py), the options of `CheckpointConfig` are in
-[OPTIONS.md](OPTIONS.md), and `ckpt --help` lists the verbs of the command.
+Every name that `ckpt_tasks` exports, with its docstring; the classes that exported functions return follow at the end.
+`python -m tests.house.reference` writes this page. The errors are drawn at the head of
+[errors.py](../ckpt_tasks/errors.py), the options of `CheckpointConfig` are in [OPTIONS.md](OPTIONS.md), and
+`ckpt --help` lists the verbs of the command.
 """
 _MODULES = re.compile(r"ckpt_tasks\.[\w.]*\.|collections\.abc\.|typing\.|os\.(?=PathLike)")
 _FUNCTION = re.compile(r"<function \S+ at 0x\w+>")  # as a default
@@ -25,8 +26,16 @@ _MOST_COLUMNS = 120
 def written() -> str:
     """Return the page."""
     names = [name for name in ckpt_tasks.__all__ if name != "errors"]
-    text = "\n".join([_HEAD, *(part for name in names for part in _about(name, getattr(ckpt_tasks, name)))])
-    return _FUNCTION.sub("…", text)
+    parts = [part for name in names for part in _about(name, getattr(ckpt_tasks, name))]
+    parts += [part for kind in _returned(names) for part in _about(kind.__name__, kind)]
+    return _FUNCTION.sub("…", "\n".join([_HEAD, *parts]))
+
+
+def _returned(names: list[str]) -> list[type]:
+    """List the classes that exported functions return and that are not exported themselves, in order."""
+    functions = [value for name in names if inspect.isfunction(value := getattr(ckpt_tasks, name))]
+    kinds = [function.__globals__.get(inspect.signature(function).return_annotation) for function in functions]
+    return [kind for kind in dict.fromkeys(kinds) if inspect.isclass(kind) and kind.__name__ not in names]
 
 
 def _about(name: str, value: Any) -> Iterator[str]:

@@ -118,3 +118,23 @@ def test_no_article_stands_before_a_word_that_varies() -> None:
                 if varies or re.search(r"\b[Aa]n? ['\"`]?(%s|%r|\{\w*\})", text):
                     wrong.append(f"{path.name}:{node.lineno}: {text}")  # type: ignore[attr-defined]
     assert not wrong
+
+
+def test_a_message_is_a_clause_and_a_hint_is_a_sentence() -> None:
+    """A message ends without a stop, since its key and step follow it; a hint ends as a sentence does."""
+    wrong = []
+    for path in files("ckpt_tasks"):
+        for call in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)):
+            if not (isinstance(call.func, ast.Name) and call.func.id in errors.__all__ and call.args):
+                continue
+            hints = [keyword.value for keyword in call.keywords if keyword.arg == "hint"]
+            ends = [end for end in map(_end, call.args[:1]) if end.endswith(".")]
+            ends += [end for end in map(_end, hints) if end and not end.endswith((".", "?", "…"))]
+            wrong += [f"{path.name}:{call.lineno}: {end}" for end in ends]
+    assert not wrong
+
+
+def _end(text: ast.expr) -> str:
+    """Return the last literal part of a text; "" if a value ends it."""
+    last = text.values[-1] if isinstance(text, ast.JoinedStr) and text.values else text
+    return last.value if isinstance(last, ast.Constant) and isinstance(last.value, str) else ""
