@@ -49,8 +49,9 @@ from ckpt_tasks.saving.parts import (
 )
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
-from ckpt_tasks.state.capture import Captured, GroupState, capture
+from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.placements import World
+from ckpt_tasks.state.restore_parts import Captured, GroupState
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.pruning import Pruner
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import Rollback, checkpoint_item, read_checkpoint, read_rollback
+from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon

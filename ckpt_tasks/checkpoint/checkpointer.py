@@ -15,8 +15,8 @@ from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
 from ckpt_tasks.errors import FencedError, StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
-from ckpt_tasks.format.ledger import Checkpoint, lineage
-from ckpt_tasks.format.records import Rollback
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.ledger.steps import StepLog, read_steps_file

@@ -13,8 +13,7 @@ from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnerError, StateError
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import Rollback
+from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here

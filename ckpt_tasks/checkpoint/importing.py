@@ -23,8 +23,9 @@ from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.image import TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.index import Index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
-from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.committer import Committer

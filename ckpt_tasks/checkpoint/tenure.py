@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ckpt_tasks.format.ledger import Owner, State
-from ckpt_tasks.format.records import read_owner
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Owner, read_owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify

@@ -11,15 +11,15 @@ import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
-from ckpt_tasks.report.words import count, number
+from ckpt_tasks.cli.output import JsonOption, Output, output, reading, table
+from ckpt_tasks.report.words import count, number, printable
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ckpt_tasks.copying.compare import Comparison, Difference
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
 
 __all__ = ["diff"]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.completion import complete_run
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, table
 from ckpt_tasks.cli.settings import importing_prefect
 from ckpt_tasks.errors import CkptError, ConfigError, ObjectNotFoundError
+from ckpt_tasks.report.words import printable
 
 if TYPE_CHECKING:
     from ckpt_tasks.policy.health import Check, MemoryFacts

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.output import JsonOption, Output, console, output, printable, table
-from ckpt_tasks.report.words import size, span
+from ckpt_tasks.cli.output import JsonOption, Output, console, output, table
+from ckpt_tasks.report.words import printable, size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.storage.probe import Ability, Findings, Latency, Verdict

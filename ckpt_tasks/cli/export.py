@@ -11,13 +11,13 @@ import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, printable, reading, table
+from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, reading, table
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
-from ckpt_tasks.report.words import count, size
+from ckpt_tasks.report.words import count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.copying.export import ExportReport
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
 
 __all__ = ["export"]

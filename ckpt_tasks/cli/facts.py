@@ -15,7 +15,8 @@ from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.report.words import span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.format.ledger import Checkpoint, State
+    from ckpt_tasks.format.ledger import State
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
 
 __all__ = [

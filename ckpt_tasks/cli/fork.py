@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, parse_target, written
-from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, printable, reading
+from ckpt_tasks.cli.output import JsonOption, Output, from_here, output, reading
 from ckpt_tasks.cli.settings import ckpt_command
 from ckpt_tasks.cli.sync import SingleOption, print_unleased
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import size, span
+from ckpt_tasks.report.words import printable, size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.copying.fork import ForkPlan, Moved

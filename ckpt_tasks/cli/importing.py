@@ -8,13 +8,13 @@ import typer
 
 from ckpt_tasks.cli.fork import KeyOption
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, reading, table
 from ckpt_tasks.cli.sync import SingleOption
-from ckpt_tasks.report.words import count, size
+from ckpt_tasks.report.words import count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.copying.importing import ImportPlan
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
 
 __all__ = ["import_"]
 

@@ -12,14 +12,15 @@ import typer
 from ckpt_tasks.cli.completion import complete_run
 from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
 from ckpt_tasks.cli.ls_runs import list_runs
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, widest_listing
+from ckpt_tasks.cli.output import JsonOption, Output, output, table, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
-from ckpt_tasks.report.words import age, count, number, size, span, when
+from ckpt_tasks.report.words import age, count, number, printable, size, span, when
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State
+    from ckpt_tasks.format.ledger import State
+    from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Owner
     from ckpt_tasks.ledger.history import Head
     from ckpt_tasks.reading.reading import Run
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tasks.cli.output import Output, printable, table, widest_listing
+from ckpt_tasks.cli.output import Output, table, widest_listing
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, number, size
+from ckpt_tasks.report.words import age, count, number, printable, size
 
 if TYPE_CHECKING:
     from rich.table import Table

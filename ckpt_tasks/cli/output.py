@@ -29,7 +29,6 @@ __all__ = [
     "finite",
     "from_here",
     "output",
-    "printable",
     "reading",
     "report_errors",
     "table",

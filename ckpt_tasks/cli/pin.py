@@ -9,13 +9,13 @@ import typer
 from ckpt_tasks.cli.completion import complete_checkpoint
 from ckpt_tasks.cli.facts import parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable
+from ckpt_tasks.cli.output import JsonOption, Output, output
 from ckpt_tasks.cli.prune import DryOption
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.report.words import size
+from ckpt_tasks.report.words import printable, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.policy.retention import Verdict
     from ckpt_tasks.reading.reading import Run
 

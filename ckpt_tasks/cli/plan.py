@@ -13,7 +13,7 @@ import typer
 
 from ckpt_tasks.cli.facts import RunArgument
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, write_file
+from ckpt_tasks.cli.output import JsonOption, Output, output, table, write_file
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
@@ -25,13 +25,13 @@ from ckpt_tasks.policy.cadence import (
     trade_off_at,
 )
 from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
-from ckpt_tasks.report.words import count, fine_span, percent
+from ckpt_tasks.report.words import count, fine_span, percent, printable
 
 if TYPE_CHECKING:
     from ckpt_tasks.policy.space import Forecast
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["draw_curve", "fine_span", "percent", "plan"]
+__all__ = ["draw_curve", "plan"]
 
 _BAR = 28  # characters for the largest sum that is shown
 _REACH, _ROWS = 8.0, 13

@@ -8,12 +8,13 @@ import typer
 
 from ckpt_tasks.cli.facts import RunArgument
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, table
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.report.words import age, count, size
+from ckpt_tasks.report.words import age, count, printable, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.format.ledger import Checkpoint, State
+    from ckpt_tasks.format.ledger import State
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.policy.retention import Verdict
     from ckpt_tasks.reading.reading import Run

@@ -11,7 +11,8 @@ import typer
 
 from ckpt_tasks.cli.facts import RunArgument, kept_because
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table, write_file
+from ckpt_tasks.cli.output import JsonOption, Output, output, table, write_file
+from ckpt_tasks.report.words import printable
 
 if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run

@@ -8,10 +8,10 @@ import typer
 
 from ckpt_tasks.cli.completion import complete_checkpoint
 from ckpt_tasks.cli.facts import parse_target
-from ckpt_tasks.cli.output import JsonOption, output, printable
+from ckpt_tasks.cli.output import JsonOption, output
 from ckpt_tasks.errors import ConfigError, OwnedError
 from ckpt_tasks.ledger.targets import split_target
-from ckpt_tasks.report.words import count
+from ckpt_tasks.report.words import count, printable
 
 if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run

@@ -22,8 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.option_texts import option_texts
+from ckpt_tasks.ledger.config import CheckpointConfig, option_texts
 
 __all__ = [
     "EXAMPLE",

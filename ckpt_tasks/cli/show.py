@@ -9,15 +9,15 @@ import typer
 
 from ckpt_tasks.cli.facts import CheckpointArgument, lineage_facts, params_line, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, table
+from ckpt_tasks.cli.output import JsonOption, Output, output, table
 from ckpt_tasks.format.keys import is_shard
-from ckpt_tasks.report.words import age, count, number, size, span, when
+from ckpt_tasks.report.words import age, count, number, printable, size, span, when
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ckpt_tasks.format.index import IndexRow
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.opening import Opened
     from ckpt_tasks.reading.reading import Run
 

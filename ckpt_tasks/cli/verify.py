@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.cli.facts import RunOrCheckpointArgument, parse_target
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, printable, reading, table
-from ckpt_tasks.report.words import age, count, size, span
+from ckpt_tasks.cli.output import JsonOption, Output, output, reading, table
+from ckpt_tasks.report.words import age, count, printable, size, span
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
-    from ckpt_tasks.format.ledger import Checkpoint
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.upkeep.upkeep import RunFaults
 

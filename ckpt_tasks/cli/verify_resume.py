@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.output import JsonOption, output, printable
+from ckpt_tasks.cli.output import JsonOption, output
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.report.words import printable
 
 if TYPE_CHECKING:
     from ckpt_tasks.proving.proof import Proof

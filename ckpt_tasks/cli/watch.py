@@ -12,14 +12,15 @@ import typer
 
 from ckpt_tasks.cli.facts import RunArgument
 from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import console, finite, output, printable
+from ckpt_tasks.cli.output import console, finite, output
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
-from ckpt_tasks.report.words import age, number, size, span
+from ckpt_tasks.report.words import age, number, printable, size, span
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from ckpt_tasks.format.ledger import Checkpoint, Entry
+    from ckpt_tasks.format.ledger import Entry
+    from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.ledger.history import Head
     from ckpt_tasks.ledger.timeline import Moment
     from ckpt_tasks.reading.reading import Run

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, encode
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store

@@ -37,7 +37,7 @@ from ckpt_tasks.format.image import (
     plan_parts,
 )
 from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store

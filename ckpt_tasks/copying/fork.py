@@ -32,8 +32,9 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint, Origin, Owner, State
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
+from ckpt_tasks.format.records import Checkpoint, Origin, Owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.leasing import renewed_lease

@@ -23,7 +23,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, O
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.train import train
-from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, lives_here
 from ckpt_tasks.orchestration.config import BatchLength, position_of_run

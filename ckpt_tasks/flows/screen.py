@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluation_watcher
 from ckpt_tasks.reading.reading import run_of

@@ -45,12 +45,7 @@ from ckpt_tasks.format.records import (
 __all__ = [
     "EVENTS",
     "MAX_ENTRY_BYTES",
-    "Checkpoint",
     "Entry",
-    "Evaluation",
-    "Lease",
-    "Origin",
-    "Owner",
     "State",
     "lineage",
 ]

@@ -15,7 +15,7 @@ from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.storage.locations import Location, location_of
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "option_texts"]
 
 OnFlushFailure = Literal["raise", "warn"]
 OnNonFinite = Literal["warn", "stop", "rollback"]
@@ -156,6 +156,23 @@ class CheckpointConfig:
             best_metric=self.best_metric,
             best_mode=self.best_mode,
         )
+
+
+def option_texts() -> dict[str, str]:
+    """Return the text below each field of `CheckpointConfig`, on one line."""
+    import ast  # only for a page and for help
+    import inspect
+    import sys
+    from itertools import pairwise
+
+    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CheckpointConfig").body
+    texts = {}
+    for node, below in pairwise(body):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(inspect.cleandoc(text).split())
+    return texts
 
 
 def _is_name(key: Any) -> bool:

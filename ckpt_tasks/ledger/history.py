@@ -1,8 +1,7 @@
 """The ledger in use: read the newest entry, append the next one, and know the outcome of the append.
 
-An append never believes the store's answer: it reads the entry back and compares the nonce. Our nonce: done. Another
-valid entry: read it and try the next number, unless the directory has another owner. No entry: send the same bytes
-again. An unreadable entry: the outcome is unknown.
+An append reads the entry back, whatever the store answered, and compares the nonce. Ours: done. Another valid entry:
+try the next number, unless the directory has another owner. No entry: send the same bytes again. Unreadable: unknown.
 
 A damaged newest entry is skipped, and objects that it may have named are spared: `append` does that, for every event.
 An entry that this process had read before it was damaged is not skipped.
@@ -38,9 +37,10 @@ from ckpt_tasks.format.keys import (
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Entry, Owner, State
+from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Entry, State
 from ckpt_tasks.format.live import cut
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove

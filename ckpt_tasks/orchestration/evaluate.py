@@ -21,7 +21,7 @@ from prefect.logging import get_run_logger
 
 from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.isolation import keep_threads_out_of_streams
 from ckpt_tasks.reading.leasing import LEASE_S, leased

@@ -19,7 +19,7 @@ from prefect.exceptions import EventTooLarge
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, StoreError
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 

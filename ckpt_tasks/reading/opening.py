@@ -19,8 +19,8 @@ from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.format.kinds import check_group, check_ref
-from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import decode, tensor_refs
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.storage.retrying import read_good

@@ -9,12 +9,13 @@ from functools import partial
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX
-from ckpt_tasks.format.ledger import Evaluation, Owner, State, lineage
+from ckpt_tasks.format.ledger import State, lineage
+from ckpt_tasks.format.records import Evaluation, Owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
+from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.roots import stores_below
 
 __all__ = ["RunSummary", "summaries_below"]
 

@@ -17,7 +17,8 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
-from ckpt_tasks.format.ledger import Checkpoint, Evaluation, Lease, Owner, State, lineage
+from ckpt_tasks.format.ledger import State, lineage
+from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Owner
 from ckpt_tasks.ledger.history import Head, History, now_iso
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 from ckpt_tasks.state.processes import Process

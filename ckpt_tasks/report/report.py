@@ -15,7 +15,8 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from ckpt_tasks.format.ledger import Checkpoint, State, lineage
+from ckpt_tasks.format.ledger import State, lineage
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.ownership import NEVER_OWNED

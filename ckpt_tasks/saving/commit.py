@@ -21,8 +21,9 @@ from ckpt_tasks.format.folding import fold
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State
+from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.history import History, now_iso
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving

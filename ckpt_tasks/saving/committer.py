@@ -5,27 +5,32 @@ It commits RankParts and never sees a tensor. `commit.py` has the steps and thei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import Attempt
-from ckpt_tasks.format.ledger import Checkpoint, Entry, Owner, State
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head, History, check_owner
 from ckpt_tasks.ledger.metrics import checked_metrics
 from ckpt_tasks.ledger.ownership import release
 from ckpt_tasks.ledger.steps import put_steps
-from ckpt_tasks.policy.space import CheckpointSize
+from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.policy.space import CheckpointSize, forecast
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard, write_index_and_manifest
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
-from ckpt_tasks.saving.space_watch import SpaceWatch
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.space import free_bytes
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Committer", "Follower", "Line"]
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 @dataclass
@@ -147,7 +152,7 @@ class Committer(Follower):
         super().__init__(owner, run_key, line, world_size)
         self._history = history
         self._pruner = pruner
-        self._space = SpaceWatch(history.store, pruner.policy)
+        self._space = _SpaceWatch(history.store, pruner.policy)
 
     def check_line(self) -> None:
         """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
@@ -223,3 +228,27 @@ class Committer(Follower):
     def release(self) -> bool:
         """Release the run directory; return False if another process owns it."""
         return release(self._history, self.owner, self._pruner.deleted)
+
+
+class _SpaceWatch:
+    """Warn before the disk is full: what the policy will need at its peak against what is free, before each save.
+
+    It warns once and refuses nothing: others may free the room in time, and a quota is not seen (docs/decisions/0071).
+    """
+
+    def __init__(self, store: Store, policy: RetentionPolicy):
+        self._store = store
+        self._policy = policy
+        self._warned = False
+
+    def look(self, state: State, size: CheckpointSize) -> None:
+        """Log a warning if the room will not do; once, and never where the store has no limit that it tells."""
+        free = None if self._warned or not size.own_bytes else free_bytes(self._store)
+        if free is None:
+            return
+        peak = forecast(self._policy, state.live, pinned=state.pins, size=size, free_bytes=free)
+        if peak.fits:
+            return
+        self._warned = True
+        fewer = "Prune it, or set max_num_checkpoints" if peak.grows else "Set a smaller max_num_checkpoints"
+        _log.warning("%s will run out of room: %s. %s, or use another disk.", self._store.url, peak.words, fewer)

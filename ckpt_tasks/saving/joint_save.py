@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from ckpt_tasks.errors import CkptError, FencedError
 from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State
-from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ranks.exchange import Exchange
 from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint, prepare_part

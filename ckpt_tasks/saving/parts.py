@@ -15,12 +15,12 @@ from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix
-from ckpt_tasks.format.ledger import Owner
 from ckpt_tasks.format.manifest import ObjectRecord
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.snapshot.snapshot import Image
-from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.restore_parts import Captured
 
 __all__ = [
     "OF_RANK",

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError

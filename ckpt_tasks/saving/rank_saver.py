@@ -23,7 +23,7 @@ from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
 from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
-from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.restore_parts import Captured
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system
 

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
@@ -26,7 +27,7 @@ from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
-from ckpt_tasks.state.capture import Captured
+from ckpt_tasks.state.restore_parts import Captured
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 

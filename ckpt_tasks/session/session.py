@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 
 __all__ = ["Progress", "Session", "Watcher", "watcher"]
 

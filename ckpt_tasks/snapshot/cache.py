@@ -20,8 +20,8 @@ from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotF
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import FORMAT_NAME
-from ckpt_tasks.format.ledger import Checkpoint, lineage
-from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, change, open_checkpoint
 from ckpt_tasks.snapshot.local_copies import LocalCopies

@@ -21,8 +21,7 @@ from contextlib import suppress
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
 from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint
-from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Seal
+from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
 from ckpt_tasks.storage.local import LocalStore
 
 __all__ = ["LocalCopies"]

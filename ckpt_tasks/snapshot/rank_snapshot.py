@@ -17,9 +17,8 @@ import torch
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
-from ckpt_tasks.format.ledger import Checkpoint
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
-from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.format.regions import Box, intersection
 from ckpt_tasks.format.tiling import untiled
 from ckpt_tasks.reading.download import DownloadedTensors

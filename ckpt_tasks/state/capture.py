@@ -21,12 +21,14 @@ from ckpt_tasks.state.optimizers import capture_optimizer
 from ckpt_tasks.state.placements import ALONE, World, reshard
 from ckpt_tasks.state.plain import refuse_copies_of_state
 from ckpt_tasks.state.restore_parts import Captured, GroupState
-from ckpt_tasks.state.restoring import RestorePlan, may_draw, plan_restore
+from ckpt_tasks.state.restoring import may_draw
 from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, preserved_rng
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
-__all__ = ["Captured", "GroupState", "RestorePlan", "capture", "plan_restore"]
+__all__ = [
+    "capture",
+]
 
 # Memory that two groups share belongs to the first of these kinds, so that a module is restored from its own files.
 # A data loader may draw from a generator in its state_dict(), so generators come after it.

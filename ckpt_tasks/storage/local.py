@@ -35,7 +35,7 @@ from ckpt_tasks.storage.local_fs import DAMAGED, HINTS, NO_LINKS, Calls, link_ab
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.storage.reserve import Reserve
 
-__all__ = ["Calls", "LocalStore"]
+__all__ = ["LocalStore"]
 
 _PIECE_BYTES = 16 << 20
 _SYNCED_BYTES = 256 << 20  # at most this many bytes are in the page cache before an fsync

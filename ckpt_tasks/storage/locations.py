@@ -14,22 +14,26 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.local_fs import our_errors
+from ckpt_tasks.storage.port import Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "location_of"]
+__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "location_of", "stores_below"]
 
 GROUP = "ckpt_tasks.places"
 # None: opening a store sends no request. The command line sets it for the length of one command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
+_BELOW_S = 10.0  # of requests to a directory below a store; a person waits
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _SCHEMES = frozenset({"s3", "s3a", "az", "abfs", "gs", "gcs", "memory"})  # of storage/objects.py, without its imports
 
@@ -112,6 +116,30 @@ def location_of(place: str | os.PathLike[str] | Location) -> Location:
             hint="The place of a configuration is config.location.",
         )
     return Location(os.fspath(place))
+
+
+def stores_below(store: Store) -> dict[str, Store]:
+    """Return a store for each directory directly below a store, by name and in order; sends one listing.
+
+    Raises StoreError if the store cannot be listed.
+    """
+    place = unwrapped(store)
+    if isinstance(place, LocalStore):
+        with our_errors("", place.root):
+            names = (
+                sorted(entry.name for entry in os.scandir(place.root) if entry.is_dir()) if place.root.is_dir() else []
+            )
+        return {name: LocalStore(Path(place.root, name)) for name in names if not name.startswith(".")}
+    from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
+    from ckpt_tasks.storage.retrying import RetryingStore
+
+    if not isinstance(place, ObjectStore):
+        return {}
+    stores: dict[str, Store] = {}
+    for name in place.folders():
+        with suppress(ConfigError):  # not a name that a run can have
+            stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
+    return stores
 
 
 def _instead_of(file: str) -> str:

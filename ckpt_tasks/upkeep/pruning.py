@@ -21,7 +21,8 @@ from typing import Generic, TypeVar
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StateError, StoreError
 from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.keys import parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.ledger import State, lineage
+from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger.history import History, check_owner
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run, put_pin

@@ -29,8 +29,9 @@ from ckpt_tasks.format.keys import (
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import Checkpoint, Owner, State, lineage
+from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.format.steps import MAX_STEPS_BYTES
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import moment

@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckpt_tasks.cli.plan import fine_span, percent
 from ckpt_tasks.ledger.observing import observe
 from ckpt_tasks.policy.cadence import recommend
+from ckpt_tasks.report.words import fine_span, percent
 from tests.support.cli_runs import ckpt, config, save_steps, tree
 from tests.support.histories import LOST, Told, trained
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.cli.facts import Target, parse_target
-from ckpt_tasks.cli.output import printable
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, number, size, span
+from ckpt_tasks.report.words import age, count, number, printable, size, span
 
 
 @pytest.mark.parametrize(

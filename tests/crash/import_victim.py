@@ -11,7 +11,7 @@ from typing import cast
 
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.importing import plan_import
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import serve
 from tests.support.calls import FailingCalls, Mode, WatchedCalls

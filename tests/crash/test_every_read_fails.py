@@ -20,7 +20,8 @@ from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.storage.local import Calls, LocalStore
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingReads
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train

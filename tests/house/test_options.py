@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.ledger.option_texts import option_texts
+from ckpt_tasks.ledger.config import option_texts
 from tests.house.options import PAGE, written
 
 

@@ -80,6 +80,27 @@ def test_no_private_name_of_another_room_is_read() -> None:
 OF_TORCH = {"_modules"}
 
 
+def made_here(tree: ast.AST) -> set[str]:
+    """Return the names that a module defines itself."""
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return names | {n.name for n in ast.walk(tree) if isinstance(n, kinds)}
+
+
+def test_a_name_is_imported_from_its_home() -> None:
+    """No module passes on what it has imported: whoever reads an import knows where the name is defined."""
+    homes = {module_name(path): made_here(parse(path)) for path in SOURCES if path.name != "__init__.py"}
+    wrong = [
+        f"{where(path, node.lineno)}: {alias.name} is not made in {node.module}"
+        for path in files("ckpt_tasks", "flows", "tests", "benchmarks")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom) and node.module in homes
+        for alias in node.names
+        if alias.name not in homes[node.module]
+    ]
+    assert wrong == []
+
+
 def test_no_two_modules_import_each_other() -> None:
     """Imports make no circle, not even one that a function closes when it runs."""
     modules = {module_name(path): parse(path) for path in SOURCES if path != ROOT / "ckpt_tasks" / "__init__.py"}

@@ -11,7 +11,8 @@ import pytest
 from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, FormatVersionError, IntegrityError, RunMismatchError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
-from ckpt_tasks.format.ledger import Owner, State
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.ledgers import ME, OTHER, commit, owned, owner_of, resealed, steps

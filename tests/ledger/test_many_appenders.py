@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import FencedError
-from ckpt_tasks.format.ledger import Lease, State
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Lease
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.port import WrappedStore
 from tests.property.disk import Disk

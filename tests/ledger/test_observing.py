@@ -12,7 +12,7 @@ import pytest
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.observing import ENTRIES_READ, ledger_event, observe, recent, summarize
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.cadence import Observed

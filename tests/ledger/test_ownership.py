@@ -17,7 +17,7 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import OwnedError
-from ckpt_tasks.format.ledger import Owner
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger import ownership
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify, why_free

@@ -17,7 +17,7 @@ import pytest
 from prefect.assets import Asset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.orchestration.events import asset_key
 from ckpt_tasks.saving.listening import Listener
 from tests.support.tiny import Tiny

@@ -29,7 +29,8 @@ from ckpt_tasks.errors import (
     StoreError,
 )
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import NoGoodCheckpointError
-from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.support.runs import (

@@ -17,7 +17,8 @@ import pytest
 
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
-from ckpt_tasks.format.ledger import Entry, Owner, State
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger import history
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict, plan_retention

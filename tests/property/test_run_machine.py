@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, NoGoodCheckpointError
 from ckpt_tasks.format.keys import parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.servers.s3 import S3Server
 from tests.support.calls import Mode

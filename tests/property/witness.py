@@ -21,8 +21,9 @@ from ckpt_tasks.format.keys import (
     parse_attempt,
     parse_ledger_name,
 )
-from ckpt_tasks.format.ledger import Checkpoint, Entry, State, lineage
+from ckpt_tasks.format.ledger import Entry, State, lineage
 from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.property.disk import Disk

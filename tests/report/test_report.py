@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ckpt_tasks.format.ledger import Evaluation, State
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
 from ckpt_tasks.report.picture import draw_run, main_metric, sort_metrics

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks.errors import FormatVersionError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.capture import GroupState, plan_restore
+from ckpt_tasks.state.restore_parts import GroupState
+from ckpt_tasks.state.restoring import plan_restore
 from tests.support.roundtrip import restore, save
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ckpt_tasks.errors import IntegrityError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.capture import GroupState, capture, plan_restore
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.restore_parts import GroupState
+from ckpt_tasks.state.restoring import plan_restore
 from tests.support.optimizers import moments, same_state, stepped, three
 from tests.support.roundtrip import Saved, assert_same, restore, save
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.capture import capture, plan_restore
+from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.restore_parts import HeldTensors
+from ckpt_tasks.state.restoring import plan_restore
 from tests.support.optimizers import moments, same_state, stepped, three
 from tests.support.roundtrip import assert_same, restore, save
 

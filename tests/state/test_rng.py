@@ -14,7 +14,9 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.capture import GroupState, capture, plan_restore
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.restore_parts import GroupState
+from ckpt_tasks.state.restoring import plan_restore
 from ckpt_tasks.state.rng import preserved_rng
 from tests.support.roundtrip import assert_same, restore, save
 

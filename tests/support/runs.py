@@ -12,12 +12,14 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
-from ckpt_tasks.format.ledger import Checkpoint, State
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import Manifest
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.storage.local import Calls, LocalStore
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.support.places import LocalPlace, Place
 

@@ -12,7 +12,8 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.copying.syncing import SyncReport, plan_sync, run_sync
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.format.ledger import Checkpoint, lineage
+from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore

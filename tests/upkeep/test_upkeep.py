@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
-from ckpt_tasks.format.ledger import Lease, State
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Lease
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
