@@ -242,7 +242,7 @@ def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict
 def _with_views(
     values: dict[str, Any], tied: Mapping[str, str], dtypes: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """Return the values with views in their own dtypes, and with tied names; raise IntegrityError if a view is none."""
+    """Return the values with views in their own dtypes, and tied names; raise IntegrityError if one is not a view."""
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:

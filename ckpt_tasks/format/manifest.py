@@ -146,7 +146,7 @@ def _record(value: Any) -> ObjectRecord:
 
 
 def _check_objects(manifest: Manifest) -> None:
-    """Raise ValueError if the index is not that of this step and attempt, or an object is no shard or named twice."""
+    """Raise ValueError if the index is not of this step and attempt, or an object is not a shard, or named twice."""
     attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
     if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
         raise ValueError(f"{manifest.index.name!r:.80} is not an index of this step and attempt")

@@ -52,7 +52,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
     CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts
     until the run has a checkpoint; Trainer's own ones are not read from then on. SIGTERM and Ctrl-C end the training
-    after the step in hand, with a commit. What Trainer logs becomes the metrics of the step.
+    after the current step, with a commit. What Trainer logs becomes the metrics of the step.
 
     Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
     """

@@ -23,9 +23,9 @@ _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 class LoaderPositions:
-    """The positions of the training loaders before the batch in hand.
+    """The positions of the training loaders before the current batch.
 
-    A loader's own state counts the batches handed out: the batch in hand, and one more if Lightning fetches ahead. So
+    A loader's own state counts the batches handed out: the current batch, and one more if Lightning fetches ahead. So
     the states of the last batches are kept.
     """
 
@@ -40,7 +40,7 @@ class LoaderPositions:
             self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
 
     def before(self, trainer: Trainer) -> list[Any] | None:
-        """Return the states before the batch in hand; None if they are not known (an epoch's first batches)."""
+        """Return the states before the current batch; None if they are not known (an epoch's first batches)."""
         loaders = _stateful(trainer)
         if all(isinstance(loader, ResumableLoader) for loader in loaders):
             return [loader.state_before() for loader in loaders]
@@ -134,7 +134,7 @@ class LightningState:
         )
 
     def at_train_start(self) -> None:
-        """Undo the count of the batch in hand, which is fetched again."""
+        """Undo the count of the current batch, which is fetched again."""
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
 

@@ -2,7 +2,7 @@
 
 A tracker gets a step when the step is committed, so it never has one that was trained and lost. A mark, one small file,
 says which step the tracker has reached. A restart continues there: steps that were committed but are not in the tracker
-(the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker is told
+(the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker learns
 which steps were left behind.
 """
 

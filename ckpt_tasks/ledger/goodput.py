@@ -114,8 +114,8 @@ def follow(moments: Iterable[Moment]) -> Course:
             at_s = max(at_s, now_s)
         gap_s = max(0.0, at_s - now_s) if before else 0.0
         if before is not None:
-            ahead = (moment.step or 0) - steps.get(moment.parent or "", last_step)
-            pieces = _cut(gap_s, before, moment, ahead=ahead, usual_s=usual_s, kept=moment.n in line)
+            more = (moment.step or 0) - steps.get(moment.parent or "", last_step)
+            pieces = _cut(gap_s, before, moment, steps=more, usual_s=usual_s, in_line=moment.n in line)
             spans += _laid(pieces, elapsed_s, gap_s)
         before, now_s, elapsed_s = moment, at_s, elapsed_s + gap_s
         if moment.kind == "commit" and moment.step is not None:
@@ -135,22 +135,26 @@ def _begun_s(moment: Moment) -> float:
 
 
 def _cut(
-    gap_s: float, before: Moment, one: Moment, *, ahead: int, usual_s: float | None, kept: bool
+    gap_s: float, before: Moment, moment: Moment, *, steps: int, usual_s: float | None, in_line: bool
 ) -> Mapping[str, float]:
-    """Divide the time between two moments into shares, in order of time; `ahead` counts steps."""
-    if one.kind in _OWNERS:
+    """Divide the time between two moments of owners into shares by kind, in order of time.
+
+    `moment` brings `steps` more than its parent has; `usual_s` is the time of a step if it tells none. `in_line`: it is
+    on the line that training continued, so that its steps are not lost.
+    """
+    if moment.kind in _OWNERS:
         return {"idle" if before.kind == "released" else "down": gap_s}
-    if one.kind == "failure":
+    if moment.kind == "failure":
         return {"lost": gap_s}
-    if one.kind == "released":
+    if moment.kind == "released":
         return {"other": gap_s}
-    saving_s = min(gap_s, one.stall_s)
-    step_s = one.step_s if one.step_s is not None else usual_s
-    most_s = ahead * step_s if step_s is not None else gap_s if ahead > 0 else 0.0
+    saving_s = min(gap_s, moment.stall_s)
+    step_s = moment.step_s if moment.step_s is not None else usual_s
+    most_s = steps * step_s if step_s is not None else gap_s if steps > 0 else 0.0
     trained_s = max(0.0, min(gap_s - saving_s, most_s))
     rest_s = max(0.0, gap_s - saving_s - trained_s)
     rest = "other" if before.kind == "commit" else "starting"
-    return {rest: rest_s, "useful" if kept else "lost": trained_s, "saving": saving_s}
+    return {rest: rest_s, "useful" if in_line else "lost": trained_s, "saving": saving_s}
 
 
 def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[Span]:

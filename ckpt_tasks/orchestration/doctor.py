@@ -179,7 +179,7 @@ def _trust() -> ssl.SSLContext | bool:
 
 
 def _answer(question: Callable[[], _T]) -> _T | None:
-    """Return the answer; None if there is none, or it cannot be read. A ConfigError passes through."""
+    """Return what `question` asks of the server; None if it does not answer, or not as expected. Raises ConfigError."""
     try:
         return question()
     except ConfigError:

@@ -36,7 +36,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
     """Make the run of `config` a fork of `source` ("DIR@STEP"); do nothing if it is a fork already.
 
     The fork changes those of `params` that differ from the source's recorded ones. Raises ConfigError if the run exists
-    and is not a fork, and what a fork raises.
+    and is not a fork, and what `plan_fork` and `run_fork` raise.
     """
     target = config.location.resolve(config.run_key)
     history = History(target.open())

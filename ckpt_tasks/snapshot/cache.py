@@ -393,7 +393,7 @@ def _name_of(url: str, format_json: bytes) -> str:
 
 
 def _is_gone(name: str, url: str) -> bool:
-    """Say whether a run on a local disk was removed or replaced by another one."""
+    """Say whether the run whose memory has this `name` was removed from a local disk, or replaced by another."""
     try:
         return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]
     except (FileNotFoundError, NotADirectoryError):
