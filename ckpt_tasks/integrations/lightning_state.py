@@ -145,6 +145,8 @@ class LightningState:
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
         epoch_loop._batches_that_stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
         epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])
+        # At the end of a restarted epoch Lightning leaves out the schedules that need metrics: it has lost the metrics.
+        self._trainer.fit_loop._restarting = False
 
     def after_first_batch(self) -> None:
         """Add the restored sums to those of the first batch: an epoch's mean must cover all of its batches."""

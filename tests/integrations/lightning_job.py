@@ -78,7 +78,8 @@ class Net(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
         if self.leg.options.get("plateau"):
-            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            # No loss is good enough for this threshold: every epoch halves the rate, so that a lost step shows.
+            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1.0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 36)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

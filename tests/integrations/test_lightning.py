@@ -38,6 +38,13 @@ def test_killed_twice_it_ends_as_without_a_stop(tmp_path: Path) -> None:
     assert set(open_run(str(tmp_path / "killed/run")).find("latest").metrics) >= {"loss", "loss_epoch", "val"}
 
 
+def test_a_plateau_takes_its_step_in_a_resumed_epoch(tmp_path: Path) -> None:
+    """P19: a schedule that needs a metric steps at the end of the epoch in which a training was resumed."""
+    reference, legs, statuses = compared(JOB, tmp_path, {"plateau": True}, within([5, 17]))
+    assert statuses == [0, -9, -9, 0]
+    assert_equal(reference, legs)
+
+
 VARIANTS: list[dict[str, Any]] = [
     {"workers": 2},
     {"accumulate": 4},
