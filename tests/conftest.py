@@ -7,10 +7,12 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -90,6 +92,39 @@ def _what_stays_is_not_looked_at() -> Iterator[None]:
     yield
     if len(gc.get_objects()) > _MANY_OBJECTS:
         pytest_collection_finish()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Let no module of tests leave this process other than it was: which tests come after it is chance."""
+    before = _surroundings()
+    yield
+    after = _surroundings()
+    assert {name: (before[name], after[name]) for name in before if before[name] != after.get(name)} == {}
+
+
+def _surroundings() -> dict[str, object]:
+    """Return what tests change of a process and others count on."""
+    os.umask(umask := os.umask(0o022))
+    found: dict[str, object] = {
+        "directory": os.getcwd(),
+        "umask": umask,
+        "sys.path": [*sys.path],
+        "garbage collector": gc.isenabled(),
+        "timeout of sockets": socket.getdefaulttimeout(),
+        "level of all": logging.getLogger().level,
+        "level of ours": logging.getLogger("ckpt_tasks").level,
+        "SIGINT": signal.getsignal(signal.SIGINT),
+        "SIGTERM": signal.getsignal(signal.SIGTERM),
+    }
+    found |= {f"${name}": text for name, text in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    if (torch := sys.modules.get("torch")) is not None:
+        found["dtype"] = torch.get_default_dtype()
+        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        found["gradients"] = torch.is_grad_enabled()
+    if (prefect := sys.modules.get("prefect.settings")) is not None:
+        found["Prefect's server"] = prefect.get_current_settings().api.url
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)
