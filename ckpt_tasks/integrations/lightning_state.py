@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from torchmetrics import Metric, MetricCollection
 
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.state.loader import ResumableLoader
@@ -103,9 +105,22 @@ class LightningState:
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
             # Values that are not reduced over ranks are each rank's own.
-            "of_ranks": gather_of_ranks({"logged": logged, "sums": _sums(trainer)}),
+            "of_ranks": gather_of_ranks(
+                {"logged": logged, "sums": _sums(trainer), "metrics": _metric_states(self._module)}
+            ),
+            **self._set_at_epoch_start(),
         }
         return dump
+
+    def _set_at_epoch_start(self) -> dict[str, Any]:
+        """Return what Lightning's callbacks set where an epoch starts: a resumed epoch does not start again."""
+        kinds: Any = [type(callback) for callback in getattr(self._trainer, "callbacks")]  # noqa: B009
+        found: dict[str, Any] = {}
+        if any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds):
+            found["accumulate"] = self._trainer.accumulate_grad_batches
+        if any(issubclass(kind, BaseFinetuning) for kind in kinds):
+            found["frozen"] = [name for name, p in self._module.named_parameters() if not p.requires_grad]
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember the saved state for `apply`."""
@@ -129,6 +144,12 @@ class LightningState:
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
+        for callback in getattr(trainer, "callbacks"):  # noqa: B009
+            if isinstance(callback, BaseFinetuning):
+                callback._restarting = False  # it would put back the options that the optimizers began with
+        if "frozen" in own:
+            for name, parameter in self._module.named_parameters():
+                parameter.requires_grad_(name not in own["frozen"])
         trainer._logger_connector._callback_metrics.update(
             {name: torch.tensor(value) for name, value in self._own["logged"].items()}
         )
@@ -145,6 +166,9 @@ class LightningState:
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
         epoch_loop._batches_that_stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
         epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])
+        own = self._given["ckpt_tasks"]
+        self._trainer.accumulate_grad_batches = own.get("accumulate", self._trainer.accumulate_grad_batches)
+        _set_metric_states(self._module, self._own.get("metrics", {}))
         # At the end of a restarted epoch Lightning leaves out the schedules that need metrics: it has lost the metrics.
         self._trainer.fit_loop._restarting = False
 
@@ -169,6 +193,34 @@ def _sums(trainer: Trainer) -> dict[str, Any]:
         for name, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch
     }
+
+
+def _metric_states(module: LightningModule) -> dict[str, Any]:
+    """Return what torchmetrics have summed up since the epoch began: a module's state does not have it."""
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection):
+            collection.values(copy_state=False)  # metrics that share one state all show it
+    return {
+        name: {
+            "updates": metric._update_count,
+            "state": {key: _cpu(value) for key, value in metric.metric_state.items()},
+        }
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+    }
+
+
+def _set_metric_states(module: LightningModule, states: dict[str, Any]) -> None:
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and name in states:
+            for key, value in states[name]["state"].items():
+                moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
+                setattr(metric, key, moved)
+            metric._update_count, metric._computed = states[name]["updates"], None
+
+
+def _cpu(value: Any) -> Any:
+    return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu()
 
 
 def _same(some: dict[str, Any], own: dict[str, Any]) -> bool:

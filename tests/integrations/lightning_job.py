@@ -11,8 +11,16 @@ from typing import Any
 
 import lightning
 import torch
+import torchmetrics
 from datasets import Dataset
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
@@ -38,6 +46,17 @@ class Noisy(TensorDataset):
         return x + 0.1 * torch.randn(4) + random.random(), y
 
 
+class Unfreezing(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            module.net[0].requires_grad_(True)
+
+
 class Net(lightning.LightningModule):
     saving: CkptCallback
 
@@ -48,6 +67,8 @@ class Net(lightning.LightningModule):
         # In a tuple it is no submodule: it is saved as an object of one's own.
         self.average = (AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),)  # type: ignore[no-untyped-call]
 
+        self.metric = torchmetrics.MeanMetric() if leg.options.get("metric") else None
+
     def on_train_start(self) -> None:
         self.leg.record("begin", self.global_step, "")
 
@@ -55,6 +76,9 @@ class Net(lightning.LightningModule):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
         loss: torch.Tensor = (self.net(x) - y).square().mean() * (1 + random.random())
         self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.metric is not None:
+            self.metric(loss)
+            self.log("mean", self.metric, on_step=False, on_epoch=True)
         self.leg.record("loss", self.trainer.fit_loop.total_batch_idx, loss.item())
         assert self.saving.ckpt is not None
         self.leg.settle = self.saving.ckpt.wait
@@ -74,6 +98,8 @@ class Net(lightning.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.leg.record("epoch", self.current_epoch, self.trainer.callback_metrics["loss_epoch"].item())
+        if self.metric is not None:
+            self.leg.record("mean", self.current_epoch, self.trainer.callback_metrics["mean"].item())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
@@ -117,6 +143,10 @@ def train(leg: Leg) -> None:
         callbacks.append(EarlyStopping("val", patience=0, min_delta=0.05))
     if options.get("ema"):
         callbacks.append(EMAWeightAveraging(decay=0.9))
+    if options.get("unfreezing"):
+        callbacks.append(Unfreezing())
+    if options.get("accumulates"):
+        callbacks.append(GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}))
     # The first steps overflow and are skipped; later on the scale grows until some do again.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3) if options.get("scaled") else None
     trainer = lightning.Trainer(
@@ -135,7 +165,8 @@ def train(leg: Leg) -> None:
     )
     validation = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=23)
     trainer.fit(net, loader(kind, data, options.get("workers", 0)), validation)
-    moments = [v for held in trainer.optimizers[0].state.values() for v in held.values()]
+    held = trainer.optimizers[0].state  # in the order in which the parameters got their moments
+    moments = [v for parameter in net.parameters() if parameter in held for v in held[parameter].values()]
     if scaler is not None:
         leg.record("scale", trainer.global_step, scaler.get_scale())
     leg.end(trainer.global_step, [*net.state_dict().values(), *net.average[0].state_dict().values(), *moments])

@@ -45,6 +45,18 @@ def test_a_plateau_takes_its_step_in_a_resumed_epoch(tmp_path: Path) -> None:
     assert_equal(reference, legs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"metric": True, "unfreezing": True}, pytest.param({"accumulates": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_what_an_epochs_start_sets_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    """P19: a resumed epoch keeps its unfrozen layers, its accumulation and the sums of its torchmetrics."""
+    reference, legs, statuses = compared(JOB, tmp_path, options, within([5, 14]))
+    assert statuses == [0, -9, -9, 0]
+    assert_equal(reference, legs)
+
+
 VARIANTS: list[dict[str, Any]] = [
     {"workers": 2},
     {"accumulate": 4},
