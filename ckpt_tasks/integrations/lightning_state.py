@@ -115,12 +115,12 @@ class LightningState:
     def _set_at_epoch_start(self) -> dict[str, Any]:
         """Return what Lightning's callbacks set where an epoch starts: a resumed epoch does not start again."""
         kinds: Any = [type(callback) for callback in getattr(self._trainer, "callbacks")]  # noqa: B009
-        found: dict[str, Any] = {}
+        set_there: dict[str, Any] = {}
         if any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds):
-            found["accumulate"] = self._trainer.accumulate_grad_batches
+            set_there["accumulate"] = self._trainer.accumulate_grad_batches
         if any(issubclass(kind, BaseFinetuning) for kind in kinds):
-            found["frozen"] = [name for name, p in self._module.named_parameters() if not p.requires_grad]
-        return found
+            set_there["frozen"] = [name for name, p in self._module.named_parameters() if not p.requires_grad]
+        return set_there
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember the saved state for `apply`."""

@@ -28,7 +28,7 @@ DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requi
 BOUND_ONLY = {"fastapi", "sqlalchemy"}
 # Imported by the adapter of the extra's name alone, which imports nothing else that is not required.
 ADAPTERS = {
-    "lightning": {"lightning"},
+    "lightning": {"lightning", "torchmetrics"},
     "huggingface": {"accelerate", "transformers"},
     "trackers": {"mlflow-skinny", "wandb"},
 }
