@@ -16,9 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -73,6 +75,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._resumed = False
         self._theirs: str | bool | None = None  # what Trainer is to resume from if the run has no checkpoint
         self._streams: Any = None  # of the checkpoint restored, until the first step
+        self._grouping: torch.Generator | None = None  # of a sampler that groups by length
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Go on from the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
@@ -125,7 +128,17 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
                 group.update(options)
         return prepared
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler) and sampler.generator is None:
+            # It would draw from the global stream, which is another where a resumed epoch begins.
+            sampler.generator = self._grouping = torch.Generator()
+        return sampler
+
     def _run_epoch(self, **kwargs: Any) -> None:
+        if self._grouping is not None:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._grouping.manual_seed(seed + kwargs["epoch"])
         kwargs["resume_from_checkpoint"] = _OURS if self._resumed else self._theirs
         skipped = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"]
         self._progress.begin_epoch(kwargs["epoch"], int(skipped) // self.args.gradient_accumulation_steps)

@@ -68,6 +68,8 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greate
 VARIANTS: list[dict[str, Any]] = [
     {"args": {"gradient_accumulation_steps": 4}},
     {"args": {"dataloader_num_workers": 2}},
+    {"args": {"train_sampling_strategy": "group_by_length"}},
+    {"args": {"train_sampling_strategy": "batch_rebalance"}},
     {"args": {"bf16": True}},
     {"scaled": True, "args": {"gradient_accumulation_steps": 4}},
     {"args": PLATEAU},
