@@ -114,11 +114,11 @@ class LightningState:
 
     def _set_at_epoch_start(self) -> dict[str, Any]:
         """Return what Lightning's callbacks set where an epoch starts: a resumed epoch does not start again."""
-        kinds: Any = [type(callback) for callback in getattr(self._trainer, "callbacks")]  # noqa: B009
+        callbacks: Any = _callbacks(self._trainer)
         set_there: dict[str, Any] = {}
-        if any(issubclass(kind, GradientAccumulationScheduler) for kind in kinds):
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
             set_there["accumulate"] = self._trainer.accumulate_grad_batches
-        if any(issubclass(kind, BaseFinetuning) for kind in kinds):
+        if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             set_there["frozen"] = [name for name, p in self._module.named_parameters() if not p.requires_grad]
         return set_there
 
@@ -144,7 +144,7 @@ class LightningState:
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
-        for callback in getattr(trainer, "callbacks"):  # noqa: B009
+        for callback in _callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
                 callback._restarting = False  # it would put back the options that the optimizers began with
         if "frozen" in own:
@@ -195,6 +195,10 @@ def _sums(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return getattr(trainer, "callbacks")  # type: ignore[no-any-return]  # noqa: B009 (Lightning does not declare it)
+
+
 def _metric_states(module: LightningModule) -> dict[str, Any]:
     """Return what torchmetrics have summed up since the epoch began: a module's state does not have it."""
     for collection in module.modules():
@@ -203,7 +207,7 @@ def _metric_states(module: LightningModule) -> dict[str, Any]:
     return {
         name: {
             "updates": metric._update_count,
-            "state": {key: _cpu(value) for key, value in metric.metric_state.items()},
+            "state": {key: _moved(value, torch.device("cpu")) for key, value in metric.metric_state.items()},
         }
         for name, metric in module.named_modules()
         if isinstance(metric, Metric)
@@ -214,13 +218,13 @@ def _set_metric_states(module: LightningModule, states: dict[str, Any]) -> None:
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
             for key, value in states[name]["state"].items():
-                moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
-                setattr(metric, key, moved)
+                setattr(metric, key, _moved(value, metric.device))
             metric._update_count, metric._computed = states[name]["updates"], None
 
 
-def _cpu(value: Any) -> Any:
-    return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu()
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a state of a metric, a tensor or a list of them, on a device."""
+    return [one.detach().to(device) for one in value] if isinstance(value, list) else value.detach().to(device)
 
 
 def _same(some: dict[str, Any], own: dict[str, Any]) -> bool:

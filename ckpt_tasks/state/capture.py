@@ -26,9 +26,7 @@ from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, curren
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack
 
-__all__ = [
-    "capture",
-]
+__all__ = ["capture"]
 
 # Memory that two groups share belongs to the first of these kinds, so that a module is restored from its own files.
 # A data loader may draw from a generator in its state_dict(), so generators come after it.

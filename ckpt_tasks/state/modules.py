@@ -94,7 +94,7 @@ def capture_module(module: nn.Module, group: str, tensors: TensorSet, *, is_plai
     many = tensors.world is not None and tensors.world.size > 1
     buffers = {bare_name(name) for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)} if many else ()
     tree = {}
-    for name, value in _named_state(module, group, live=is_plain).items():
+    for name, value in module_state(module, group, live=is_plain).items():
         key = f"{group}/{name}"
         if not isinstance(value, torch.Tensor) or name.endswith(_EXTRA):
             tree[name] = pack(value, key, tensors)
@@ -120,7 +120,7 @@ class ModulePart:
     ):
         self._module = unwrapped(module)
         self._group = group
-        self._state = {name: value for name, value in _named_state(module, group).items() if name not in kept}
+        self._state = {name: value for name, value in module_state(module, group).items() if name not in kept}
         self._tree = tree | {name: tree[stored] for name, stored in tied_names(self._state, tree).items()}
         self._value: dict[str, Any] = {}
         self._copies = copies
@@ -178,7 +178,7 @@ class ModulePart:
             return
         self._module.load_state_dict(self._value)
         if self._resized:
-            state = _named_state(self._module, self._group)
+            state = module_state(self._module, self._group)
             different = [(name, difference(state[name], *stored)) for name, stored in self._resized.items()]
             if any(why for _, why in different):
                 raise StateMismatchError(
@@ -224,7 +224,11 @@ def bare_name(name: str) -> str:
     return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
 
 
-def _named_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
+def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
+    """Return a module's state by its names without wrappers, with `live` the parameters themselves.
+
+    Raises UnsupportedStateError if two names are the same without wrappers.
+    """
     state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
     if not any("_orig_mod." in name for name in state):
         return dict(state)
@@ -232,11 +236,6 @@ def _named_state(module: nn.Module, group: str, *, live: bool = False) -> dict[s
     if len(named) != len(state):
         raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
     return named
-
-
-def module_state(module: nn.Module, group: str) -> dict[str, Any]:
-    """Return a module's state by its names without wrappers."""
-    return _named_state(module, group)
 
 
 def takes_part(module: nn.Module) -> bool:

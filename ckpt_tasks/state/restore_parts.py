@@ -129,9 +129,7 @@ class Differences:
     hint: str | None = None
     loose: bool = False
     groups: tuple[str, ...] = ()  # the groups that are restored
-    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(
-        default_factory=dict
-    )  # missing tensors: dtype and shape
+    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # dtype and shape of each
     other_dtypes: list[torch.dtype] = field(default_factory=list)  # here, of those that differ in nothing else
     replaced: list[str] = field(default_factory=list)
 

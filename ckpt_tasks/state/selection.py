@@ -186,11 +186,10 @@ class _Chooser:
                 del missing[key]
                 tree[key] = tree[stored]
                 self._taken.add(f"{name}/{key}")
-        kept = missing.keys()
         for key, source in missing.items():
             self._lack(f"{name}/{key}", source)
         if tree:
-            self._chosen.groups[name], self._chosen.kept[name] = GroupState("module", tree), frozenset(kept)
+            self._chosen.groups[name], self._chosen.kept[name] = GroupState("module", tree), frozenset(missing)
         elif met:
             self._differences.differ(name, "none of its keys is in the checkpoint")
 

@@ -88,7 +88,7 @@ def made_here(tree: ast.AST) -> set[str]:
 
 
 def test_a_name_is_imported_from_its_home() -> None:
-    """No module passes on what it has imported: whoever reads an import knows where the name is defined."""
+    """A module imports each name from the module that defines it: the import tells a reader where that is."""
     homes = {module_name(path): made_here(parse(path)) for path in SOURCES if path.name != "__init__.py"}
     wrong = [
         f"{where(path, node.lineno)}: {alias.name} is not made in {node.module}"
