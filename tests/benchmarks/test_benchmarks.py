@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import save_restore
 from benchmarks.__main__ import main
 from benchmarks.peers import OURS
+from benchmarks.states import build
 
 
 @pytest.mark.slow  # every contender restores twice, each time in a new process
@@ -26,6 +29,15 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     """What needs no other process and no server runs on tiny states; the cadence keeps its 1 %."""
     figures = run(tmp_path, "reuse", "many", "ledger", "cadence")
     assert figures["cadence"]["worst"] < 0.01
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_chance_may_put_any_contender_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+    """Saves in a row and reused files are measured in this order of the contenders and in the reverse one."""
+    monkeypatch.setattr(random, "sample", lambda names, count: [*names][::turn][:count])
+    rows = save_restore._in_a_row(tmp_path, build(tiny=True), 1, "cpu")
+    assert [len(times) for times in rows.values()] == [1, 1]
+    run(tmp_path, "reuse", "many")
 
 
 @pytest.mark.slow  # a process for every contender, and a server
