@@ -6,6 +6,7 @@ A key press never sends a request to a server. If there is nothing to complete, 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import typer
@@ -15,12 +16,14 @@ __all__ = ["SHELLS", "complete_checkpoint", "complete_run", "print_script", "wit
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETE_VAR = "_CKPT_COMPLETE"
 _STEPS_SHOWN = 100
+# A shell splits, expands or runs any other name: the shell itself completes and quotes such a file name.
+_PLAIN = re.compile(r"[\w./+,:%=-]+")
 # bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS: so words are taken from the line itself,
 # and only the part after the last @ is returned.
 _BASH = f"""\
 _ckpt_completion() {{
-    local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" IFS=$' \\t\\n'
-    local words=( $line )
+    local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" words IFS=$' \\t\\n'
+    read -ra words <<< "$line"
     local at=$(( ${{#words[@]}} - 1 ))
     case "$line" in
         *[[:space:]]) at=$(( at + 1 )) ;;
@@ -62,6 +65,7 @@ def complete_run(incomplete: str) -> list[str]:
             names = sorted(e.name for e in entries if e.name.startswith(begun) and e.is_dir() and _is_shown(e, begun))
     except OSError:
         return []
+    names = [name for name in names if _PLAIN.fullmatch(before + name)]
     runs = {name for name in names if os.path.isfile(os.path.join(before, name, "format.json"))}
     return [before + (name if name in runs else f"{name}/") for name in names] if runs else []
 

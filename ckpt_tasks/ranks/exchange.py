@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ckpt_tasks import errors
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CkptError, StateError, StoreError
 
 __all__ = [
     "ALONE",
@@ -354,9 +354,13 @@ def _opened(data: bytes, rank: int | None = None) -> bytes:
     if data[:1] == b"=":
         return data[1:]
     said = json.loads(data[1:])
-    error: CkptError = getattr(errors, said.pop("kind"))(said.pop("message"))
+    kind, message = str(said.pop("kind")), str(said.pop("message"))
+    error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
     for name, value in said.items():
-        setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
+        if not name.startswith("_") and not callable(
+            getattr(error, name, callable)
+        ):  # the store asks nobody who they are
+            setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
     if rank is not None and not error.message.startswith("rank "):
         error.message = f"rank {rank}: {error.message}"
     raise error

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.ranks.exchange import Together
 from ckpt_tasks.reading.opening import READ_BYTES
-from ckpt_tasks.state.processes import close_descriptor, map_memory, open_descriptor, open_nameless
+from ckpt_tasks.state.processes import NAMELESS, close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
 from ckpt_tasks.system import system
 
@@ -109,7 +109,7 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
         here = [rank for rank, (name, *_) in enumerate(words) if name == host] if host else [together.rank]
         try:
             shared = _joint(files, [words[rank][1:] for rank in here], here.index(together.rank), kept=kept)
-        except OSError:
+        except (OSError, ValueError, TypeError):
             shared = None
         opened = json.loads(together(b"0" if shared is None else b"1", _joined))
         return shared if len(here) > 1 and all(opened[rank] for rank in here) else None
@@ -154,8 +154,14 @@ def _nameless(files: ExitStack) -> int:
 
 
 def _opened(files: ExitStack, pid: int, number: int, flags: int) -> int:
-    fd = open_descriptor(Path(f"/proc/{pid}/fd/{number}"), flags)
+    """Open another rank's file in memory; raise OSError or ValueError for any other file.
+
+    The word that names it can be a stranger's: c10d's store asks nobody who they are.
+    """
+    fd = open_descriptor(Path(f"/proc/{pid:d}/fd/{number:d}"), flags | os.O_NONBLOCK)
     files.callback(close_descriptor, fd)
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{NAMELESS}"):
+        raise OSError("the file is not memory of a rank")
     return fd
 
 

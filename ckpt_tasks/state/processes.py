@@ -37,6 +37,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
 __all__ = [
+    "NAMELESS",
     "Process",
     "close_descriptor",
     "fill_standard_descriptors",
@@ -49,6 +50,8 @@ __all__ = [
 
 _DONTFORK = 10  # MADV_DONTFORK, which the mmap module of some Python builds lacks
 _FAILED = ctypes.c_void_p(-1).value
+# The system shows this for every file of open_nameless.
+NAMELESS = "ckpt-tasks"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -129,7 +132,7 @@ def open_nameless() -> int:
     with _forking:
         if not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        fd = os.memfd_create("ckpt-tasks")
+        fd = os.memfd_create(NAMELESS)
         _descriptors.add(fd)
     return fd
 

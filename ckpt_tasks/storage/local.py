@@ -208,14 +208,23 @@ class LocalStore:
             self._sweep(directory)
         else:
             with suppress(FileExistsError):
-                self._calls.mkdir(directory, self._directory_mode)
-                self._share(directory, self._directory_mode)
+                self._mkdir(directory)
         try:
             self._fsync_directory(directory.parent)
         except PermissionError:
             if directory != self.root or not existed:
                 raise  # a directory above an existing run directory need not be readable for us
         self._durable.add(directory)
+
+    def _mkdir(self, directory: Path) -> None:
+        try:
+            self._calls.mkdir(directory, self._directory_mode)
+        except (FileNotFoundError, PermissionError) as error:  # /proc takes no directory, whoever asks
+            if self.root.exists():
+                raise
+            hint = "Choose another directory, or change who may write there."
+            raise ConfigError(f"{directory} cannot be made: {error.strerror}", hint=hint) from error
+        self._share(directory, self._directory_mode)
 
     def _sweep(self, directory: Path) -> None:
         """Delete temporary files of killed processes; skip recent ones, which may be in use."""

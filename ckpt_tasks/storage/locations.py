@@ -92,10 +92,11 @@ class Location:
         location = self.resolve(run_key)
         scheme, separator, path = location.url.partition("://")
         if not separator or scheme == "file":
-            directory = path if separator else location.url
-            if os.path.exists(directory) and not os.path.isdir(directory):
-                raise ConfigError(f"{directory} is a file, and a run is a directory", hint=_instead_of(directory))
-            return LocalStore(directory)
+            local = LocalStore(path if separator else location.url)
+            place = next(place for place in (local.root, *local.root.parents) if os.path.exists(place))
+            if not os.path.isdir(place):
+                raise ConfigError(f"{place} is a file, and a run is a directory", hint=_instead_of(str(place)))
+            return local
         from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
         from ckpt_tasks.storage.retrying import RetryingStore
 

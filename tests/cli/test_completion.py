@@ -28,6 +28,8 @@ def root(fast_dir: Path) -> Path:
     save_steps(made / "runs" / "find", 7)
     (made / "runs" / "figures").mkdir()
     (made / "empty" / "deep").mkdir(parents=True)
+    for name in ("z$(touch broken)", "z`touch broken`", "z; touch broken", "z*", "zebra"):
+        save_steps(made / "odd" / name, 1)
     program = made / "bin" / "ckpt"
     program.write_text(f"#!{sys.executable}\nfrom ckpt_tasks.cli import main\nmain()\n")
     program.chmod(0o755)
@@ -52,6 +54,8 @@ def run(root: Path, *command: str, **environment: str) -> list[str]:
         ("ckpt ls runs/fi", ["runs/figures/", "runs/find", "runs/first"]),
         ("ckpt show runs/first@", ["latest", "best", "100", "9"]),  # bash puts them behind the @
         ("ckpt diff runs/find runs/first@1", ["100"]),
+        ("ckpt show odd/z", ["odd/zebra"]),  # a shell would run the other names, or expand them
+        ("ckpt diff odd/* odd/z", ["odd/zebra"]),
         ("ckpt show empty/", [""]),  # nothing: bash completes files by itself
         ("ckpt show s3://bucket/run@", [""]),
         ("ckpt show none@", [""]),

@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import Location
 from tests.storage.conformance import files, pattern
 from tests.support.small_disk import small_disk
 
@@ -122,12 +123,14 @@ def test_what_is_no_local_directory_is_refused(root: str) -> None:
 
 
 def test_a_file_in_the_way_is_said_to_be_one(tmp_path: Path) -> None:
-    """A file where the run directory, or one in it, should be is an error that says so."""
-    (tmp_path / "file").write_text("")
-    for root in (tmp_path / "file", tmp_path / "file/run"):
-        with pytest.raises(StoreError, match=r"directory|exists"):
-            LocalStore(root).put("a/b", [b"x"])
-    assert LocalStore(tmp_path / "file/run").names("") == []
+    """A file where the run directory, or one above it, should be is an error at once, with its path; so is /proc."""
+    (file := tmp_path / "file").write_text("")
+    for root in (file, file / "run", f"file://{file}/a/b"):
+        with pytest.raises(ConfigError, match=f"{file} is a file, and a run is a directory"):
+            Location(str(root)).open()
+    for root in (file / "run", Path("/proc/run"), Path("/proc/a/b")):  # the file can come after the store was opened
+        with pytest.raises((ConfigError, StoreError), match=rf"{'|'.join(map(str, [*root.parents][:2]))}"):
+            LocalStore(root).put_if_absent("format.json", b"x")
 
 
 def test_making_a_store_touches_nothing(tmp_path: Path) -> None:
