@@ -1,13 +1,14 @@
 """What made a checkpoint: code, command, versions and machine, as texts for people.
 
-They are collected once per process, in the background, and go into every manifest's `environment`. Values of the
-command line that look secret, by name or by form, are left out. Environment variables are never read.
+They are collected once per process, in the background, and go into every manifest's `environment`. Of the command line
+they have the names of options, and values that are known to be harmless. Environment variables are never read.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,13 +22,30 @@ from types import MappingProxyType
 
 import torch
 
-from ckpt_tasks.storage.secrets import without_secret_arguments
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.storage.secrets import without_secrets
 from ckpt_tasks.system import system
 
 __all__ = ["code_of", "command_of", "directory_of", "provenance"]
 
 _GIT_S = 2.0
 _LONGEST = 2000  # characters of a command line
+_HIDDEN = "***"
+# A number, a span of time, a switch, a device, a dtype; or nothing.
+_HARMLESS = re.compile(
+    r"[+-]?\d{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?[smhd]?|true|false|yes|no|on|off|none|auto|--|"
+    r"cpu|(cuda|mps|xpu)(:\d+)?|b?f(p|loat)?(8|16|32|64)",
+    re.IGNORECASE | re.ASCII,
+)
+_STORE = re.compile(r"(s3|gs|gcs|az|abfss?|file)://[\w./-]*", re.ASCII)
+# -n and -lr; --name; name=. A longer word after one hyphen can have its value attached: -phunter2.
+_OPTION = re.compile(
+    r"(?P<name>-[a-z]{1,2}|--[a-z][\w.-]*|[a-z_][\w.-]*(?==[^=]))(=(?P<value>.*))?",
+    re.IGNORECASE | re.ASCII | re.DOTALL,
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_OF_SECRETS = re.compile("auth|code|key|login|otp|pass|passphrase|passwd|password|pat|pin|pw|pwd|secret|token|user")
+_OURS = frozenset(CheckpointConfig.__dataclass_fields__) - {"storage_options"}
 _PACKAGES = ("ckpt-tasks", "numpy", "prefect", "lightning", "transformers", "accelerate")
 
 
@@ -42,19 +60,48 @@ def provenance() -> MappingProxyType[str, str]:
         "host": system().host(),
         "accelerator": _accelerator(),
         "code": code_of(directory_of(getattr(sys.modules.get("__main__"), "__file__", None))),
-        "command": command_of(sys.orig_argv, inline=sys.argv[:1] == ["-c"]),
+        "command": command_of(sys.orig_argv),
     }
     return MappingProxyType({name: text for name, text in facts.items() if text})
 
 
-def command_of(arguments: Sequence[str], *, inline: bool = False) -> str:
-    """Return a command line as one text, without secrets; `inline`: its -c is a program, which is left out."""
-    shown = without_secret_arguments(arguments)
-    if inline and "-c" in shown:
-        at = shown.index("-c") + 1
-        shown[at : at + 1] = ["…"]
+def command_of(arguments: Sequence[str]) -> str:
+    """Return a command line as one text: its program, the names of options, and values that are known to be harmless.
+
+    Those are numbers, switches, devices, existing paths, places in an object store, programs that are imported, and the
+    options of a CheckpointConfig. Everything else is hidden, because any word can be a secret.
+    """
+    shown: list[str] = []
+    name = ""
+    for argument in arguments:
+        option = _OPTION.fullmatch(argument)
+        if option is None:
+            shown.append(_shown(argument, name, shown))
+            name = ""
+        else:
+            name, value = option["name"], option["value"]
+            shown.append(name if value is None else f"{name}={_shown(value, name, shown)}")
+            name = name if value is None else ""
     text = shlex.join(shown)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _shown(value: str, name: str, before: Sequence[str]) -> str:
+    """Return the value of the option `name` (if any) if it is harmless where it stands, else asterisks."""
+    names_a_secret = any(_OF_SECRETS.fullmatch(word.lower()) for word in _WORD.findall(name))
+    is_program = (
+        not before
+        or ((name == "-m" or value.endswith(".py")) and all(word.startswith("-") for word in before[1:]))
+        or os.path.basename(before[-1]) == "ckpt"
+    )
+    is_harmless = not names_a_secret and (
+        _HARMLESS.fullmatch(value)
+        or _STORE.fullmatch(value)
+        or os.path.exists(value)
+        or (":" in value and value.partition(":")[0] in sys.modules)
+    )
+    is_ours = name.lstrip("-").replace("-", "_") in _OURS
+    return without_secrets(value) if is_program or is_harmless or is_ours else _HIDDEN
 
 
 def code_of(directory: str) -> str:
@@ -62,7 +109,9 @@ def code_of(directory: str) -> str:
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
     if not commit:
         return "unknown"
-    changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    filters = (_git(directory, "config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
+    without = [word for name in filters if name for word in ("-c", f"{name}=")]
+    changed = _git(directory, *without, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     if changed is None:
         return f"git {commit}, changes unknown"
     return f"git {commit}, {'with uncommitted changes' if changed else 'clean'}"
@@ -73,7 +122,7 @@ def _git(directory: str, *arguments: str) -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    # Takes no lock, and runs no program that the repository's configuration names.
+    # Takes no lock, and runs no program that the configuration of the repository (or of a submodule) names.
     command = [git, "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
         # No pipe, for the output or inside Popen: this is a thread, and a loader's worker that training forks meanwhile

@@ -7,11 +7,11 @@ finds them in any message; it also removes what looks like a password in a URL.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-__all__ = ["ClientError", "Redactor", "secret_options", "without_secret_arguments", "without_secrets"]
+__all__ = ["ClientError", "Redactor", "secret_options", "without_secrets"]
 
 _SECRET_OPTIONS = frozenset({
     "account_key",
@@ -37,38 +37,6 @@ _HIDDEN = "***"
 _IN_URL = re.compile(
     r"""(?<=://)[^\s"'/:@]*:[^\s"']*@|(?<=://)[^/\s@"']*@|[^/\s@:"']+:(?!//)[^\s"']+@|(?<=[\w/])\?[^\s"']+"""
 )
-
-_WORDS_OF_SECRETS = frozenset({
-    "apikey",
-    "auth",
-    "authorization",
-    "bearer",
-    "cookie",
-    "credential",
-    "credentials",
-    "dsn",
-    "key",
-    "pass",
-    "passphrase",
-    "passwd",
-    "password",
-    "pat",
-    "pwd",
-    "sas",
-    "secret",
-    "secrets",
-    "signature",
-    "token",
-    "user",
-    "webhook",
-})  # fmt: skip
-_PUBLIC_NAMES = frozenset({"run_key", "run-key"})
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*")
-# A name that is followed by a value: name=…, name: …, "name": …, and Bearer ….
-_NAMED = re.compile(rf"""(?P<name>{_NAME.pattern})(?:["']?\s*[=:]\s*["']?|(?<=[Bb]earer)\s+)""")
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# A key or a token as services make them: one long word of letters and digits.
-_RANDOM = re.compile(r"(?=[A-Za-z+=]*[0-9])(?=[0-9+=]*[A-Za-z])[A-Za-z0-9+=]{20,}")
 
 
 class ClientError(Exception):
@@ -100,34 +68,6 @@ class Redactor:
 def without_secrets(text: str) -> str:
     """Return a text without the users, passwords and signatures of the URLs in it."""
     return _IN_URL.sub("", text)
-
-
-def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets; in doubt, remove more.
-
-    Hidden are what follows the name of a secret (--token=…, TOKEN=…, "token": …, --token …), users and passwords of
-    URLs, and what looks like a key: 20 or more letters and digits in one word. The words of a name decide:
-    `api-key` and `HF_TOKEN` name secrets, `max_tokens` does not.
-    """
-    shown, hides_next = [], False
-    for argument in arguments:
-        text = _HIDDEN if hides_next else _without_named(without_secrets(argument))
-        shown.append(_RANDOM.sub(_HIDDEN, text))
-        hides_next = not hides_next and _is_of_a_secret(argument.lstrip("-"))
-    return shown
-
-
-def _without_named(argument: str) -> str:
-    """Cut an argument off after the first name of a secret that has a value."""
-    for match in _NAMED.finditer(argument):
-        if _is_of_a_secret(match["name"]):
-            return argument[: match.end()] + _HIDDEN
-    return argument
-
-
-def _is_of_a_secret(name: str) -> bool:
-    words = {word.lower() for word in _WORD.findall(name)} if _NAME.fullmatch(name) else set()
-    return name not in _PUBLIC_NAMES and not words.isdisjoint(_WORDS_OF_SECRETS)
 
 
 def secret_options(options: Mapping[str, Any] | None, where: str = "storage_options") -> list[str]:
