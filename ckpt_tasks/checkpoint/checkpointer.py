@@ -40,9 +40,9 @@ __all__ = ["Checkpointer"]
 _PRUNE_S = 10.0  # time for the prune after the last commit at a close; the next owner prunes the rest
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
-    "The restore brought back what the run had at step %d: %s. To train on with other values, set them after restore()"
-    " (in optimizer.param_groups, in the schedule's attributes); a flow forks the run: "
-    "ckpt fork DIR NEW --set NAME=VALUE"
+    "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
+    " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
+    " the run: ckpt fork DIR NEW --set NAME=VALUE"
 )
 Metrics = Mapping[str, float]
 
@@ -158,6 +158,7 @@ class Checkpointer(HeldRun):
         )
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, state, newest=step is None) or rollback
+        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
         self._warn_of_replaced(chosen, report)
         self.last_restore, self._knows_line = report, True
         self._at.restored(chosen.step, chosen.epochs)
@@ -317,10 +318,10 @@ class Checkpointer(HeldRun):
         return None
 
     def _warn_of_replaced(self, chosen: Checkpoint, report: RestoreReport) -> None:
-        """Warn of settings that the restore replaced, except in a fork, which applies its parameters later."""
+        """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
-            _log.warning(_REPLACED, chosen.step, "; ".join(report.replaced))
+            _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
 
     def _candidates(self, step: int | None) -> Tried:
         """Return the live checkpoints, those to try in order, and the last rollback."""

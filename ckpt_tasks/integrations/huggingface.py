@@ -12,38 +12,23 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
-from ckpt_tasks.integrations.attached import config_of, gather_of_ranks, numbers, own_of_ranks, with_extra
+from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.huggingface_state import Later, Progress
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.modules import Gradients
 from ckpt_tasks.state.rng import current_streams, set_streams
 
 __all__ = ["CkptMixin", "CkptTrainer", "state_of"]
 
-_PROGRESS = (
-    "epoch",
-    "global_step",
-    "train_batch_size",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-)
-_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 _OURS = "the run"  # what Trainer is told to resume from; every method that would read there is overridden
 
@@ -71,11 +56,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self.ckpt = Checkpointer(config_of(checkpoint))
         self._own_state = state
         self._ckpt_state: dict[str, Any] = {}
-        self._progress = _Progress(self)
+        self._progress = Progress(self)
         self._resumed = False
         self._theirs: str | bool | None = None  # what Trainer is to resume from if the run has no checkpoint
         self._streams: Any = None  # of the checkpoint restored, until the first step
-        self._grouping: torch.Generator | None = None  # of a sampler that groups by length
+        self._loader: Any = None  # that training draws from
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Go on from the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
@@ -95,11 +80,13 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         """Restore everything that exists by now, and say where in the data training begins."""
         begin: tuple[int, int] = super()._init_training_state(max_steps, epoch_steps, epochs, None, trial)
         optimizer = self.create_optimizer()
-        self._schedule = _Later(lambda: self.lr_scheduler)
+        self._progress.begin(self._loader, epoch_steps)
+        self._schedule = Later(lambda: self.lr_scheduler)
+        is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
             "optimizer": getattr(optimizer, "optimizer", optimizer),  # as accelerate wraps it in a second train()
-            "schedule": self._schedule,
+            "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
         if self.accelerator.scaler is not None:
@@ -119,7 +106,13 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             begin = super()._init_training_state(max_steps, epoch_steps, epochs, self._theirs, trial)
         return begin
 
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Remember the loader that training draws from, whoever has made it."""
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, _: None) -> Any:
+        max_steps = self.state.max_steps if self._resumed else max_steps
         prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         if self._resumed:
             self._schedule.apply()
@@ -128,17 +121,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
                 group.update(options)
         return prepared
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if isinstance(sampler, LengthGroupedSampler) and sampler.generator is None:
-            # It would draw from the global stream, which is another where a resumed epoch begins.
-            sampler.generator = self._grouping = torch.Generator()
-        return sampler
-
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self._grouping is not None:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            self._grouping.manual_seed(seed + kwargs["epoch"])
         kwargs["resume_from_checkpoint"] = _OURS if self._resumed else self._theirs
         skipped = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"]
         self._progress.begin_epoch(kwargs["epoch"], int(skipped) // self.args.gradient_accumulation_steps)
@@ -232,99 +215,6 @@ class _Accumulation:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         self._accelerator.step = state_dict["batches"]
-
-
-class _Later:
-    """A stateful for an object that does not exist yet: it keeps a restored state until then.
-
-    It also returns that state, since a restore from memory saves to storage at once.
-    """
-
-    def __init__(self, find: Callable[[], Any]):
-        self._find = find
-        self._given: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:
-            return self._given
-        target = self._find()
-        return {} if target is None else dict(target.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._given = state
-
-    def apply(self) -> None:
-        self._find().load_state_dict(self._given)
-        self._given = None
-
-
-class _Progress:
-    """Trainer's own counters and sums, and the states of its callbacks."""
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self._given: dict[str, Any] | None = None
-        self._epoch = self._first_step = 0
-        self.logged: dict[str, Any] = {}
-
-    def begin_epoch(self, epoch: int, skipped: int) -> None:
-        """Remember the step at which an epoch began, since a stream does not know its length."""
-        self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:  # as in _Later
-            return self._given
-        trainer, state = self._trainer, self._trainer.state
-        own = {
-            "progress": {name: getattr(state, name) for name in _PROGRESS},
-            "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],
-            "stopped": trainer.control.should_training_stop,
-            "epoch": self._epoch,
-            "steps_of_epoch": state.global_step - self._first_step,
-            "logged": dict(self.logged),
-            "sums": {name: getattr(trainer, name, 0) for name in _SUMS},
-            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
-            "flos": trainer.current_flos,
-        }
-        # Losses between two logs, and how long an evaluation took, are each rank's own.
-        return {"of_ranks": gather_of_ranks(own)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._given = state
-
-    def apply(self) -> tuple[int, int]:
-        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done.
-
-        Raises ConfigError if another number of ranks has saved them.
-        """
-        trainer, given = self._trainer, self._own()
-        for name, value in given["progress"].items():
-            setattr(trainer.state, name, value)
-        for callback, (name, attributes) in zip(self._callbacks(), given["callbacks"], strict=False):
-            if type(callback).__name__ == name:
-                vars(callback).update(attributes)
-        self.logged = given["logged"]
-        if given["stopped"]:
-            return sys.maxsize, 0  # an early stop: nothing is left to train
-        return given["epoch"], given["steps_of_epoch"] * trainer.args.gradient_accumulation_steps
-
-    def at_first_step(self) -> None:
-        """Restore the sums that Trainer resets when it begins."""
-        given, self._given = self._own(), None
-        for name, value in given["sums"].items():
-            setattr(self._trainer, name, value)
-        self._trainer._tr_loss.fill_(given["loss"])
-        self._trainer.current_flos = given["flos"]
-
-    def _own(self) -> dict[str, Any]:
-        assert self._given is not None
-        own: dict[str, Any] = own_of_ranks(
-            self._given["of_ranks"], self._trainer.args.process_index, self._trainer.args.world_size
-        )
-        return own
-
-    def _callbacks(self) -> Iterator[Any]:
-        return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
 
 
 def _newest_of(output_dir: str) -> str:

@@ -75,8 +75,8 @@ class RestoreReport:
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
     `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew.
     A loose restore names what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept
-    its value: groups, or keys of a group that was taken in part. `replaced` names settings of new optimizers and
-    schedules (learning rates, lengths) that the program had set to other values than the checkpoint's.
+    its value: groups, or keys of a group that was taken in part. `replaced` has a line for each setting (a learning
+    rate, the length of a schedule, in an integration also the batch size and so on) that was another one in the run.
     """
 
     step: int

@@ -31,14 +31,19 @@ def replaced_options(
     name: str, live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], noting: Noting
 ) -> None:
     """Note the options of a new optimizer's param groups that have other values in the checkpoint."""
-    for n, (here, there) in enumerate(zip(live, saved, strict=False)):
-        shared = here.keys() & there.keys()
+    notes: list[dict[str, tuple[Any, Any]]] = []
+    for own, there in zip(live, saved, strict=False):
+        # Without a schedule yet, the rate is the one that a schedule made later begins at; these two set their own.
+        here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
-        for key in sorted(shared - left_out):
-            if _differ(here[key], there[key]):
-                place = f"{name} {'lr' if key == 'initial_lr' else key}"
-                noting.replace(place if len(live) == 1 else f"{place} of param group {n}", here[key], there[key])
+        shared = sorted((here.keys() & there.keys()) - left_out)
+        notes.append({key: (here[key], there[key]) for key in shared if _differ(here[key], there[key])})
+    alike = all(note == notes[0] for note in notes)
+    for n, note in enumerate(notes[:1] if alike else notes):
+        for key, values in note.items():
+            place = f"{name} {'lr' if key == 'initial_lr' else key}"
+            noting.replace(place if alike else f"{place} of param group {n}", *values)
 
 
 def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, noting: Noting) -> None:

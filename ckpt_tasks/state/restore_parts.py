@@ -152,7 +152,11 @@ class Differences:
 
     def replace(self, place: str, here: object, there: object) -> None:
         """Note a setting of the program that the restore replaces by another value."""
-        self.replaced.append(f"{place} {there!r} (not {here!r}, as this program has it)")
+        self.change(place, there, here, f"{there!r} is restored.")
+
+    def change(self, name: str, was: object, now: object, effect: str) -> None:
+        """Note a value that differs from that of the checkpoint, and what this does, in a sentence."""
+        self.replaced.append(f"{name}: {was!r} → {now!r}. {effect}")
 
     def raise_any(self) -> None:
         """Raise StateMismatchError with everything noted, if anything was."""

@@ -39,6 +39,7 @@ from ckpt_tasks.state.restore_parts import (
 )
 from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, preserved_rng
 from ckpt_tasks.state.selection import Chosen, Selection, choose
+from ckpt_tasks.state.started import Started, note_changes
 from ckpt_tasks.state.values import unpack
 
 __all__ = ["RestorePlan", "plan_restore"]
@@ -50,7 +51,8 @@ class RestorePlan:
     """A planned restore; nothing has been changed yet.
 
     `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
-    `replaced` names settings of new optimizers and schedules that it will replace by other values.
+    `replaced` has a line for each setting of a new optimizer or schedule that it will replace by another value, and
+    for each value that the run was started with and that is another one now.
     """
 
     def __init__(
@@ -245,8 +247,10 @@ class StatefulPart:
     def compare(self, differences: Differences) -> None:
         """Note a GradScaler that is on here and off in the checkpoint, or reverse: it would ignore the state silently.
 
-        Also note settings of a new schedule that the restore will replace.
+        Also note settings of a new schedule that the restore will replace, and what the run was started with.
         """
+        if isinstance(self._target, Started):
+            note_changes(self._target, self._live, self._tree, differences)
         if isinstance(self._target, LRScheduler):
             replaced_settings(self._name, self._live, self._tree, differences)
         if isinstance(self._target, torch.amp.GradScaler) and self._target.is_enabled() == (self._tree == {}):

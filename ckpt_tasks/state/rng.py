@@ -32,6 +32,7 @@ __all__ = [
     "preserved_rng",
     "seed_streams",
     "set_streams",
+    "stream_state",
 ]
 
 RNG = "rng"  # the group of the process's streams
@@ -49,7 +50,7 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         for stream, state in before.values():
-            if not _equal(_state(stream), state):
+            if not _equal(stream_state(stream), state):
                 _set_state(stream, state)
 
 
@@ -85,7 +86,7 @@ def seed_streams(seed: int) -> None:
 
 def current_streams() -> dict[str, tuple[Any, Any]]:
     """Return the streams of the process: name → (generator, its present state)."""
-    return {name: (stream, _state(stream)) for name, stream in _streams().items()}
+    return {name: (stream, stream_state(stream)) for name, stream in _streams().items()}
 
 
 def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
@@ -102,7 +103,7 @@ def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
     """Turn a generator into a tree; raise UnsupportedStateError for one that has no state, such as SystemRandom."""
     try:
-        return _tree(generator, _state(generator), path, tensors)
+        return _tree(generator, stream_state(generator), path, tensors)
     except NotImplementedError as error:
         kind = type(generator).__qualname__
         raise UnsupportedStateError(f"a generator of type {kind} has no state to store", key=path) from error
@@ -203,7 +204,8 @@ def _type(generator: Any) -> str:
     return "numpy.random.RandomState" if isinstance(generator, np.random.RandomState) else "random.Random"
 
 
-def _state(generator: Any) -> Any:
+def stream_state(generator: Any) -> Any:
+    """Return the state of a generator as plain values, for `set_streams`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

@@ -197,7 +197,7 @@ def optimizer_changed(place: Path) -> None:
 
 @mistake(
     "Another learning rate on the command line",
-    says="step 3: optimizer lr 0.1 \\(not 0.01",
+    says="step 3 .*optimizer lr: 0.1 → 0.01. 0.1 is restored",
     do="set them after restore",
 )
 def rate_changed(place: Path) -> None:
@@ -205,7 +205,11 @@ def rate_changed(place: Path) -> None:
     resume(place, training(lr=0.01))
 
 
-@mistake("A schedule of another length", says="step 3: schedule T_max 100 \\(not 200", do="set them after restore")
+@mistake(
+    "A schedule of another length",
+    says="step 3 .*schedule T_max: 100 → 200. 100 is restored",
+    do="set them after restore",
+)
 def schedule_changed(place: Path) -> None:
     def scheduled(steps: int) -> State:
         state = training()

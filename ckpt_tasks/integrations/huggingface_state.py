@@ -1,0 +1,252 @@
+"""Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and what the run was started with.
+
+The position is a number of samples of an epoch, so that another batch size goes on at the same sample. Trainer draws
+the order of an epoch where the epoch begins: the random streams and the samplers' own generators of that moment are
+saved too, and put back before Trainer skips what was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
+from ckpt_tasks.state.rng import GENERATORS, current_streams, set_streams, stream_state
+from ckpt_tasks.state.started import Started, outline_of
+
+__all__ = ["Later", "Progress"]
+
+_log = logging.getLogger("ckpt_tasks")
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "train_batch_size",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+_LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
+_ORDER = "The epoch goes on in another order: some of its samples come twice, others not at all."
+_ARGUMENTS = ("num_train_epochs", "max_steps", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16")
+_BY_BATCH = {"LengthGroupedSampler", "BatchRebalanceSampler", "RepeatSampler"}
+_BATCH = "samples in a step"
+_SEED = "data_seed, or seed"
+
+
+class Later:
+    """A stateful for an object that does not exist yet: it keeps a restored state until then.
+
+    It also returns that state, since a restore from memory saves to storage at once.
+    """
+
+    def __init__(self, find: Callable[[], Any]):
+        self._find = find
+        self._given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._given is not None:
+            return self._given
+        target = self._find()
+        return {} if target is None else dict(target.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._given = state
+
+    def apply(self) -> None:
+        if self._given is not None:
+            self._find().load_state_dict(self._given)
+            self._given = None
+
+
+class Progress(Started):
+    """Trainer's own counters and sums, the states of its callbacks, and the position in the data."""
+
+    effects: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("data", "sampler"), _ORDER),
+        _SEED: "The run's is restored, and with it the order of the samples.",
+        _BATCH: "The run goes on behind the samples that it has trained; the schedule has another number of steps.",
+        **dict.fromkeys(("num_train_epochs", "max_steps"), _LENGTH),
+        "lr_scheduler": "The new one goes on at the run's step, and the rate may jump.",
+        "warmup_steps": "The schedule with this one goes on at the run's step, and the rate may jump.",
+        **dict.fromkeys(("max_grad_norm", "label_smoothing_factor", "bf16"), "It counts from this step on."),
+        "callbacks": "States are restored by class, in order; a callback that has none in the run begins anew.",
+    }
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._given: dict[str, Any] | None = None
+        self._epoch = self._first_step = 0
+        self._epoch_steps: float = 0
+        self._samplers: list[Any] = []
+        self._begun: dict[str, Any] = {}  # the streams and samplers where the epoch began
+        self._to_begin: dict[str, Any] = {}  # those of the epoch that is resumed, until it begins
+        self._started: dict[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+
+    def begin(self, loader: Any, epoch_steps: int) -> None:
+        """Note what this training is started with; `loader` is the one that it trains from."""
+        trainer, args = self._trainer, self._trainer.args
+        self._samplers = [*_chain(loader)]
+        self._epoch_steps = epoch_steps if has_length(loader) else math.inf
+        schedule = None if trainer._created_lr_scheduler else trainer.lr_scheduler
+        kind = args.lr_scheduler_type.value if schedule is None else type(schedule).__name__
+        self._started = {
+            "data": outline_of(trainer.train_dataset),
+            **{name: getattr(args, name) for name in _ARGUMENTS},
+            "sampler": type(self._samplers[-1]).__name__,
+            _BATCH: trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "lr_scheduler": f"{kind} {args.lr_scheduler_kwargs or ''}".strip(),
+            "callbacks": sorted(type(callback).__name__ for callback in self._callbacks()),
+        }
+        if hasattr(self._samplers[-1], "initial_seed"):
+            self._started[_SEED] = self._samplers[-1].initial_seed
+
+    def begin_epoch(self, epoch: int, skipped: int) -> None:
+        """Make the epoch's order be drawn as it was; call it before the first batch is drawn.
+
+        Remember the step at which the epoch began, since a stream does not know its length.
+        """
+        self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
+        live = self._drawn_from()
+        set_streams({name: (live[name][0], state) for name, state in self._to_begin.items() if name in live})
+        self._to_begin, self._begun = {}, self._states()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._given is not None:  # as in Later
+            return self._given
+        trainer, state = self._trainer, self._trainer.state
+        steps = state.global_step - self._first_step
+        done = steps >= self._epoch_steps  # the next epoch is drawn from what there is now
+        own = {
+            "progress": {name: getattr(state, name) for name in _PROGRESS},
+            "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],
+            "stopped": trainer.control.should_training_stop and state.global_step < state.max_steps,
+            "epoch": self._epoch + done,
+            "steps_of_epoch": 0 if done else steps,
+            "begun": self._states() if done else self._begun,
+            "logged": dict(self.logged),
+            "sums": {name: getattr(trainer, name, 0) for name in _SUMS},
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "flos": trainer.current_flos,
+        }
+        # Losses between two logs, and how long an evaluation took, are each rank's own.
+        return {"of_ranks": gather_of_ranks(own), "started": self._started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._given = state
+
+    def apply(self) -> tuple[int, int]:
+        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done.
+
+        Raises ConfigError if another number of ranks has saved them, or if the epoch's order depends on a batch size
+        that has changed.
+        """
+        trainer, given = self._trainer, self._own()
+        for name, value in given["progress"].items():
+            setattr(trainer.state, name, value)
+        by_class: dict[str, list[Any]] = {}
+        for name, attributes in given["callbacks"]:
+            by_class.setdefault(name, []).append(attributes)
+        for callback in self._callbacks():
+            if of_class := by_class.get(type(callback).__name__):
+                vars(callback).update(of_class.pop(0))
+        self.logged, self._to_begin = given["logged"], given.get("begun", {})
+        if _SEED in self._started:
+            self._started[_SEED] = self._samplers[-1].initial_seed = self._was(_SEED)
+        epoch, steps = given["epoch"], self._fitted(given["steps_of_epoch"])
+        if steps >= self._epoch_steps:
+            epoch, steps = epoch + 1, 0
+        self._set_length(epoch, steps)
+        state = trainer.state
+        if not given["stopped"] and state.global_step < state.max_steps and epoch < state.num_train_epochs:
+            return epoch, steps * trainer.args.gradient_accumulation_steps
+        _log.warning(
+            "Nothing is left to train: the run in %s %s at step %d. To train on, give more epochs or steps. "
+            "Another training (another fold or seed) needs a directory of its own",
+            trainer.ckpt.config.checkpoint_dir,
+            "has stopped early" if given["stopped"] else "has ended",
+            state.global_step,
+        )
+        return sys.maxsize, 0
+
+    def _fitted(self, steps: int) -> int:
+        """Return how many steps of this start's batch size are done in an epoch in which the run has made `steps`."""
+        now: int = self._started[_BATCH]
+        was: int = self._was(_BATCH)
+        if was == now or not steps:
+            return steps
+        if self._started["sampler"] in _BY_BATCH:
+            raise ConfigError(
+                f"{self._started['sampler']} makes another order with {now} {_BATCH} than with {was}",
+                hint=f"Keep {was} in all: per_device_train_batch_size x gradient_accumulation_steps x ranks. "
+                "Or change it where an epoch begins.",
+            )
+        if again := steps * was % now:
+            _log.warning(
+                "%d %s do not fit to the position: the samples %d to %d of the epoch's order are trained twice",
+                *(now, _BATCH, steps * was - again, steps * was - 1),
+            )
+        return steps * was // now
+
+    def _set_length(self, epoch: int, steps: int) -> None:
+        """Count the steps of the run and those left, if the epochs of this start have another number of steps."""
+        state, args = self._trainer.state, self._trainer.args
+        changed = any(self._was(name) != self._started.get(name) for name in (_BATCH, "data"))
+        if changed and args.max_steps <= 0:
+            left = math.ceil(args.num_train_epochs * self._epoch_steps) - epoch * self._epoch_steps - steps
+            state.max_steps = state.global_step + max(int(left), 0)
+
+    def _was(self, name: str) -> Any:
+        """Return what the run was started with; this start's value if its checkpoint does not say."""
+        assert self._given is not None
+        return self._given.get("started", {}).get(name, self._started.get(name))
+
+    def at_first_step(self) -> None:
+        """Restore the sums that Trainer resets when it begins."""
+        given, self._given = self._own(), None
+        for name, value in given["sums"].items():
+            setattr(self._trainer, name, value)
+        self._trainer._tr_loss.fill_(given["loss"])
+        self._trainer.current_flos = given["flos"]
+
+    def _own(self) -> dict[str, Any]:
+        assert self._given is not None
+        own: dict[str, Any] = own_of_ranks(
+            self._given["of_ranks"], self._trainer.args.process_index, self._trainer.args.world_size
+        )
+        return own
+
+    def _callbacks(self) -> Iterator[Any]:
+        return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
+
+    def _drawn_from(self) -> dict[str, tuple[Any, Any]]:
+        """Return what the order of an epoch is drawn from: the streams, the samplers' generators, and their states."""
+        drawn = current_streams()
+        for one in self._samplers:
+            for name, value in vars(one).items():
+                if isinstance(value, GENERATORS):
+                    drawn[f"{type(one).__name__}.{name}"] = (value, stream_state(value))
+        return drawn
+
+    def _states(self) -> dict[str, Any]:
+        return {name: state for name, (_, state) in self._drawn_from().items()}
+
+
+def _chain(loader: Any) -> Iterator[Any]:
+    """Yield a loader that accelerate has prepared, its batch samplers, and the sampler that they draw from."""
+    one = getattr(loader, "base_dataloader", loader)
+    while one is not None:
+        yield one
+        inner = getattr(one, "batch_sampler", None)
+        one = getattr(one, "sampler", None) if inner is None else inner

@@ -1,0 +1,92 @@
+"""What a run was started with, kept in its checkpoints, so that the next start can say what differs.
+
+A batch size or a number of epochs is an argument of a program; no restore brings it back. An integration puts such
+values into the state that it saves, and a restore compares them with those of this start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+__all__ = ["Started", "note_changes", "outline_of"]
+
+_ROWS = 8  # of a data set are compared, from the first one to the last one
+
+
+class Started:
+    """Base class of a stateful whose `state_dict` has, under "started", what its run was started with.
+
+    "started" holds plain values by name. `effects` says, by the same names, what another value does, as a sentence:
+    the restore warns of each value that differs with that sentence. It compares only what both sides have.
+
+        class LightningState(Started):
+            effects = {"batch_size": "The run goes on with this one, at the same sample."}
+
+            def state_dict(self):
+                return {..., "started": {"batch_size": 8, "data": outline_of(dataset)}}
+    """
+
+    effects: ClassVar[Mapping[str, str]] = {}
+
+
+class Noting(Protocol):
+    """Takes notes of differences."""
+
+    def change(self, name: str, was: object, now: object, effect: str) -> None: ...
+
+
+def note_changes(target: Started, live: Any, saved: Any, noting: Noting) -> None:
+    """Note the values of this start that differ from those of the checkpoint, with their effects."""
+    was, now = map(_started, (saved, live))
+    for name, effect in target.effects.items():
+        if name in was and name in now and was[name] != now[name]:
+            noting.change(name, was[name], now[name], effect)
+
+
+def _started(state: Any) -> Mapping[str, Any]:
+    started = state.get("started") if isinstance(state, Mapping) else None
+    return started if isinstance(started, Mapping) else {}
+
+
+def outline_of(dataset: Any) -> str | None:
+    """Return the length of a data set and a digest of some rows, which shows other data or another order.
+
+    Rows are read only where that runs no code of the user's and draws nothing: from lists, tensors and tables.
+    Returns None for a stream.
+    """
+    if not hasattr(dataset, "__len__"):
+        return None
+    count = len(dataset)
+    rows = _rows(dataset, sorted({count * n // _ROWS for n in range(_ROWS)} | {count - 1})) if count else None
+    digest = "" if rows is None else f" ({hashlib.blake2b(repr(rows).encode(), digest_size=4).hexdigest()})"
+    return f"{count} samples{digest}"
+
+
+def _rows(dataset: Any, places: Sequence[int]) -> Any:
+    """Return some rows of a data set as plain values; None if reading them could run code of the user's."""
+    tables = sys.modules.get("datasets")
+    if type(dataset) is Subset:
+        of_whole = [int(dataset.indices[place]) for place in places]
+        return of_whole, _rows(dataset.dataset, of_whole)
+    if tables is not None and isinstance(dataset, tables.Dataset):
+        return dataset.with_format("arrow")[[*places]].to_pylist()
+    if type(dataset) in (list, tuple, TensorDataset):
+        return [_plain(dataset[place]) for place in places]
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    if isinstance(value, (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))):
+        return repr(value)
+    return type(value).__qualname__
