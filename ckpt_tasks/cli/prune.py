@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -76,7 +77,9 @@ def prune(
             best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
             memory_dir=memory_dir,
         )
-        missing = missing_metric(state, config.retention_policy)
+        # The run keeps the named metric as the one that @best means, so it must exist even if no best one is kept.
+        named = replace(config.retention_policy, keep_best=keep_best or (1 if best_metric else None))
+        missing = missing_metric(state, named)
         if missing is not None:
             raise ConfigError(missing, hint="Name one of them with --best-metric; nothing was removed.")
         _prune(out, run, config, dry_run)

@@ -46,11 +46,14 @@ def _texts(name: str) -> dict[str, str]:
 
 
 def _deployments(name: str) -> str:
-    """Return our own prefect.yaml, adapted to the project's program, run and name."""
+    """Return our own prefect.yaml, adapted to the project's program, run and name.
+
+    Names stand in quotes there: YAML reads 001, no and 2026-01-01 as something else.
+    """
     text = (_HERE / "prefect.yaml").read_text("utf-8")
     text = text.replace(_EXAMPLE, PROGRAM).replace("byte-lm", name).replace("the byte-level model", name)
     tag = "          - { prefect.resource.role: tag, prefect.resource.id: prefect.tag.ckpt-tasks }\n"
-    ours = f"          - {{ prefect.resource.role: deployment, prefect.resource.name: {name} }}\n"
+    ours = f'          - {{ prefect.resource.role: deployment, prefect.resource.name: "{name}" }}\n'
     text = text.replace(tag, tag + ours).replace("ckpt-tasks.run.*", f"ckpt-tasks.run.{name}")
-    text = text.replace("name: following", f"name: {name}-following").replace("total_steps: 600", "total_steps: 3000")
-    return text.replace("name: ckpt-tasks\n\ndef", f"name: {name}\n\ndef")
+    text = text.replace('"following"', f'"{name}-following"').replace("total_steps: 600", "total_steps: 3000")
+    return text.replace("name: ckpt-tasks\n\ndef", f'name: "{name}"\n\ndef')

@@ -14,9 +14,10 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -46,7 +47,7 @@ def verify_script(command: Sequence[str]) -> Proof:
     ConfigError if the command makes no run where it is told, or saves too seldom to be killed in between, and
     ProgramError if it fails.
     """
-    with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
+    with _exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         twin, other = (_Script(command, Path(folder, name)) for name in ("twin", "killed"))
         twin.end()
         commits = twin.commits()
@@ -60,6 +61,22 @@ def verify_script(command: Sequence[str]) -> Proof:
         kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
         other.end()
         return _compared(twin.run(), other.run(), kills)
+
+
+@contextmanager
+def _exits_on_signals() -> Iterator[None]:
+    """Exit on SIGTERM and SIGHUP as on an error: the command that runs is killed, and its directory removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Script:

@@ -98,8 +98,9 @@ def test_the_best_by_what_is_not_measured_is_refused(run_dir: Path) -> None:
     """A mistyped metric would leave none that is kept as the best: it is an error that names those that there are."""
     before = tree(save_steps(run_dir, 1, 2, 3))
     wrong = ("--max-num-checkpoints", "1", "--keep-best", "1", "--best-mode", "max", "--best-metric", "los", "--json")
-    for more in ((), ("--dry-run",)):
-        answer = ckpt("prune", run_dir, *wrong, *more)
+    best = "--best-metric", "los", "--json"  # alone it would only change what @best means
+    for options in (wrong, (*wrong, "--dry-run"), best, ("--max-num-checkpoints", "2", *best)):
+        answer = ckpt("prune", run_dir, *options)
         assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
         assert "'los': there is loss" in answer.data["error"]["message"]
     assert tree(run_dir) == before

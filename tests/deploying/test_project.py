@@ -41,6 +41,19 @@ def test_the_program_learns(project: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(bool((value == before[name]).all()) for name, value in program.state["model"].state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["001", "no", "1.5", "2026-01-01", "null", "1e3", "0x1F", "1_000"])
+def test_a_name_stays_a_name(tmp_path: Path, name: str) -> None:
+    """A directory whose name YAML reads as a number, a switch or a date gives deployments of that name."""
+    assert ckpt("init", tmp_path / name).status == 0
+    said: dict[str, Any] = yaml.safe_load((tmp_path / name / "prefect.yaml").read_text())
+    deployments = PrefectYamlModel.model_validate(said).deployments
+    assert [said["name"], *(one.name for one in deployments)] == [name, *[name] * 3, f"{name}-following", name]
+    parameters = [one["parameters"] for one in said["deployments"]]
+    assert {repr(one["run_key"]) for one in parameters if "run_key" in one} == {repr(name)}
+    related = said["deployments"][3]["triggers"][0]["match_related"]
+    assert {"prefect.resource.role": "deployment", "prefect.resource.name": name} in related
+
+
 def test_its_deployments_are_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefect takes every deployment; each names the project, its program and its run, and none is the example's."""
     said: dict[str, Any] = yaml.safe_load((project / "prefect.yaml").read_text())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.proving.proof import _unequal, verify_resume
-from ckpt_tasks.proving.script import _MAY_DIFFER, _kill, verify_script
+from ckpt_tasks.proving.script import _MAY_DIFFER, verify_script
 
 PROGRAMS = "tests.proving.programs"
 
@@ -132,20 +134,34 @@ def test_what_a_script_forgets_is_named(forgets: list[str], kills: set[int], fir
     assert named in found.cause
 
 
-def test_a_script_is_killed_with_processes_of_other_sessions(tmp_path: Path) -> None:
-    """torchrun's ranks have sessions of their own: they are killed too, so that none holds the run."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number: int) -> None:
+    """SIGTERM, SIGHUP or Ctrl-C to verify-resume leaves no process: torchrun's ranks have sessions of their own."""
     seen = tmp_path / "pid"
     rank = f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-    process = subprocess.Popen([sys.executable, "-c", code, rank], start_new_session=True)
+    command = [
+        sys.executable,
+        "-c",
+        "from ckpt_tasks.cli import main; main()",
+        "verify-resume",
+        "--",
+        sys.executable,
+        "-c",
+        code,
+        rank,
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(tmp_path)})
     while not seen.exists() or not seen.read_text():
         time.sleep(0.01)
-    _kill(process)
+    process.send_signal(number)
+    assert process.wait(60) != 0
     status = Path("/proc", seen.read_text(), "stat")
     end_s = time.monotonic() + 10
     while status.exists() and status.read_text().split()[2] != "Z":
         assert time.monotonic() < end_s, "it goes on"
         time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]
 
 
 @pytest.mark.parametrize(
