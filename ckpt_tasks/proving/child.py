@@ -1,7 +1,6 @@
-"""Processes that train a program for `verify_resume`, record digests of every step, and may kill themselves.
+"""A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
 
-Started as `python -m ckpt_tasks.proving.child ORDERS`, a JSON list. A fork carries out each order: it has torch
-imported, but not the program.
+Started as `python -m ckpt_tasks.proving.child ORDER`, in JSON: each in a new process, with a hash seed of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,15 +22,17 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import flat, objects_of
+from ckpt_tasks.state.groups import flat, items_of, kind_of, objects_of
 from ckpt_tasks.state.loader import ResumableLoader
-from ckpt_tasks.state.rng import GENERATORS
+from ckpt_tasks.state.rng import preserved_rng
 from ckpt_tasks.state.sampler import ResumableSampler
 from ckpt_tasks.state.values import has_state
 
 __all__ = ["train"]
 
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
+_SUITE = "quick"  # the one that flows evaluate by default
+_DEEPEST = 3
 
 
 def train(order: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def train(order: Mapping[str, Any]) -> None:
         session = LocalSession(ckpt, order["program"], order["params"])
         step = session.restore()
         loaders = [name for name, value in flat(session.state).items() if isinstance(value, _LOADERS)]
-        _write(log, {"begin": step, "unsaved": _unsaved(session.program, session.state), "loaders": loaders})
+        _write(log, {"begin": step, "loaders": loaders})
         train_step = session.program.train_step
 
         def dying() -> Mapping[str, float]:
@@ -57,10 +57,12 @@ def train(order: Mapping[str, Any]) -> None:
             session.run(step + 1)
             step += 1
             metrics = {name: value.hex() for name, value in session.metrics.items()}
-            attributes = _attributes(session.program)
-            _write(log, {"step": step, "metrics": metrics, "values": _values(session.state), "attributes": attributes})
+            known = {id(one) for one in (session.state, *_parts(session.state))}
+            outside = dict(_outside(session.program, "program", known, 0))
+            _write(log, {"step": step, "metrics": metrics, "values": _values(session.state), "outside": outside})
             if step in order["saves"]:
                 session.save(step)
+        _write(log, {"evaluated": _evaluated(session.program)})
 
 
 def _write(log: Any, line: Mapping[str, Any]) -> None:
@@ -68,9 +70,9 @@ def _write(log: Any, line: Mapping[str, Any]) -> None:
     log.flush()
 
 
-def _values(state: Mapping[str, Any]) -> dict[str, str]:
+def _values(state: Mapping[str, Any], *, rng: bool = True) -> dict[str, str]:
     """Return a digest of every tensor and the text of every other value, by its path."""
-    captured = capture(state)
+    captured = capture(state, rng=rng)
     values = dict(_leaves({name: group.tree for name, group in captured.groups.items()}, ""))
     for key, tensor in captured.tensors.items():
         plain = tensor.detach().cpu().contiguous()
@@ -89,70 +91,45 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, repr(tree)
 
 
-def _attributes(program: Any) -> dict[str, str]:
-    """Return the plain attributes of a program; those outside of its state start again in a new process."""
-    plain = (bool, int, float, str)
-    return {name: repr(value) for name, value in vars(program).items() if isinstance(value, plain)}
+def _parts(state: Mapping[str, Any]) -> Iterator[Any]:
+    for value in objects_of(state):
+        yield from value.modules() if isinstance(value, torch.nn.Module) else (value,)
 
 
-def _unsaved(program: Any, state: Mapping[str, Any]) -> list[list[str]]:
-    """List objects with a state that the program holds outside of its own state: path, class and kind."""
-    known = {id(one) for one in objects_of(state)}
-    for one in objects_of(state):
-        if isinstance(one, torch.nn.Module):
-            known |= {id(module) for module in one.modules()}
-    unsaved = []
-    for path, value in _held(program, "program", 0):
-        kind = _kind(value)
-        if kind is not None and id(value) not in known:
-            unsaved.append([path, type(value).__qualname__, kind])
-    return unsaved
-
-
-def _held(value: Any, path: str, level: int) -> Iterator[tuple[str, Any]]:
-    yield path, value
-    if level > 2 or _kind(value) is not None:
+def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of what a program holds and its state does not: objects with a state, and plain values."""
+    if id(value) in known or level > _DEEPEST:
         return
-    if isinstance(value, (list, tuple)):
-        items: Any = ((f"[{n}]", item) for n, item in enumerate(value[:20]))
-    elif isinstance(value, dict):
-        items = ((f"[{key!r}]", item) for key, item in list(value.items())[:50])
-    else:
-        items = ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
-    for name, item in items:
-        if not isinstance(item, torch.Tensor):
-            yield from _held(item, path + name, level + 1)
-
-
-def _kind(value: Any) -> str | None:
-    if isinstance(value, GENERATORS):
-        return "generator"
-    if isinstance(value, DataLoader):
-        return "loader"
-    if isinstance(value, torch.nn.Module) and not value.state_dict():
-        return None  # a loss or a dropout: nothing in it changes
-    return "stateful" if not isinstance(value, type) and has_state(value) else None
-
-
-def _status_of(order: Mapping[str, Any]) -> int:
-    """Carry out an order in a fork; return its exit status, or the negative number of the signal that ended it."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    status = 1
+    named = path if kind_of(value) == "plain" else f"{path} ({type(value).__qualname__})"
+    if isinstance(value, DataLoader) and not has_state(value):
+        yield f"{path} ({type(value).__qualname__})", str(os.getpid())  # its position belongs to this process
+        return
     try:
-        train(order)
-        status = 0
-    except CkptError as error:
-        sys.stderr.write(f"\n{error}\n")
-    except BaseException:  # noqa: BLE001 (whoever started this process reads it, and the fork must end here)
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        parts = flat({"it": value})
+        digest = digest_hex(json.dumps(_values(parts, rng=False)).encode()) if "it" in parts else None
+    except Exception:  # noqa: BLE001 (what cannot be saved is no value: look for values in it)
+        digest = None
+    if digest is not None:
+        yield named, digest
+    else:
+        for name, item in items_of(value):
+            yield from _outside(item, path + name, known, level + 1)
+
+
+def _evaluated(program: Any) -> dict[str, str] | None:
+    """Return the metrics of an evaluation that are the same in two, so no times; None if the program cannot."""
+    tries = []
+    for _ in range(2):
+        with preserved_rng():
+            try:
+                tries.append({name: float(value).hex() for name, value in program.evaluate(_SUITE).items()})
+            except Exception:  # noqa: BLE001 (it has no such suite)
+                return None
+    return {name: value for name, value in tries[0].items() if tries[1].get(name) == value}
 
 
 if __name__ == "__main__":
-    for one in json.loads(sys.argv[1]):
-        if _status_of(one) != (0 if one["die_within"] is None else -signal.SIGKILL):
-            sys.exit(2)
+    try:
+        train(json.loads(sys.argv[1]))
+    except CkptError as error:
+        sys.exit(f"\n{error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,10 @@ CAUSES = {
     "a thread, or where training begins",
     "position": "the loop takes other batches after a resume: iter(loader) begins a new epoch, so call it once for "
     "each epoch, and not in every step",
-    "hidden": "something outside of the state has another value after a resume: a counter, a generator, a buffer",
+    "hidden": "something outside of the state has another value after a resume: a counter, a generator, a buffer, the "
+    "order of a set of texts",
+    "later": "all steps are equal, but this is not in the state and has another value after a resume: a later step, an "
+    "evaluation or the end may read it",
     "kernel": "the program gives another result each time, without any kill: a generator that is not seeded, the "
     "clock, the order of a set, or a kernel that is not deterministic (torch.use_deterministic_algorithms(True))",
 }
@@ -43,12 +47,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """The comparison: steps, steps in which a process was killed, values per step, and the first difference."""
+    """The comparison: steps, steps in which a process was killed, values per step, and the first difference.
+
+    `outside`: plain values that the program holds outside of its state and that a resume has changed, though no
+    difference shows it.
+    """
 
     steps: int
     killed_within: tuple[int, ...]
     values: int
     difference: Difference | None
+    outside: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -59,8 +68,10 @@ class Proof:
 def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12) -> Proof:
     """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
-    Every value of the state, every metric and the random streams are compared after every step. Raises ConfigError for
-    fewer than 6 steps, and ProgramError if the program cannot be built or fails.
+    Every value of the state, every metric and the random streams are compared after every step; at the end the
+    evaluation "quick", if the program has it, and what the program holds outside of its state. Each process has another
+    hash seed, unless PYTHONHASHSEED is set. Raises ConfigError for fewer than 6 steps, and ProgramError if the program
+    cannot be built or fails.
     """
     if type(steps) is not int or steps < _LEAST_STEPS:
         raise ConfigError(f"steps must be a whole number from {_LEAST_STEPS} on, not {steps!r}", key="steps")
@@ -81,24 +92,29 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
             for n, (run, within) in enumerate(legs)
         ]
         twin, *killed = _train(program, orders)
-    values = max(len(line["values"]) + len(line["metrics"]) for line in twin[1:])
-    return Proof(steps, tuple(kills), values, _difference(twin, killed))
+    values = max(len(line["values"]) + len(line["metrics"]) for line in twin[1:-1])
+    difference = _difference(twin, killed)
+    outside = [] if difference else _changed_outside(twin, killed)
+    if objects := [name for name in outside if name.endswith(")")]:
+        difference = Difference(steps, tuple(objects), len(kills), CAUSES["later"])
+    return Proof(steps, tuple(kills), values, difference, tuple(outside))
 
 
 def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Carry out the orders in processes, one after the other; return their records."""
     places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # the child can import what this process can
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tasks.proving.child", json.dumps(orders)],
-        env={**os.environ, "PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        where = _where([Path(order["log"]) for order in orders])
-        raise ProgramError(f"{program} failed{where}: {said[-1] if said else f'exit status {done.returncode}'}")
+    for seed, order in enumerate(orders):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt_tasks.proving.child", json.dumps(order)],
+            env={"PYTHONHASHSEED": str(seed), **os.environ, "PYTHONPATH": places},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != (0 if order["die_within"] is None else -signal.SIGKILL):
+            said = done.stderr.strip().splitlines()
+            where = _where([Path(order["log"]) for order in orders])
+            raise ProgramError(f"{program} failed{where}: {said[-1] if said else f'exit status {done.returncode}'}")
     logs = (Path(order["log"]).read_text(encoding="utf-8") for order in orders)
     return [[json.loads(line) for line in log.splitlines()] for log in logs]
 
@@ -115,13 +131,32 @@ def _where(logs: list[Path]) -> str:
 
 
 def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> Difference | None:
-    expected = {line["step"]: line for line in twin[1:]}
+    expected = {line["step"]: line for line in twin[1:-1]}
     for kills, (begin, *lines) in enumerate(legs):
         for line in lines:
-            if what := _unequal(expected[line["step"]], line):
+            if "step" in line and (what := _unequal(expected[line["step"]], line)):
                 cause = _cause(expected[line["step"]], line, what, begin, kills)
                 return Difference(line["step"], tuple(what), kills, cause)
+    one, other = twin[-1]["evaluated"], legs[-1][-1]["evaluated"]
+    if what := [f"evaluation {name}" for name in one or () if other is None or one[name] != other.get(name)]:
+        *_, expected_last, _ = twin
+        cause = _cause(expected_last, legs[-1][-2], what, legs[-1][0], len(legs) - 1)
+        return Difference(expected_last["step"], tuple(what), len(legs) - 1, cause)
     return None
+
+
+def _changed_outside(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> list[str]:
+    """Name what is outside of the state and differs after a resume, but not in a process that begins alike."""
+    expected = {line["step"]: line for line in twin[1:-1]}
+    begun, *resumed = [
+        {name for line in leg if "step" in line for name in _differing(expected[line["step"]], line)} for leg in legs
+    ]
+    return sorted(set().union(*resumed) - begun)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    names = one["outside"].keys() | other["outside"].keys()
+    return sorted(name for name in names if one["outside"].get(name) != other["outside"].get(name))
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -140,15 +175,11 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def _cause(
     one: Mapping[str, Any], other: Mapping[str, Any], what: list[str], begin: Mapping[str, Any], kills: int
 ) -> str:
-    unsaved: list[list[str]] = begin["unsaved"]
-    names = [f"{path} ({name})" for path, name, kind in unsaved if kind == "generator"]
+    names = ", ".join(_differing(one, other))
     if kills == 0:
-        hint = f". Not in the state, and perhaps not seeded: {', '.join(names)}" if names else ""
+        hint = f". Not in the state, and perhaps not seeded: {names}" if names else ""
         return CAUSES["streams" if what[0].startswith("rng/") else "kernel"] + hint
-    names = [f"{path} ({name})" for path, name, _ in unsaved]
-    own = one["attributes"]
-    names += [f"program.{name}" for name in own if own[name] != other["attributes"].get(name)]
-    hint = f". Held by the program, and not in its state: {', '.join(names)}" if names else ""
+    hint = f". Held by the program, and not in its state: {names}" if names else ""
     if any(key.startswith(f"{loader}/") for loader in begin["loaders"] for key in what):
         return CAUSES["position"] + hint
     return CAUSES["streams" if what[0].startswith("rng/") else "hidden"] + hint

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.state.rng import GENERATORS, RNG
 from ckpt_tasks.state.values import REFILLED, SCALARS, has_state
 
-__all__ = ["checked_state", "flat", "kind_of", "modules_of", "objects_of"]
+__all__ = ["checked_state", "flat", "held_in", "items_of", "kind_of", "modules_of", "objects_of"]
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _IN_PLACE = (torch.Tensor, np.ndarray, *REFILLED)
 _MOST_LEVELS = 20
+_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # of what holds others
 
 
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,12 +49,12 @@ def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield every value of a state, and those in its containers and dataclasses; never raises."""
+    """Yield every value of a state but plain scalars, and those in its containers and dataclasses; never raises."""
     waiting = [*state.values()]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or type(value) in _WITHOUT_STATE:
+        if id(value) in seen or type(value) in SCALARS:
             continue
         seen.add(id(value))
         yield value
@@ -60,6 +62,28 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
             waiting.extend(value.values() if isinstance(value, dict) else value)
         elif _is_record(value):
             waiting.extend(getattr(value, field.name) for field in fields(value))
+
+
+def items_of(value: Any) -> list[tuple[str, Any]]:
+    """List the first items of a container, or the attributes of another object, each with its name in Python."""
+    if issubclass(type(value), (list, tuple)):
+        return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
+    if issubclass(type(value), dict):
+        return [(f"[{key!r}]", item) for key, item in [*value.items()][:_MOST_ITEMS]]
+    attributes = {} if issubclass(type(value), (type, ModuleType)) else getattr(value, "__dict__", {})
+    return [(f".{name}", item) for name, item in [*attributes.items()]]
+
+
+def held_in(
+    value: Any, kinds: tuple[type, ...], path: str = "", skip: Callable[[Any], bool] = lambda _: False, level: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Yield name and object of what a value is or holds of these kinds, up to three attributes deep."""
+    if issubclass(type(value), kinds):
+        yield path, value
+    elif level < _MOST_ATTRIBUTES and not skip(value):
+        for name, item in items_of(value):
+            if type(item) not in _WITHOUT_STATE:
+                yield from held_in(item, kinds, path + name, skip, level + 1)
 
 
 class _Flat(MutableMapping[str, Any]):

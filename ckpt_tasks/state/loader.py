@@ -40,7 +40,8 @@ class ResumableLoader:
 
     The data set has a length and samples by number. `options` are those of DataLoader (`num_workers`, `pin_memory`,
     `drop_last` and so on). The position moves when a batch is handed out. Random numbers that the data set or
-    `collate_fn` draws from the streams of Python, NumPy or torch depend on `seed`, the epoch and the batch alone.
+    `collate_fn` draws, from the streams of Python, NumPy or torch or from generators in their attributes, depend on
+    `seed`, the epoch and the batch alone (and on the seeds of these generators).
     Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank.
 
     Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
@@ -178,7 +179,8 @@ class _Batches(Dataset[Any]):
     def __getitems__(self, samples: list[SampleId]) -> Any:
         if not samples:
             return self._collate([])
-        with own_random_numbers(seed_of(f"{self._seed}/{samples[0].epoch}/{int(samples[0])}/batch")):
+        seed = seed_of(f"{self._seed}/{samples[0].epoch}/{int(samples[0])}/batch")
+        with own_random_numbers(seed, self._dataset, self._collate):
             several = getattr(self._dataset, "__getitems__", None)
             ids = [int(sample) for sample in samples]
             return self._collate(several(ids) if several else [self._dataset[i] for i in ids])

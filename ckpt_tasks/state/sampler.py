@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.errors import ConfigError, StateMismatchError
+from ckpt_tasks.state.groups import held_in
+from ckpt_tasks.state.rng import GENERATORS, set_streams, stream_state
 
 __all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
 
@@ -177,8 +179,9 @@ class ResumableSampler(Sampler[list[int]]):
         """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
 
         Augmentation is then the same after a resume and with any number of workers or ranks. It works for code that
-        draws from the global streams of Python, NumPy and torch's CPU, does not change them, and costs about 0.1 ms a
-        sample. Only this sampler's batches fit the wrapped data set: from now on its ids are SampleIds.
+        draws from the global streams of Python, NumPy and torch's CPU, or from generators in attributes of the data
+        set; it changes none of them, and costs about 0.1 ms a sample. Only this sampler's batches fit the wrapped data
+        set: from now on its ids are SampleIds.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)
@@ -286,23 +289,43 @@ class _Seeded(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]  # a map-style data set has a length, says torch's Dataset
 
     def __getitem__(self, sample: SampleId) -> Any:
-        with own_random_numbers(seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample")):
+        with own_random_numbers(seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample"), self.dataset):
             return self.dataset[int(sample)]
 
 
 @contextmanager
-def own_random_numbers(seed: int) -> Iterator[None]:
-    """Seed the global CPU streams of Python, NumPy and torch; put their old states back at the end of the block."""
+def own_random_numbers(seed: int, *holders: Any) -> Iterator[None]:
+    """Seed the global CPU streams and the generators that `holders` hold; put the old states back at the end.
+
+    A held generator starts from its own state and the seed together, so its user's seed still matters.
+    """
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    held = {str(id(one)): (one, stream_state(one)) for holder in holders for _, one in held_in(holder, GENERATORS)}
     try:
+        for one, _ in held.values():
+            _seed_held(one, seed)
         random.seed(seed)
         np.random.seed([seed >> 32, seed & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds the accelerators
         yield
     finally:
+        set_streams(held)
         random.setstate(python)
         np.random.set_state(legacy)  # noqa: NPY002
         torch.set_rng_state(cpu)
+
+
+def _seed_held(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        own = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        generator.manual_seed(seed ^ own)
+    elif isinstance(generator, np.random.Generator):
+        bits, own = generator.bit_generator, int(generator.integers(2**62))
+        bits.state = type(bits)(seed ^ own).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed([int(generator.randint(2**31)), seed >> 32, seed & 0xFFFFFFFF])
+    else:
+        generator.seed(seed ^ generator.getrandbits(62))
 
 
 def seed_of(text: str) -> int:

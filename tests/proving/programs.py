@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,66 @@ class NoOptimizer(Whole):
     def __init__(self) -> None:
         super().__init__()
         del self.state["optimizer"]
+
+
+class LateSchedule(Whole):
+    """A schedule that is not in the state, and whose milestone comes after the steps that are tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedules = [torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [500])]
+
+    def train_step(self) -> dict[str, float]:
+        try:
+            return super().train_step()
+        finally:
+            self.schedules[0].step()
+
+
+class Averaging(Whole):
+    """Averaged weights that are not in the state; only the evaluation reads them, if there is one."""
+
+    def __init__(self, *, suites: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.suites = suites
+        self.averaged = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def factor(self) -> float:
+        for name, value in self.model.state_dict().items():
+            self.averaged[name].lerp_(value, 0.1)
+        return 1.0
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        if suite not in self.suites:
+            return super().evaluate(suite)
+        return {"norm": sum(value.norm().item() for value in self.averaged.values()), "seconds": time.time()}
+
+
+class OfASet(Whole):
+    """The order of a set of texts is another one in each process."""
+
+    def factor(self) -> float:
+        return 1 + float([*{f"shard{n}" for n in range(9)}].index("shard0"))
+
+
+class Unchanged(Whole):
+    """What is outside of the state is the same after a resume, or differs in every process; it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 1)
+        self.began = time.time()
+        self.chance = torch.Generator()
+        self.points = torch.randn(8, 4, generator=self.chance)
+        self.held_out = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(self.points), batch_size=4)
+        self.last = 0.0
+
+    def factor(self) -> float:
+        self.last = float(self.teacher(self.points).sum())
+        return self.last
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        return {"loss": sum(self.model(x).square().mean().item() for (x,) in self.held_out)}
 
 
 class Unseeded(Whole):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -74,6 +75,28 @@ def test_what_is_forgotten_is_named(program: str, kills: int, first: str, named:
     assert found.after_kills == kills
     assert found.what[0].startswith(first)
     assert named in found.cause
+
+
+LATE = "program.schedules[0] (MultiStepLR)"
+
+
+@pytest.mark.parametrize(
+    ("program", "params", "what", "outside"),
+    [
+        ("LateSchedule", {}, LATE, (LATE,)),
+        pytest.param("Averaging", {"suites": ["quick"]}, "evaluation norm", (), marks=pytest.mark.slow),
+        pytest.param("Averaging", {}, None, ("program.averaged",), marks=pytest.mark.slow),
+        pytest.param("OfASet", {}, "metric loss", (), marks=pytest.mark.slow),
+        pytest.param("Unchanged", {}, None, (), marks=pytest.mark.slow),
+    ],
+)
+def test_equal_steps_are_not_all(
+    program: str, params: dict[str, Any], what: str | None, outside: tuple[str, ...]
+) -> None:
+    """P73: a late schedule, an average that the evaluation reads, a set's order are found; what is alike is quiet."""
+    proof = verify_resume(f"{PROGRAMS}:{program}", params, steps=6)
+    assert (None if proof.difference is None else proof.difference.what[0]) == what
+    assert proof.outside == outside
 
 
 def test_the_first_value_is_named() -> None:

@@ -20,14 +20,24 @@ SAMPLES = 22  # 6 batches of 4, the last one of 2
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Every sample draws from all three global streams."""
+    """Every sample draws from all three global streams, and from generators of its own and of its transforms."""
+
+    def __init__(self, seed: int = 3) -> None:
+        self.crops = [{"random": np.random.default_rng(seed)}]
+        self.blur, self.flip = np.random.RandomState(seed), random.Random(seed)
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def own(self) -> list[float]:
+        own = [self.crops[0]["random"].random(), self.blur.random_sample(), self.flip.random()]
+        return [*own, torch.rand((), generator=self.noise).item()]
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         legacy = np.random.random()  # noqa: NPY002 (a global stream)
-        return torch.tensor([index, random.random(), legacy, torch.rand(()).item()], dtype=torch.float64)
+        own = [random.random(), legacy, torch.rand(()).item(), *self.own()]
+        return torch.tensor([index, *own], dtype=torch.float64)
 
 
 def loader(workers: int = 0, **options: Any) -> ResumableLoader:
@@ -62,6 +72,15 @@ def test_it_goes_on_twice_with_the_same_samples(workers: int) -> None:
     third = loader(workers)
     third.load_state_dict(decode(encode(second.state_dict())))
     assert (third.epoch, seen + trained(third, 5)) == (2, expected)
+
+
+def test_generators_of_a_data_set_keep_their_seeds_and_states() -> None:
+    """P23: every batch and each of the generators draws other numbers, of another seed too, and moves none of them."""
+    one, other = Noisy(), Noisy(seed=4)
+    batches = [*ResumableLoader(one, batch_size=4), *ResumableLoader(other, batch_size=4)]
+    drawn = torch.cat(batches)[:, 4:].flatten().tolist()
+    assert len({*drawn}) == len(drawn) == 2 * 4 * SAMPLES
+    assert (one.own(), other.own()) == (Noisy().own(), Noisy(seed=4).own())
 
 
 def test_its_length_is_that_of_a_whole_epoch() -> None:
