@@ -166,7 +166,7 @@ class Progress(Started):
             self._started[_SEED] = self._samplers[-1].initial_seed = self._was(_SEED)
         epoch, steps = given["epoch"], self._fitted(given["steps_of_epoch"])
         if steps >= self._epoch_steps:
-            epoch, steps = epoch + 1, 0
+            epoch, steps, self._to_begin = epoch + 1, 0, {}
         self._set_length(epoch, steps)
         state = trainer.state
         if not given["stopped"] and state.global_step < state.max_steps and epoch < state.num_train_epochs:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Sampler, WeightedRandomSampler
 from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import ExportableState
 
 from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.huggingface import CkptTrainer
 
 SAMPLES = 24
@@ -83,6 +88,16 @@ def start(
     return net.seen, trainer
 
 
+WHOLE: dict[int, list[int]] = {}
+
+
+def whole(folder: Path, epochs: int = 2) -> list[int]:
+    """Return the samples of a training that nobody stops, in their order."""
+    if epochs not in WHOLE:
+        WHOLE[epochs] = start(folder / "whole", num_train_epochs=epochs)[0]
+    return WHOLE[epochs]
+
+
 class Counting(TrainerCallback, ExportableState):
     """A callback with a state."""
 
@@ -94,6 +109,10 @@ class Counting(TrainerCallback, ExportableState):
 
 
 class OtherCounting(Counting):
+    pass
+
+
+class NewCounting(Counting):
     pass
 
 
@@ -130,9 +149,10 @@ def test_what_differs_is_said(
 
     Started once more with what the second start had, the run says nothing of it; of a restored value it says it again.
     """
-    start(tmp_path, stop=2)
+    first, _ = start(tmp_path, stop=2)
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        start(tmp_path, stop=4, **change)
+        second, _ = start(tmp_path, stop=4, **change)
+        assert says.startswith(("data:", "sampler:")) or first + second == whole(tmp_path)[: len(first + second)]
         (block,) = caplog.messages
         lines = [line for line in block.splitlines() if line.startswith("  ")]
         assert len(lines) == 1
@@ -140,3 +160,165 @@ def test_what_differs_is_said(
         caplog.clear()
         start(tmp_path, stop=6, **change)
     assert len(caplog.messages) == ("is restored" in says)
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [message for message in caplog.messages if text in message]
+
+
+SIZES = [
+    (8, 1, 2),
+    (2, 1, 3),
+    (2, 2, 3),
+    (1, 4, 7),
+    (4, 2, 8),
+    (12, 1, 3),
+    (3, 2, 9),
+    (24, 1, 6),
+    (5, 1, 3),
+    (7, 3, 10),
+]
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "step"),
+    [pytest.param(*size, marks=[] if n in {0, 4, 8} else [pytest.mark.slow]) for n, size in enumerate(SIZES)],
+)
+def test_another_batch_size_goes_on_at_the_same_sample(
+    batch: int, accumulation: int, step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each sample of an epoch is trained once, whatever a step has; if a step does not fit, samples are named.
+
+    Training ends with the last epoch: neither before, because the steps made so far were smaller, nor after it.
+    """
+    first, _ = start(tmp_path, stop=step)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        second, trainer = start(tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+    done = 4 * step % SAMPLES
+    again = done % (batch * accumulation)
+    assert first == whole(tmp_path)[: 4 * step]
+    assert second == whole(tmp_path)[4 * step - again :]
+    assert trainer.state.global_step == trainer.state.max_steps
+    words = f"the samples {done - again} to {done - 1} of the epoch's order are trained twice"
+    assert len(said(caplog, words)) == len(said(caplog, "twice")) == bool(again)
+    assert len(said(caplog, "samples in a step: 4 → ")) == (batch * accumulation != 4)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_batch_size_that_is_found_goes_on_at_the_same_sample(stop: int, tmp_path: Path) -> None:
+    """`auto_find_batch_size` begins with eight in each start, and comes to three: each sample is trained once."""
+    options: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "most": 3}
+    first, _ = start(tmp_path, stop=stop, **options)
+    second, trainer = start(tmp_path, **options)
+    assert len(first) == 3 * stop
+    assert first + second == whole(tmp_path)
+    assert trainer.state.global_step == 16
+
+
+def test_an_order_that_depends_on_the_batch_size_is_refused(tmp_path: Path) -> None:
+    """Within an epoch that was ordered by batches another size is an error; where an epoch begins it is none."""
+    options: dict[str, Any] = {
+        "train_sampling_strategy": "group_by_length",
+        "data": [{"number": number, "input_ids": [0] * (1 + number % 5)} for number in range(SAMPLES)],
+    }
+    start(tmp_path, stop=2, **options)
+    with pytest.raises(ConfigError, match=r"LengthGroupedSampler makes another order with 8 .* Keep 4 in all"):
+        start(tmp_path, per_device_train_batch_size=8, **options)
+    start(tmp_path, stop=6, **options)
+    second, _ = start(tmp_path, per_device_train_batch_size=8, **options)
+    assert sorted(second) == [*range(SAMPLES)]
+
+
+@pytest.mark.parametrize("first", [{}, {"max_steps": 8}], ids=str)
+def test_a_run_that_has_ended_goes_on_with_more_epochs(
+    first: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ended at its last epoch or in the middle of one, a run trains what is left of more epochs.
+
+    Started again as it was, it trains nothing, and says so, with the step, the directory, and what to do.
+    """
+    seen, ended = start(tmp_path, **first)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        assert start(tmp_path, **first)[0] == []
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"Nothing is left to train: the run in {tmp_path / 'run'} has ended at step {ended.state.global_step}."
+    )
+    assert "Another training (another fold or seed) needs a directory of its own" in message
+    more, trainer = start(tmp_path, num_train_epochs=3)
+    assert seen + more == whole(tmp_path, 3)
+    assert trainer.state.global_step == 18
+
+
+def test_an_early_stop_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that a callback has stopped trains nothing when it is started again, and says that it has stopped early."""
+
+    class Early(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= 3
+
+    start(tmp_path, callbacks=[Early()])
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        assert start(tmp_path)[0] == []
+    assert said(caplog, "has stopped early at step 3")
+
+
+def test_callbacks_are_matched_by_class(tmp_path: Path) -> None:
+    """A callback that came or went does not take the state of another one; two of a class keep their order."""
+    start(tmp_path, stop=2, callbacks=[Counting(1), OtherCounting(2), Counting(3)])
+    now = [OtherCounting(0), NewCounting(0), Counting(0), Counting(0), Counting(0)]
+    start(tmp_path, stop=3, callbacks=now)
+    assert [one.count for one in now] == [2, 0, 1, 3, 0]
+
+
+class ByNumPy(Sampler[int]):
+    """A sampler of a user, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(SAMPLES).tolist())
+
+
+class ByPython(ByNumPy):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(SAMPLES), SAMPLES))
+
+
+def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0 + n for n in range(SAMPLES)], SAMPLES, generator=generator)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
+    "weighted": lambda: weighted(torch.Generator().manual_seed(5)),
+    "weighted, global": lambda: weighted(None),
+    "numpy": ByNumPy,
+    "python": ByPython,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_with_a_generator_goes_on(name: str, tmp_path: Path) -> None:
+    """What a sampler draws its order from is state: its own generator, or the streams of the process.
+
+    Stopped in each epoch and at the end of one, and ended and begun again with one more epoch, a run trains the samples
+    of a run without a stop.
+    """
+
+    class Own(CkptTrainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return SAMPLERS[name]()
+
+    options: dict[str, Any] = {"kind": Own, "lr_scheduler_type": "constant"}
+    expected, reference = start(tmp_path / "whole", num_train_epochs=3, **options)
+    assert expected[:SAMPLES] != expected[SAMPLES : 2 * SAMPLES]
+    seen: list[int] = []
+    for stop, epochs in ((2, 2), (6, 2), (9, 2), (None, 2), (None, 3)):
+        more, trainer = start(tmp_path / "stopped", stop=stop, num_train_epochs=epochs, **options)
+        seen += more
+    assert seen == expected
+    assert torch.equal(trainer.model.layer.weight, reference.model.layer.weight)
