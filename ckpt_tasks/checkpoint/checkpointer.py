@@ -12,7 +12,7 @@ from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
-from ckpt_tasks.errors import FencedError, StateError
+from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
@@ -24,7 +24,7 @@ from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.pipeline import Snapshot
-from ckpt_tasks.saving.schedule import Position, check_step, point
+from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
@@ -198,13 +198,13 @@ class Checkpointer(HeldRun):
         Training waits for the snapshot only; a thread commits it. A pending signal is delivered after the commit.
         Raises FencedError if this process has lost the run, NonFiniteError, and the failure of an earlier snapshot.
         """
-        step = check_step(step, self._at.step)
+        step, epoch = check_step(step, self._at.step), check_epoch(epoch)
         self._raise_failure()
         now = point(step, epoch)
         due, ending = self._due(now)
         taken = due or ending
         self._check_step(step, metrics, saving=taken)
-        self._steps.add(step, metrics or {})
+        self._steps.add(step, {} if metrics is None else metrics)
         self._at.stepped(now)
         self._left_out.at(step, state)
         if taken:
@@ -233,10 +233,12 @@ class Checkpointer(HeldRun):
         Raises UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or
         CommitUncertainError; the newest checkpoint is still the old one then.
         """
-        step = check_step(step, self._at.step)
+        step, epoch = check_step(step, self._at.step), check_epoch(epoch)
+        if not isinstance(interim, bool):
+            raise ConfigError(f"interim is True or False, not {interim!r:.80}")
         self._raise_failure()
         self._check_step(step, metrics, saving=True)
-        self._steps.add(step, metrics or {})
+        self._steps.add(step, {} if metrics is None else metrics)
         now = point(step, epoch)
         _, ending = self._due(now)
         self._at.stepped(now)
@@ -301,7 +303,7 @@ class Checkpointer(HeldRun):
         """
         try:
             self._check_owner()
-            self._finite.check(step, metrics or {}, saving=saving)
+            self._finite.check(step, {} if metrics is None else metrics, saving=saving)
         except (FencedError, StateError) as error:
             if saving:
                 self._refuse_save(error)

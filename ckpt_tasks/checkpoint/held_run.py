@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
@@ -110,6 +111,7 @@ class HeldRun:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
         self._own()
 
+    @checked
     def listen(self, listener: Listener) -> None:
         """Call a listener after every commit, failed save and restore from now on."""
         self._saver.listeners.add(listener)
@@ -143,6 +145,7 @@ class HeldRun:
         """List the live checkpoints, newest commit first."""
         return self.run.checkpoints()
 
+    @checked
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step, whatever the policy says.
 
@@ -150,10 +153,12 @@ class HeldRun:
         """
         self._pin(step, reason)
 
+    @checked
     def unpin(self, step: int) -> None:
         """Remove the pin of a step's checkpoint: the policy decides again. Raises as `pin` does."""
         self._pin(step, None)
 
+    @checked
     def remove(self, checkpoint: Checkpoint) -> Verdict:
         """Remove a checkpoint from the run and delete it; the verdict says whether it was removed, and why not.
 
@@ -166,6 +171,7 @@ class HeldRun:
             raise StateError("only rank 0 removes checkpoints", hint="Call it in rank 0.")
         return self._pruner.remove(held.owner, checkpoint, self._line.digest)
 
+    @checked
     def note(self, what: str, **fields: Any) -> None:
         """Write an event of your own into the run's history. Raises StateError if the directory is not held."""
         self._held().note(what, fields)
@@ -174,11 +180,13 @@ class HeldRun:
         """Record a failed attempt, one more without progress, in the history. Raises StateError as `note` does."""
         self._held().note("failure", fields, lambda state: state.with_stall(self._flow_run_id))
 
+    @checked
     def record_program(self, program: str, params: Mapping[str, Any]) -> None:
         """Record in the run's history its program and the parameters. Raises StateError as `note` does."""
         recorded = {"program": program, "params": params}
         self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
 
+    @checked
     def rollback(
         self, step: int, *, skip_batches: tuple[int, int] | None = None, reason: str = "by hand"
     ) -> Checkpoint:
@@ -204,6 +212,7 @@ class HeldRun:
         fields = {"step": rollback.step, "skip": rollback.skip, **fields}
         self._held().note("rollback", fields, lambda state: state.rolled_back(rollback))
 
+    @checked
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what the policy no longer keeps, and what dead attempts left; return a verdict for each checkpoint.
 

@@ -47,6 +47,8 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
     the `option` that chooses another place.
     """
     hint = f"Name another file with {option}."
+    if not place.name:
+        raise ConfigError(f"{str(place)!r} is not the name of a file", hint=hint)
     temporary = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         head = _head(place)

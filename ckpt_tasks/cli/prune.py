@@ -78,7 +78,7 @@ def prune(
             memory_dir=memory_dir,
         )
         # The run keeps the named metric as the one that @best means, so it must exist even if no best one is kept.
-        named = replace(config.retention_policy, keep_best=keep_best or (1 if best_metric else None))
+        named = replace(config.retention_policy, keep_best=keep_best or int(best_metric is not None))
         missing = missing_metric(state, named)
         if missing is not None:
             raise ConfigError(missing, hint="Name one of them with --best-metric; nothing was removed.")

@@ -13,7 +13,7 @@ import typer
 from ckpt_tasks.cli.facts import RunArgument
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import console, finite, output
-from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.report.words import age, number, printable, size, span
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
 
 LinesOption = Annotated[bool, typer.Option("--json", help="print one JSON object per event and line")]
+_MOST_S = 86_400
 EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="how often to look")]
 
 
@@ -45,6 +46,8 @@ def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOpt
     from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out, suppress(KeyboardInterrupt):
+        if not every <= _MOST_S:  # NaN neither
+            raise ConfigError(f"--every {every} is no number of seconds up to {_MOST_S}")
         run = open_run(directory)
         course, screen = _Course(run), console()
         if screen.is_terminal and not as_json:

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
 from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
@@ -164,6 +165,7 @@ class _Selection:
         return {**self.origin, "tied": self.tied, "dtypes": self.dtypes}
 
 
+@checked
 def export_checkpoint(
     store: Store,
     checkpoint: Checkpoint,
@@ -254,6 +256,8 @@ def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None
 
 def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one_file: bool) -> Path:
     """Return the place of an export, a file or a directory; raise ConfigError if it cannot be written there."""
+    if "\0" in os.fspath(out):
+        raise ConfigError(f"{out!r:.80} is not a path")
     target = Path(os.path.abspath(os.path.expanduser(out)))
     inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(store.url))
     if inside and "://" not in store.url:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.copying.sync_diff import SyncDiff, find_sync_diff
 from ckpt_tasks.copying.transfer import OnProgress, Transfer
 from ckpt_tasks.errors import (
@@ -95,6 +96,7 @@ class SyncReport:
     faults: tuple[str, ...] = ()
 
 
+@checked
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
     """Find what the target lacks of the run, or of `only`; write nothing.
 
@@ -117,6 +119,7 @@ def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> Syn
     return SyncPlan(run_key=key, head=head, only=only, diff=diff, size_bytes=size_bytes)
 
 
+@checked
 def run_sync(
     source: Run,
     target: Store,

@@ -12,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from ckpt_tasks.errors import ConfigError
+
 __all__ = ["Digest", "canonical_json", "digest_bytes", "digest_hex"]
 
 
@@ -29,5 +31,10 @@ def digest_hex(data: bytes | memoryview) -> str:
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII; raises ConfigError."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"this cannot be written as JSON: {error}", hint="Give texts, finite numbers, lists and dicts."
+        ) from error

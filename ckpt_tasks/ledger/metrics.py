@@ -66,6 +66,8 @@ class FiniteMetrics:
 
         `saving`: also check tensors on a device. Raises StateError for a metric that is not a number.
         """
+        if not isinstance(metrics, Mapping):
+            raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)
         numbers = {
             str(name): _number(str(name), value)
             for name, value in metrics.items()
@@ -122,6 +124,6 @@ class FiniteMetrics:
 def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         hint = "Give one number under each name, such as float(loss.mean())."
         raise StateError(f"a metric is one number, not {value!r:.80}", key=name, hint=hint) from error

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -92,6 +93,7 @@ class Run:
             )
         raise ConfigError(f"{which!r} is not a checkpoint", hint="Name a step, 'latest' or 'best'.")
 
+    @checked
     def restore(
         self,
         checkpoint: Checkpoint,
@@ -120,6 +122,7 @@ class Run:
             )
         return restore_one(self.history.store, checkpoint, state, partial=partial, selection=selection)
 
+    @checked
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
         """Keep a checkpoint from being pruned while the block runs, at most `expires_s` seconds.
@@ -157,6 +160,7 @@ class Run:
         except (StoreError, CommitUncertainError) as error:
             _log.warning("The lease of step %d stays until it expires: %s", step, error)
 
+    @checked
     def pin(self, checkpoint: Checkpoint, reason: str) -> None:
         """Keep a checkpoint, whatever the policy says; works while another process trains the run.
 
@@ -166,6 +170,7 @@ class Run:
             raise ConfigError("a pin needs a reason", hint="Say why the checkpoint is to stay.")
         put_pin(self.history, checkpoint, reason)
 
+    @checked
     def unpin(self, checkpoint: Checkpoint) -> None:
         """Remove a pin: the policy decides again. Raises CheckpointNotFoundError if the checkpoint has been pruned."""
         put_pin(self.history, checkpoint, None)
@@ -174,6 +179,7 @@ class Run:
         """List the evaluations of live checkpoints, in the order in which they were recorded."""
         return list(self.head().state.evaluations)
 
+    @checked
     def record_evaluation(self, checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float]) -> bool:
         """Commit an evaluation of a checkpoint; return False if this suite has been recorded for it already.
 

@@ -17,7 +17,7 @@ from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.system import system
 
-__all__ = ["Position", "SaveSchedule", "check_step", "point"]
+__all__ = ["Position", "SaveSchedule", "check_epoch", "check_step", "point"]
 
 _STEPS = 20
 
@@ -106,6 +106,19 @@ class SaveSchedule:
             self.cadence.learn(entry)
 
 
+def check_epoch(epoch: SupportsIndex | None) -> int | None:
+    """Return an epoch as an int, None for none; raise StateError if it is not a number of completed epochs."""
+    if epoch is None:
+        return None
+    try:
+        number = operator.index(epoch)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise StateError(f"an epoch is a whole number of completed epochs from 0 on, not {epoch!r:.80}")
+    return number
+
+
 def check_step(step: SupportsIndex, position: int) -> int:
     """Return a step as an int; raise StateError if it is not a step, or comes before `position`."""
     try:
@@ -113,7 +126,7 @@ def check_step(step: SupportsIndex, position: int) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_STEP:
-        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r}")
+        raise StateError(f"a step is a whole number of completed optimizer steps from 0 on, not {step!r:.80}")
     if number < position:
         raise StateError(
             f"step {number} comes after step {position}",

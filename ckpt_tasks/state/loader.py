@@ -18,6 +18,7 @@ from typing import Any
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
 
@@ -47,6 +48,7 @@ class ResumableLoader:
     Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -81,6 +83,7 @@ class ResumableLoader:
         """Epochs completed, by their batches."""
         return self.sampler.epoch
 
+    @checked
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of `count`, for a loop over each one's batches.
 
@@ -128,6 +131,7 @@ class ResumableLoader:
         """Return the position before the last batch handed out, for a save before that batch is trained."""
         return self._in_hand
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict(state_dict)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
@@ -275,6 +276,7 @@ class Gradients:
     It holds no tensors of its own.
     """
 
+    @checked
     def __init__(self, module: nn.Module):
         self._module = module
 
@@ -283,6 +285,7 @@ class Gradients:
         return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
 
     @torch.no_grad()
+    @checked
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the gradient of every parameter, None where `state` has none.
 

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.state.groups import held_in
 from ckpt_tasks.state.rng import GENERATORS, set_streams, stream_state
@@ -70,6 +71,7 @@ class ResumableSampler(Sampler[list[int]]):
     Raises ConfigError for invalid sizes, or if an epoch would have no batch.
     """
 
+    @checked
     def __init__(
         self,
         size: int,

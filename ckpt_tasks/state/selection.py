@@ -50,6 +50,8 @@ class Selection:
         for name, value in (("only", only), ("leave", leave)):
             if isinstance(value, str):
                 raise ConfigError(f"{name} is a list of names, not a text", hint=f"Write {name}=[{value!r:.80}].")
+            if not isinstance(value, Iterable) and (value is not None or name == "leave"):
+                raise ConfigError(f"{name} is a list of names, not {value!r:.80}")
         if only is not None and not isinstance(only, Mapping):
             only = {place: place for place in only}
         left = tuple(leave)

@@ -34,7 +34,10 @@ def written() -> str:
 def _returned(names: list[str]) -> list[type]:
     """List the classes that exported functions return and that are not exported themselves, in order."""
     functions = [value for name in names if inspect.isfunction(value := getattr(ckpt_tasks, name))]
-    kinds = [function.__globals__.get(inspect.signature(function).return_annotation) for function in functions]
+    kinds = [
+        inspect.unwrap(function).__globals__.get(inspect.signature(function).return_annotation)
+        for function in functions
+    ]
     return [kind for kind in dict.fromkeys(kinds) if inspect.isclass(kind) and kind.__name__ not in names]
 
 
