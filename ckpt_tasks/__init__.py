@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.saving.listening import Listener
+    from ckpt_tasks.state.groups import ByRank
     from ckpt_tasks.state.loader import ResumableLoader
     from ckpt_tasks.state.modules import Gradients
     from ckpt_tasks.state.sampler import ResumableSampler
@@ -31,6 +32,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AttemptHooks",
+    "ByRank",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStore",
@@ -51,6 +53,7 @@ __all__ = [
 
 _MODULES = {
     "AttemptHooks": "ckpt_tasks.orchestration.attempts",
+    "ByRank": "ckpt_tasks.state.groups",
     "Checkpoint": "ckpt_tasks.format.records",
     "CheckpointConfig": "ckpt_tasks.ledger.config",
     "CheckpointStore": "ckpt_tasks.orchestration.blocks",

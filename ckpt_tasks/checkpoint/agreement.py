@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
 from ckpt_tasks.saving.committer import Line
+from ckpt_tasks.saving.differences import refuse_differences
 from ckpt_tasks.state.placements import World
 
 if TYPE_CHECKING:
@@ -86,14 +87,14 @@ class Agreement:
         return live, tried, read_rollback(rollback)
 
     def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
-        """Return this host's snapshots that every rank has sealed, in rank 0's order."""
+        """Return this host's snapshots that every rank has sealed, and that fit together, in rank 0's order."""
         if self.alone:
             return find()
         sealed: dict[str, _Found] = {}
         word: bytes | BaseException
         try:
             sealed = {f"{snapshot.checkpoint.manifest} {snapshot.place}": snapshot for snapshot in find()}
-            word = json.dumps([*sealed]).encode()
+            word = json.dumps({name: snapshot.seal.compared for name, snapshot in sealed.items()}).encode()
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
             word = error
         chosen = self.exchange.agree(self.topic("sealed"), word, _in_all, self.deadline_s)
@@ -132,10 +133,17 @@ def _same_options(words: list[bytes]) -> bytes:
 
 
 def _in_all(words: list[bytes]) -> bytes:
-    """Choose the snapshots that all ranks have sealed."""
-    sealed: list[list[str]] = [json.loads(word) for word in words]
+    """Choose the snapshots that all ranks have sealed, and that a commit would accept: it may not have come to that."""
+    sealed = [*map(json.loads, words)]
+    chosen = []
     for name in dict.fromkeys(name for names in sealed for name in names):
         lacking = [str(rank) for rank, names in enumerate(sealed) if name not in names]
         if lacking:
             _log.warning("%s is not used: rank %s does not have it", name, ", ".join(lacking))
-    return json.dumps([name for name in sealed[0] if all(name in names for names in sealed)]).encode()
+            continue
+        try:
+            refuse_differences([names[name] for names in sealed])
+            chosen.append(name)
+        except StateError as error:
+            _log.warning("%s is not used: %s", name, error)
+    return json.dumps(chosen).encode()

@@ -28,6 +28,7 @@ from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.groups import refuse_fsdp1
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import warn_of_trained, warn_of_unsaved
 from ckpt_tasks.system import system
@@ -134,6 +135,7 @@ class Checkpointer(HeldRun):
         `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that matches nothing.
         """
         selection = Selection.of(only, missing, leave)
+        refuse_fsdp1(state)
         self._own()
         self._wait_idle()
         self._steps.restored()
@@ -143,14 +145,13 @@ class Checkpointer(HeldRun):
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
             return self._begin(state)
-        damaged, self._damaged = self._damaged, ()
         chosen, report, cached = restore_newest(
             self._history.store,
             candidates,
             state,
             selection=selection,
             run_key=self.config.run_key,
-            damaged=damaged,
+            damaged=self._damaged,
             in_memory=in_memory,
             ranks=self._ranks.exchange,
             topic=self._ranks.topic("restore"),
@@ -278,6 +279,8 @@ class Checkpointer(HeldRun):
         interim = interim and self.config.has_interval
         started_s = system().monotonic()
         try:
+            if not self._has_looked:
+                refuse_fsdp1(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
                 groups = encode_groups(captured)  # raises for an unsupported value before anything is written
@@ -313,6 +316,7 @@ class Checkpointer(HeldRun):
         self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
     ) -> Rollback | None:
         """Record in the run's history what a restore skipped, and that it goes back from a failed step."""
+        self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
         if newest and (failed_step := self._finite.went_back(chosen.step)) is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, encode
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
@@ -138,6 +139,7 @@ class _Walk:
             self._differ(name, "kind", a.kind, b.kind)
         else:
             self._trees(name, a.trees if a else (), b.trees if b else ())
+            self._buffers(name)
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
 
     def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
@@ -150,6 +152,13 @@ class _Walk:
                 self._only_in("A", place, a[rank])
             else:
                 self._values(place, a[rank], b[rank])
+
+    def _buffers(self, name: str) -> None:
+        """Compare the buffers of the other ranks, if as many ranks saved both sides."""
+        ranks = self._a.manifest.world_size if self._a.manifest.world_size == self._b.manifest.world_size else 1
+        for key in sorted(self._a.manifest.buffers & self._b.manifest.buffers) if ranks > 1 else ():
+            for own in (key_of_rank(key, rank) for rank in range(1, ranks) if key.startswith(f"{name}/")):
+                self._values(own, TensorRef(own), TensorRef(own))
 
     def _values(self, place: str, a: Any, b: Any) -> None:
         kind = type(a)

@@ -7,7 +7,6 @@ Source: github.com/Cyan4973/xxHash.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -30,7 +29,7 @@ def digest_hex(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def canonical_json(value: Mapping[str, Any]) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII; raises ConfigError."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

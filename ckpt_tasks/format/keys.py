@@ -33,6 +33,7 @@ __all__ = [
     "is_run_key",
     "is_shard",
     "is_steps",
+    "key_of_rank",
     "ledger_name",
     "live_list_name",
     "parse_attempt",
@@ -76,6 +77,12 @@ class Attempt(NamedTuple):
 def attempt_prefix(attempt: Attempt) -> str:
     """Return the prefix of all objects of an attempt, with a slash at the end."""
     return f"checkpoint_{attempt.step:012d}/{attempt.name}/"
+
+
+def key_of_rank(key: str, rank: int) -> str:
+    """Return the full key of a rank's own tensor: "group/name" with the rank's number after the group."""
+    group, _, name = key.partition("/")
+    return f"{group}/{rank:05d}/{name}"
 
 
 def parse_attempt(name: str) -> Attempt | None:

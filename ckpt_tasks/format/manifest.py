@@ -50,7 +50,8 @@ class ObjectRecord(NamedTuple):
 class Manifest:
     """The contents of one checkpoint.
 
-    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; `index` and
+    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; a module's
+    "buffers" are tensors of which each rank has its own. `index` and
     `objects` name the other objects; `world_size` is the number of ranks that wrote it; `environment` says for people
     what made it.
     """
@@ -65,6 +66,11 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     created_at: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """The full keys of rank 0's tensors of which each other rank has its own."""
+        return frozenset(f"{name}/{one}" for name, group in self.groups.items() for one in group.get("buffers", ()))
 
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON; keys keep their order, since a dict in the state has one.
@@ -165,6 +171,8 @@ def _group(name: str) -> str:
 
 
 def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    for name in group.get("buffers", ()):
+        text(name)
     if body["version"] == FORMAT_VERSION or "trees" not in group:
         return {**group, "kind": text(group["kind"]), "tree": group["tree"]}
     if type(group["trees"]) is not list or len(group["trees"]) != body["world_size"]:

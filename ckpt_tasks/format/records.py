@@ -8,7 +8,7 @@ raises one of `parsing.MALFORMED` if a field is missing or makes no sense.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
@@ -297,6 +297,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 SEAL_NAME = "seal.json"
 SEAL_VERSION = 1
+Compared = Mapping[str, Mapping[str, str]]  # what must be equal in other ranks: digests, by name
 MAX_SEAL_BYTES = 8 << 20
 
 
@@ -307,13 +308,14 @@ class Seal:
     `newest` is the identity of the newest committed checkpoint when it was taken, and `in_flight` that of the older
     snapshot that storage did not have then (under way, or failed). It may be restored while one of the two is the
     newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
-    committed.
+    committed. `compared` is what one of many ranks has to compare with the others before it is restored.
     """
 
     run_key: str
     checkpoint: Checkpoint
     newest: str | None
     in_flight: str | None
+    compared: Compared = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Write the seal as JSON with its own digest."""

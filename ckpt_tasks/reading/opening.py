@@ -17,7 +17,7 @@ from ckpt_tasks.format.folding import Names
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
-from ckpt_tasks.format.keys import MANIFEST_NAME
+from ckpt_tasks.format.keys import MANIFEST_NAME, key_of_rank
 from ckpt_tasks.format.kinds import check_group, check_ref
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
@@ -46,6 +46,7 @@ class SavedGroup:
     def __init__(self, name: str, manifest: Manifest, index: Index, rank: int = 0):
         self._rank = rank
         self.kind: str = manifest.groups[name]["kind"]
+        self.by_rank = "trees" in manifest.groups[name]  # each rank has a tree of its own
         self._name = name
         self._manifest = manifest
         self._index = index
@@ -70,7 +71,8 @@ class SavedGroup:
 
     def _decoded(self, encoded: Any) -> Any:
         with gc_paused():
-            tree = decode(encoded)
+            own = self._manifest.buffers if self._rank else frozenset()
+            tree = decode(_of_rank(encoded, self._rank, own) if own else encoded)
             check_group(self._name, self.kind, tree)
             tensors = self._index.tensors
             for ref in tensor_refs(tree):
@@ -81,6 +83,20 @@ class SavedGroup:
                 if array or requires_grad or stride is not None:
                     check_ref(ref, *tensors[key])
             return tree
+
+
+def _of_rank(encoded: Any, rank: int, keys: frozenset[str]) -> Any:
+    """Return an encoded tree with a rank's own tensors in the place of rank 0's."""
+    if isinstance(encoded, list):
+        return [_of_rank(item, rank, keys) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    key = encoded.get("~tensor")
+    if type(key) is str and key in keys:
+        return {"~tensor": key_of_rank(key, rank)}
+    if type(key) is list and key[0] in keys:
+        return {"~tensor": [key_of_rank(key[0], rank), *key[1:]]}
+    return {name: _of_rank(item, rank, keys) for name, item in encoded.items()}
 
 
 @dataclass(frozen=True)

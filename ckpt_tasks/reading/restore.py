@@ -26,7 +26,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.ranks.exchange import ALONE, Exchange, Together, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
@@ -49,6 +49,10 @@ class HostSnapshot(Protocol):
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint that it is, or would become."""
+
+    @property
+    def seal(self) -> Seal:
+        """The seal of this rank."""
 
     @property
     def store(self) -> ReadableStore:
@@ -210,7 +214,10 @@ def restore_one(
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     with _naming(checkpoint.step):
-        plan = plan_restore(state, opened.groups, opened.tensors, partial=partial, rng=not partial, selection=selection)
+        others = opened.manifest.world_size if world_size != opened.manifest.world_size else None
+        plan = plan_restore(
+            state, opened.groups, opened.tensors, partial=partial, rng=not partial, selection=selection, of_ranks=others
+        )
     wanted = opened.index.of_tensors(plan.keys).rows
     names = {row.object for row in wanted} if partial or selection is not None else None
     headers = [record for record in opened.manifest.objects if names is None or record.name in names]

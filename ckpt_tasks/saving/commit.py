@@ -26,6 +26,7 @@ from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.history import History, now_iso
 from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.saving.differences import refuse_differences
 from ckpt_tasks.saving.parts import RankPart, Saving
 from ckpt_tasks.saving.provenance import provenance
 from ckpt_tasks.state.processes import in_threads
@@ -236,41 +237,13 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[Ob
 def _combine_groups(
     groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the groups of the checkpoint: random streams with every rank's tree, the others as rank 0 has them.
+    """Return the groups of the checkpoint: with every rank's tree what is by rank, the others as rank 0 has them.
 
-    Raises StateError if the others differ between ranks.
+    Raises StateError if ranks differ in what must be equal.
     """
     ordered = sorted(parts, key=lambda part: part.rank)
-    _refuse_drift(ordered)
-    first = ordered[0]
-    for part in ordered:
-        for name in first.digests.keys() | part.digests.keys() | first.trees.keys() | part.trees.keys():
-            if first.digests.get(name) != part.digests.get(name) or (name in first.trees) != (name in part.trees):
-                raise StateError(
-                    f"rank {part.rank} and rank 0 have different values: the ranks have drifted apart",
-                    key=name,
-                    hint="Make it the same on every rank, or leave it out of the state.",
-                )
+    refuse_differences([part.compared for part in ordered])
     return {
-        name: {"kind": group["kind"], "trees": [part.trees[name] for part in ordered]} if name in first.trees else group
+        name: {"kind": group["kind"], "trees": [part.trees[name] for part in ordered]} if "by_rank" in group else group
         for name, group in groups.items()
     }
-
-
-def _refuse_drift(parts: Sequence[RankPart]) -> None:
-    """Raise StateError if two ranks that hold the same part of a tensor have different values there."""
-    seen: dict[str, tuple[int, str]] = {}
-    for part in parts:
-        different = [
-            name for name, digest in part.samples.items() if seen.setdefault(name, (part.rank, digest))[1] != digest
-        ]
-        if different:
-            other, _ = seen[different[0]]
-            raise StateError(
-                f"rank {part.rank} and rank {other} have different values in {len(different)} of {len(part.samples)} "
-                f"tensors that were compared: the ranks have drifted apart",
-                key=different[0].rpartition(" [")[0],
-                hint="Restore the last checkpoint, and look for what one rank does alone: another seed, module or step."
-                " Where ranks may differ (unlike GPUs, local SGD), broadcast the parameters and the optimizer's tensors"
-                " from rank 0 before every save.",
-            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from ckpt_tasks.errors import CkptError, FencedError
+from ckpt_tasks.errors import CkptError, FencedError, StateError
 from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
@@ -75,7 +75,7 @@ class JointSave:
         try:
             admitted = committer.admit(self._rank.size) if isinstance(committer, Committer) else None
             part = self._written(snapshot, admitted)
-            word = part.with_groups(saving.attempt.step, saving.groups, snapshot.samples.digests()).to_bytes()
+            word = part.with_groups(saving.attempt.step, saving.groups, snapshot.compared()).to_bytes()
         except SupersededError:
             word = b""
         except Exception as error:  # noqa: BLE001 (handed in: it is raised in every rank)
@@ -105,6 +105,9 @@ class JointSave:
             committer.fenced = committer.fenced or isinstance(error, FencedError)
             if isinstance(committer, Committer) and not committing:
                 committer.abandon(saving.attempt)
+            if type(error) is StateError:  # the ranks do not fit together: in no rank may the snapshot be restored
+                snapshot.unsealed = True
+                self._rank.refuse(snapshot.slot, saving.attempt)
             raise
         if not answer or part is None:
             if isinstance(committer, Committer):

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
+from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.format.records import Owner
+from ckpt_tasks.format.records import Compared, Owner
 from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.snapshot.snapshot import Image
 from ckpt_tasks.state.restore_parts import Captured
 
 __all__ = [
-    "OF_RANK",
     "RankPart",
     "Saving",
     "Stored",
@@ -36,7 +35,6 @@ __all__ = [
     "same_step",
 ]
 
-OF_RANK = ("rng", "generator")  # kinds of groups that differ from rank to rank
 _ALIGNMENT = 64  # of Arrow's columns
 _LENGTH = struct.Struct("<Q")
 _REUSED_BYTES = 1 << 20  # below this, writing an object costs less than depending on an older checkpoint
@@ -50,25 +48,20 @@ class SupersededError(Exception):
 class RankPart:
     """A rank's part of one attempt: its index rows, its objects, and its state without the tensors.
 
-    `trees` are the groups that differ from rank to rank (random streams, generators); `digests` (hex) are those of all
-    other groups, which must be equal on all ranks. `samples` (hex) are those of slices that several ranks hold alike.
+    `trees` are the groups of which each rank has its own; `compared` says what must be equal in other ranks.
     """
 
     rank: int
     index: Index
     objects: tuple[ObjectRecord, ...]
     trees: Mapping[str, object] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
-    samples: Mapping[str, str] = field(default_factory=dict)
+    compared: Compared = field(default_factory=dict)
     step: int = -1
 
-    def with_groups(
-        self, step: int, groups: Mapping[str, Mapping[str, object]], samples: Mapping[str, str]
-    ) -> RankPart:
-        """Return the part with the step, this rank's groups, as `encode_groups` returned them, and its samples."""
-        trees = {name: group["tree"] for name, group in groups.items() if group["kind"] in OF_RANK}
-        digests = {name: digest_hex(canonical_json(group)) for name, group in groups.items() if name not in trees}
-        return replace(self, trees=trees, digests=digests, samples=samples, step=step)
+    def with_groups(self, step: int, groups: Mapping[str, Mapping[str, object]], compared: Compared) -> RankPart:
+        """Return the part with the step, this rank's groups, as `encode_groups` returned them, and what is compared."""
+        trees = {name: group["tree"] for name, group in groups.items() if "by_rank" in group}
+        return replace(self, trees=trees, compared=compared, step=step)
 
     def to_bytes(self) -> bytes:
         """Return the part as bytes for rank 0: length of the JSON, the JSON, and the index, aligned for Arrow."""
@@ -132,7 +125,14 @@ def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
 
 def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     """Turn captured groups into JSON; raise UnsupportedStateError with the path of a value that cannot be stored."""
-    return {name: {"kind": group.kind, "tree": encode(group.tree, name)} for name, group in captured.groups.items()}
+    encoded: dict[str, dict[str, object]] = {}
+    for name, group in captured.groups.items():
+        encoded[name] = {"kind": group.kind, "tree": encode(group.tree, name)}
+        if group.by_rank:
+            encoded[name]["by_rank"] = True  # in the rank's own memory; a checkpoint has the trees of all
+        elif group.buffers:
+            encoded[name]["buffers"] = [*group.buffers]
+    return encoded
 
 
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:

@@ -21,13 +21,12 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
-from ckpt_tasks.format.records import Checkpoint, Seal
+from ckpt_tasks.format.records import Checkpoint, Compared, Seal
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
-from ckpt_tasks.snapshot.samples import Samples
 from ckpt_tasks.snapshot.snapshot import ImageSet
 from ckpt_tasks.storage.port import watching
 from ckpt_tasks.system import system
@@ -66,7 +65,7 @@ class Snapshot:
     two parts of each image, as written and with reused objects, and then None. `copy` runs on devices: call its wait()
     before reading the images. `base` is the checkpoint whose objects may be reused. `given_up` asks the threads to
     drop the snapshot; `outcome` says how its flush ended. `handed_in`: the flush waits for other ranks. `unsealed`: the
-    memory directory could not take its seal.
+    memory directory could not take its seal. `compared` returns what is compared between ranks.
     """
 
     slot: str
@@ -77,7 +76,7 @@ class Snapshot:
     keep: bool
     observed: Mapping[str, Any]
     copy: DeviceCopy | None = None
-    samples: Samples = field(default_factory=Samples)
+    compared: Callable[[], Compared] = dict
     taken_s: float = field(default_factory=lambda: system().monotonic())
     base: str | None = None
     prepared: PreparedCheckpoint | None = None
@@ -114,6 +113,7 @@ class Snapshot:
             checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=self.stall_s),
             newest=newest,
             in_flight=in_flight,
+            compared=self.compared(),
         )
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache, partial
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.records import Seal
+from ckpt_tasks.format.records import Compared, Seal
 from ckpt_tasks.ledger.steps import steps_file
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.saving.commit import PreparedCheckpoint
-from ckpt_tasks.saving.parts import RankPart, Stored, digest_image, joined, reuse
+from ckpt_tasks.saving.differences import compared
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, digest_image, joined, reuse
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
-from ckpt_tasks.snapshot.samples import Samples, take_samples
+from ckpt_tasks.snapshot.samples import sample_values, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.state.restore_parts import Captured
 from ckpt_tasks.storage.port import Store, moved
@@ -95,9 +97,13 @@ class RankSaver:
             self._cache.unseal(slot)
         return images, None if first.done else images.fill(captured.tensors, self._devices)
 
-    def sample(self, captured: Captured, turn: int) -> Samples:
-        """Sample replicated tensors, to compare the ranks; `turn` must be the same in all ranks."""
-        return take_samples(captured.replicated, turn, self._devices)
+    def sample(self, captured: Captured, saving: Saving) -> Callable[[], Compared]:
+        """Sample what several ranks hold; return what computes, in the background, what is compared between them."""
+        if self._world_size == 1:
+            return dict
+        held = take_samples(captured.replicated, saving.turn, self._devices)
+        values = sample_values(captured.one_for_all, saving.turn, self._devices)
+        return cache(partial(compared, saving.groups, values, held))
 
     # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
 
@@ -129,6 +135,13 @@ class RankSaver:
             _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
             return False
         return self._cache.left is None
+
+    def refuse(self, slot: str, attempt: Attempt) -> None:
+        """Unseal the snapshot in a slot and its local copy: its save was refused, so nothing may restore it."""
+        with suppress(CkptError):  # a restart compares it with the other ranks' before it is restored
+            self._cache.memory.unseal(slot)
+            if self._cache.copies is not None:
+                self._cache.copies.unseal(attempt)
 
     def copy(self, copies: LocalCopies, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
         """Write a snapshot to the local directory; log a warning if that fails."""

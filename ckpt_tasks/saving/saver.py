@@ -111,7 +111,7 @@ class Saver:
             return None
         try:
             self._plan(captured)
-            samples = self._rank.sample(captured, saving.turn)
+            compared = self._rank.sample(captured, saving)
             images, copy = self._rank.fill(slot, captured)
         except StoreError as error:
             self.refuse(committer, error, saving.number)
@@ -127,7 +127,7 @@ class Saver:
             keep=keep,
             observed=observed,
             copy=copy,
-            samples=samples,
+            compared=compared,
         )
         self._warn_if_stuck(saving.attempt.step)
         try:

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
 from ckpt_tasks.format.folding import Names
-from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, attempt_prefix, parse_attempt
+from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, attempt_prefix, parse_attempt
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
 from ckpt_tasks.storage.local import LocalStore
 
@@ -57,6 +57,10 @@ class LocalCopies:
         self.store.put(prefix + MANIFEST_NAME, [manifest])
         self.store.put(prefix + SEAL_NAME, [seal.to_bytes()])
         self._newest = prefix
+
+    def unseal(self, attempt: Attempt) -> None:
+        """Delete the seal of a copy, so that it is never read; raise StoreError if that fails."""
+        self.store.delete(attempt_prefix(attempt) + SEAL_NAME)
 
     def seals(self) -> list[Seal]:
         """List the seals of complete checkpoints, newest first."""

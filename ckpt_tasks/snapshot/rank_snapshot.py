@@ -80,7 +80,7 @@ class RankSnapshot:
             if faults:
                 raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=own.index.name, step=own.step)
             opened = replace(own, objects=objects)
-            return Opened(opened, index, {name: SavedGroup(name, opened, index) for name in own.groups})
+            return Opened(opened, index, {name: SavedGroup(name, opened, index, self.rank) for name in own.groups})
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of `rows`, as far as this host has them."""

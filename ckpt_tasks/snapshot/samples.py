@@ -1,8 +1,11 @@
-"""Samples of replicated tensors: they detect ranks that have drifted apart.
+"""Samples of the tensors that several ranks hold: they detect ranks that differ.
 
-Each rank writes only a share of such a tensor, so no digest of written bytes compares two ranks. A step that one rank
-took differently changes nearly every element of every parameter, so a few slices detect it. A change of a single
+Each rank writes only a share of a replicated tensor, so no digest of written bytes compares two ranks. A step that one
+rank took differently changes nearly every element of every parameter, so a few slices detect it. A change of a single
 element is detected later: every save samples other tensors and slices, a 64th of all bytes.
+
+Of a value that is one for all ranks, rank 0 writes all tensors. Every save compares each of them: a small tensor whole,
+a larger one by a slice, another one in each save.
 """
 
 from __future__ import annotations
@@ -17,18 +20,21 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.snapshot import storable
 
-__all__ = ["Samples", "take_samples"]
+__all__ = ["Samples", "sample_values", "take_samples"]
 
 _TENSORS = 32  # sampled in one save, about
 _SAVES = 64  # until all bytes have been sampled; longer with more than 2,048 tensors
 _WHOLE_BYTES = 4096  # a smaller tensor is sampled whole
+_VALUE_BYTES = 1 << 16  # the same, of a value that is one for all
+_VALUES_BYTES = 16 << 20  # sampled of all such values, about
+_SHOWN = 4  # elements: so few are in the sample themselves, for the message
 
 Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]  # by key: the rank's part, and its offset in the whole
 
 
 @dataclass
 class Samples:
-    """One rank's samples of replicated tensors; call `digests` in the background."""
+    """One rank's samples of tensors; call `digests` in the background."""
 
     _digests: dict[str, str] = field(default_factory=dict)
     _copied: Sequence[tuple[str, torch.Tensor]] = ()
@@ -48,15 +54,31 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
     Host tensors are digested at once; device tensors are copied in the order of their streams.
     """
     every = max(1, len(replicated) // _TENSORS)
-    digests: dict[str, str] = {}
-    waiting: list[tuple[str, torch.Tensor]] = []
+    parts: list[tuple[str, torch.Tensor]] = []
     for key in [*replicated][turn % every :: every]:
         held, begin = replicated[key]
-        name, part = f"{key} {[*begin]}", storable(_slice(held, turn // every, max(1, _SAVES // every)))
+        whole = held.nbytes <= _WHOLE_BYTES
+        part = held if whole else _slice(held, turn // every, max(1, _SAVES // every))
+        parts.append((f"{key} {[*begin]}", part))
+    return _taken(parts, devices)
+
+
+@torch.no_grad()
+def sample_values(values: Mapping[str, torch.Tensor], turn: int, devices: Devices) -> Samples:
+    """Sample all tensors that are one value for all ranks, by their keys; see `take_samples`."""
+    most_bytes = min(_VALUE_BYTES, max(_WHOLE_BYTES, _VALUES_BYTES // max(1, len(values))))
+    parts = [(key, _slice(held, turn, -(-held.nbytes // most_bytes))) for key, held in values.items()]
+    return _taken(parts, devices)
+
+
+def _taken(parts: Sequence[tuple[str, torch.Tensor]], devices: Devices) -> Samples:
+    digests: dict[str, str] = {}
+    waiting: list[tuple[str, torch.Tensor]] = []
+    for name, part in parts:
         if part.is_cuda:
-            waiting.append((name, part))
+            waiting.append((name, storable(part)))
         else:
-            digests[name] = _digest(part)
+            digests[name] = _digest(storable(part))
     if not waiting:
         return Samples(digests)
     # Pinned: a copy to other memory would make the host wait for the device's stream.
@@ -67,7 +89,7 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
 
 def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
     """Return one of `count` slices of a tensor, or of as many as its longest axis has elements."""
-    if tensor.nbytes <= _WHOLE_BYTES:
+    if count <= 1:
         return tensor
     axis = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
     extent = tensor.shape[axis]
@@ -77,7 +99,10 @@ def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    tensor = tensor.contiguous()
-    if not tensor.nbytes:
-        return ""
-    return digest_hex(memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B"))
+    """Return a tensor's dtype, shape and digest; its values in place of the digest if they are few."""
+    if tensor.numel() <= _SHOWN:
+        said = str(tensor.tolist())
+    else:
+        tensor = tensor.contiguous()
+        said = digest_hex(memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B"))
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]} {said}"

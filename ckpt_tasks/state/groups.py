@@ -7,9 +7,11 @@ A container of plain values only is a value, and stays one group.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,13 +25,38 @@ from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.state.rng import GENERATORS, RNG
 from ckpt_tasks.state.values import REFILLED, SCALARS, has_state
 
-__all__ = ["checked_state", "flat", "held_in", "items_of", "kind_of", "modules_of", "objects_of"]
+__all__ = [
+    "ByRank",
+    "by_rank_of",
+    "checked_state",
+    "flat",
+    "held_in",
+    "items_of",
+    "kind_of",
+    "modules_of",
+    "objects_of",
+    "refuse_fsdp1",
+]
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _IN_PLACE = (torch.Tensor, np.ndarray, *REFILLED)
 _MOST_LEVELS = 20
 _MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # of what holds others
+
+
+class ByRank:
+    """Mark a part of a state as each rank's own: every rank saves it, and the same rank restores it.
+
+    Without it, what is neither a parameter, a buffer, an optimizer nor a random generator has to be equal in all ranks.
+    `value` is anything that a state may hold, except sharded tensors. Another number of ranks cannot restore it, and
+    is told so by its name. In one process it is as its value::
+
+        state = {"model": model, "metric": ByRank(metric), "replay": ByRank({"seen": 0, "rows": rows})}
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
 
 
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,7 +85,9 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        if type(value) in _CONTAINERS:
+        if type(value) is ByRank:
+            waiting.append(value.value)
+        elif type(value) in _CONTAINERS:
             waiting.extend(value.values() if isinstance(value, dict) else value)
         elif _is_record(value):
             waiting.extend(getattr(value, field.name) for field in fields(value))
@@ -92,6 +121,7 @@ class _Flat(MutableMapping[str, Any]):
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._assign: dict[str, Callable[[Any], None] | None] = {}
+        self.by_rank: set[str] = set()
 
     def add(self, name: str, value: Any, assign: Callable[[Any], None] | None) -> None:
         if name in self._values:
@@ -117,10 +147,19 @@ class _Flat(MutableMapping[str, Any]):
         return len(self._values)
 
 
+def by_rank_of(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the groups of a flat state that each rank has of its own."""
+    return frozenset(getattr(state, "by_rank", ()))
+
+
 def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] | None, level: int) -> None:
     if level > _MOST_LEVELS:
         raise UnsupportedStateError("objects are nested too deep", key=name, hint="Is there a cycle in it?")
-    if not _is_split(value):
+    if type(value) is ByRank:
+        before = set(flattened)
+        _add(flattened, name, value.value, partial(setattr, value, "value"), level + 1)
+        flattened.by_rank |= set(flattened) - before
+    elif not _is_split(value):
         if assign is None and kind_of(value) == "plain" and not isinstance(value, _IN_PLACE):
             hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."
             raise UnsupportedStateError("what is in a tuple or frozen cannot be assigned", key=name, hint=hint)
@@ -158,8 +197,8 @@ def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
 
 
 def _is_split(value: Any) -> bool:
-    """Say whether a value is a dataclass, or a container with an object in it."""
-    return _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
+    """Say whether a value is by rank, a dataclass, or a container with an object in it."""
+    return type(value) is ByRank or _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
 
 
 def _is_record(value: Any) -> bool:
@@ -175,7 +214,7 @@ def _holds_objects(container: Any, level: int) -> bool:
         if type(item) in _CONTAINERS:
             if _holds_objects(item, level + 1):
                 return True
-        elif kind_of(item) != "plain" or _is_record(item):
+        elif type(item) is ByRank or kind_of(item) != "plain" or _is_record(item):
             return True
     return False
 
@@ -201,6 +240,18 @@ def kind_of(value: Any) -> str:
     if isinstance(value, GENERATORS):
         return "generator"
     return "stateful" if has_state(value) else "plain"
+
+
+def refuse_fsdp1(state: Mapping[str, Any]) -> None:
+    """Raise UnsupportedStateError for a module in FullyShardedDataParallel, whose parameters are flat."""
+    fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    for name, module in modules_of(flat(state)).items() if fsdp1 else ():
+        if any(isinstance(inner, fsdp1) for inner in module.modules()):
+            raise UnsupportedStateError(
+                "a module in FullyShardedDataParallel (FSDP1) cannot be stored: its parameters are flat",
+                key=name,
+                hint="Shard it with torch.distributed.fsdp.fully_shard(model), which keeps each parameter by its name.",
+            )
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:

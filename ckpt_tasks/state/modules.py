@@ -21,7 +21,7 @@ from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, TensorSource
-from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, identity, refuse
+from ckpt_tasks.state.tensors import DTYPES, Rule, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = [
@@ -85,25 +85,26 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
     return names
 
 
-def capture_module(module: nn.Module, group: str, tensors: TensorSet, *, is_plain: bool = False) -> dict[str, Any]:
+def capture_module(
+    module: nn.Module, group: str, parameters: Collection[str], tensors: TensorSet, *, is_plain: bool = False
+) -> dict[str, Any]:
     """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
-    `is_plain`: only torch's own code is involved, so live tensors are used: detaching a DTensor takes longer than all
-    else that is done here.
+    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
+    involved, so live tensors are used: detaching a DTensor takes longer than all else that is done here.
     """
-    # DistributedDataParallel gives every rank the buffers of rank 0 before it computes; between steps they differ.
     many = tensors.world is not None and tensors.world.size > 1
+    # A rank's running statistics are of its own batches.
     buffers = {bare_name(name) for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)} if many else ()
     tree = {}
     for name, value in module_state(module, group, live=is_plain).items():
         key = f"{group}/{name}"
-        if not isinstance(value, torch.Tensor) or name.endswith(_EXTRA):
-            tree[name] = pack(value, key, tensors)
-        elif name in buffers:
-            with tensors.of_first():
-                tree[name] = tensors.add(value, key, exact=False)
-        else:
+        is_tensor = isinstance(value, torch.Tensor) and not name.endswith(_EXTRA)
+        if is_tensor and (not many or key in parameters):
             tree[name] = tensors.add(value, key, exact=False)
+            continue
+        with tensors.by(Rule.BUFFER if is_tensor and name in buffers else Rule.ONE):
+            tree[name] = tensors.add(value, key, exact=False) if is_tensor else pack(value, key, tensors)
     return tree
 
 

@@ -87,10 +87,15 @@ Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name 
 
 @dataclass(frozen=True)
 class GroupState:
-    """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py)."""
+    """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py).
+
+    `by_rank`: each of many ranks has a tree of its own. `buffers` names tensors of which each rank has its own.
+    """
 
     kind: str
     tree: Any
+    by_rank: bool = False
+    buffers: tuple[str, ...] = ()
 
 
 class Saved(Protocol):
@@ -100,6 +105,8 @@ class Saved(Protocol):
     def kind(self) -> str: ...
     @property
     def tree(self) -> Any: ...
+    @property
+    def by_rank(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class Captured:
     `frozen` are the keys of parameters without gradient: they are in separate files, which need not be written again.
     `places` has, for each tensor that is a part of a sharded one, the shape of the whole and the offset in it.
     `replicated` has the parameters and optimizer states that several ranks hold: this rank's part, and its offset.
+    `one_for_all` has the plain tensors of other values, also in the ranks that do not write them.
     """
 
     groups: dict[str, GroupState]
@@ -116,6 +124,7 @@ class Captured:
     frozen: frozenset[str] = frozenset()
     places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
+    one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

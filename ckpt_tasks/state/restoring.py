@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.groups import flat, kind_of, modules_of
+from ckpt_tasks.state.groups import by_rank_of, flat, kind_of, modules_of
 from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names, takes_part, unwrapped
 from ckpt_tasks.state.optimizers import OptimizerPart, is_ordinary
 from ckpt_tasks.state.plain import PlainPart
@@ -139,13 +139,14 @@ def plan_restore(
     partial: bool = False,
     rng: bool = True,
     selection: Selection | None = None,
+    of_ranks: int | None = None,
 ) -> RestorePlan:
     """Compare a target with a checkpoint and plan the restore; change nothing and draw no random number.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
-    `state` names, and no random streams. `selection`: a loose restore takes this part. Raises StateMismatchError with
-    every difference, UnsupportedStateError if the target itself could not be saved, IntegrityError if a tree is
-    malformed, FormatVersionError for a group of an unknown kind.
+    `state` names, and no random streams. `selection`: a loose restore takes this part. `of_ranks`: another number of
+    ranks, this one, saved it. Raises StateMismatchError with every difference, UnsupportedStateError if the target
+    itself could not be saved, IntegrityError if a tree is malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
     differences = Differences(tensors)
@@ -157,9 +158,14 @@ def plan_restore(
             differences.loose = True
             chosen = choose(state, groups, selection, differences, rng=rng and not partial)
     wanted, differences.groups = chosen.groups, tuple(chosen.groups)
+    own, foreign = by_rank_of(state), list[str]()
     for name, group in wanted.items():
         if group.kind not in _KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+        if of_ranks is not None and (name in own or (group.by_rank and group.kind not in ("generator", RNG))):
+            differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
+            foreign.append(name)
+            differences.hint = f"To begin it anew: restore(state, leave={foreign})"
     keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
     copies = Copies()
     with _preserved(draws), gc_paused():

@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.image import STORED_DTYPES
+from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.tree import TensorRef, new_ref
 from ckpt_tasks.state.memcpy import copy_tensors
-from ckpt_tasks.state.placements import ALONE, Shares, World, local_of
+from ckpt_tasks.state.placements import ALONE, Shares, World, local_of, place_of
 
 __all__ = [
     "DTYPES",
     "REAL_DTYPES",
+    "Rule",
     "TensorSet",
     "allocate",
     "copy_all",
@@ -49,45 +52,50 @@ _RESERVED = "__metadata__"  # not a tensor's name in a safetensors header
 _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
+class Rule(Enum):
+    """What the plain tensors of several ranks are to each other (decision 0073)."""
+
+    REPLICATED = "training keeps them alike: the ranks divide each one, and compare samples"
+    ONE = "one value for all: rank 0 writes it, and the ranks compare it"
+    BY_RANK = "each rank has its own, in a tree of its own"
+    BUFFER = "each rank has its own; another number of ranks takes rank 0's"
+
+
 class TensorSet:
     """Collect live tensors by their full keys, and every piece of memory once.
 
     `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
     only one is stored: the second refers to the first one's key.
 
-    Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and its share of
-    what several ranks hold. `places` has, for each part, the shape of the whole tensor and the offset in it.
-    Without a `world` it takes every tensor as it is.
+    Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors
+    what their `Rule` says. `places` has, for each part, the shape of the whole tensor and the offset in it.
+    `one_for_all` and `replicated` are compared between ranks; `buffers` are the keys of Rule.BUFFER. Without a `world`
+    it takes every tensor as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.replicated: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self.one_for_all: dict[str, torch.Tensor] = {}
+        self.buffers: list[str] = []
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
-        self._of_rank = self._of_first = False
+        self._rule = Rule.REPLICATED
         self._alone = world is not None and world.size == 1
         self._shares = Shares(world) if world is not None else None
 
     @contextmanager
-    def of_rank(self) -> Iterator[None]:
-        """Treat tensors added in the block as this rank's own, under keys with the rank's number."""
-        self._of_rank = self.world is not None and self.world.size > 1
+    def by(self, rule: Rule) -> Iterator[None]:
+        """Treat tensors added in the block by this rule; tensors of a part that is by rank stay so."""
+        before = self._rule
+        if self.world is not None and self.world.size > 1 and before is not Rule.BY_RANK:
+            self._rule = rule
         try:
             yield
         finally:
-            self._of_rank = False
-
-    @contextmanager
-    def of_first(self) -> Iterator[None]:
-        """Let rank 0 alone write the plain tensors added in the block: ranks may have different ones."""
-        self._of_first = self.world is not None and self.world.size > 1
-        try:
-            yield
-        finally:
-            self._of_first = False
+            self._rule = before
 
     def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
         """Add a tensor and return the TensorRef for the tree.
@@ -96,9 +104,8 @@ class TensorSet:
         history. Otherwise it is restored in place, and a subclass is allowed if it holds its own data. Raises
         UnsupportedStateError with the key.
         """
-        if self._of_rank and self.world is not None:
-            group, _, rest = key.partition("/")
-            key = f"{group}/{self.world.rank:05d}/{rest}"
+        if self._rule is Rule.BY_RANK and self.world is not None:
+            key = key_of_rank(key, self.world.rank)
         local = local_of(tensor)
         _refuse(local, key, exact=exact and local is tensor)
         if local is not tensor:
@@ -127,15 +134,24 @@ class TensorSet:
     def _take(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> str:
         first = key if key not in self._keys and not key.endswith(_RESERVED) else self._free_key(key)
         self._keys.add(first)
-        if self._shares is None or ((self._alone or self._of_rank) and local is tensor):
+        whole, rule = local is tensor, self._rule
+        if self._shares is None or self.world is None or ((self._alone or rule is Rule.BY_RANK) and whole):
             self.tensors[first] = tensor
             return first
-        if self._of_first and self.world is not None and local is tensor:
+        if rule is Rule.BY_RANK:
+            hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
+            raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
+        held = local.detach() if local.requires_grad else local
+        if rule is Rule.BUFFER and place_of(tensor, first, self.world).replicas == self.world.size:
+            self.tensors[key_of_rank(first, self.world.rank) if self.world.rank else first] = held
+            self.buffers.append(first)
+            return first
+        if rule is Rule.ONE and whole:
+            self.one_for_all[first] = tensor
             if self.world.rank == 0:
                 self.tensors[first] = tensor
             return first
         share, begin = self._shares.of(tensor, local, first)
-        held = local.detach() if local.requires_grad else local
         if begin is not None:
             self.replicated[first] = held, begin
         if share is not None:

@@ -13,6 +13,7 @@ from tests.house.sources import ROOT, parse
 
 PUBLIC = [
     "AttemptHooks",
+    "ByRank",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStore",

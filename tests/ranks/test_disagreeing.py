@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.ranks.exchange import StoreExchange
 from tests.ranks.test_failures import state_of, steps_of
@@ -131,12 +131,13 @@ def test_a_restore_that_one_rank_alone_calls_does_not_hang(tmp_path: Path, who: 
 
 def one_disk_is_full(rank: int, size: int, root: str) -> Said:
     state = state_of("ddp", size)
-    state["large"] = torch.zeros(1 << 20)
+    large = torch.zeros(1 << 20)
+    state["large"] = ByRank(large)
     ckpt = Checkpointer(config(root, memory_dir=None))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said = []
     for step in (1, 2, 3):
-        state["large"].fill_(step)
+        large.fill_(step)
         if rank == 1:
             limit = 1 << 16 if step == 2 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

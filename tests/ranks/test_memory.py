@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.errors import FencedError, IntegrityError
+from ckpt_tasks.errors import FencedError, IntegrityError, StateError
 from ckpt_tasks.format.records import SEAL_NAME, Seal
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import state_of, steps_of
@@ -138,6 +138,62 @@ def test_a_damaged_image_sends_all_ranks_back(tmp_path: Path) -> None:
         assert "in memory" in why
         assert "model/" in why
     assert steps_of(root)[-1] == 6
+
+
+def differs(rank: int, size: int, root: str, options: dict[str, Any], how: tuple[str, str]) -> None:
+    """Save step 1, let rank 1 differ, and save step 2; hang once it is refused, or sealed before it can be."""
+    what, moment = how
+    [place] = filter(None, options.values())
+    model = build("plain", size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    ckpt = Checkpointer(config(root, **options))
+    ckpt.save(1, state)
+    if rank == 1 and what == "value":
+        state["epoch"] = 1
+    elif rank == 1:
+        for parameter in model.parameters():
+            parameter.data.mul_(3)
+    if moment == "refused":
+        with pytest.raises(StateError, match="rank 1 and rank 0 have different values"):
+            ckpt.save(2, state)
+        assert 2 not in slots(Path(place), rank, size)
+    else:
+        LocalStore.put = lambda *of: time.sleep(600)  # type: ignore[method-assign]
+        ckpt.step(2, state)
+        until(lambda: 2 in slots(Path(place), rank, size))
+    report("done")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("what", "moment", "option"),
+    [
+        ("weight", "refused", "memory_dir"),
+        ("value", "sealed", "memory_dir"),
+        *(
+            pytest.param(*form, marks=pytest.mark.slow)
+            for form in [
+                ("value", "refused", "memory_dir"),
+                ("weight", "sealed", "memory_dir"),
+                ("weight", "refused", "local_dir"),
+            ]
+        ),
+    ],
+)
+def test_a_snapshot_of_ranks_that_differ_is_never_restored(tmp_path: Path, what: str, moment: str, option: str) -> None:
+    """P55: ranks differ in step 2, and are killed: all restore step 1, whether its save was refused before or not."""
+    root, place = tmp_path / "run", tmp_path / "place"
+    place.mkdir()
+    options = {"memory_dir": None, option: str(place)}
+    with Gang(SIZE, differs, str(root), options, (what, moment)) as gang:
+        assert [gang.said(rank)[1] for rank in range(SIZE)] == ["done"] * SIZE
+        for rank in range(SIZE):
+            os.kill(gang.pid(rank), signal.SIGKILL)
+    found = run(SIZE, restored, "plain", str(root), options)
+    assert [one["step"] for one in found] == [1, 1]
+    assert found[0]["digests"] == found[1]["digests"]
+    assert steps_of(root) == [1]
 
 
 def test_memory_of_a_line_that_was_left_is_ignored(tmp_path: Path) -> None:
