@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import RandomSampler
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
-from ckpt_tasks.integrations.huggingface_state import Later, Progress
+from ckpt_tasks.integrations.huggingface_state import Later, Progress, samplers_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.modules import Gradients
 from ckpt_tasks.state.rng import current_streams, set_streams
@@ -181,12 +183,14 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 
     A loader with a state is in it (`use_stateful_dataloader`); put a ResumableLoader into the state by yourself. With
     gradient_accumulation_steps, so are the gradients and the place in the accumulation.
+
+    Raises ConfigError for a loader that shuffles and would go on with other batches.
     """
     state: dict[str, Any] = {
         "models": [accelerator.unwrap_model(model) for model in accelerator._models],
         "optimizers": [optimizer.optimizer for optimizer in accelerator._optimizers],
         "schedules": [schedule.scheduler for schedule in accelerator._schedulers],
-        "loaders": [loader for loader in accelerator._dataloaders if hasattr(loader, "load_state_dict")],
+        "loaders": [one for one in map(_Loader, accelerator._dataloaders) if one.has_state],
         "objects": [*accelerator._custom_objects],
     }
     if accelerator.scaler is not None:
@@ -195,6 +199,39 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         state["gradients"] = [Gradients(model) for model in accelerator._models]
         state["accumulation"] = _Accumulation(accelerator)
     return {name: value for name, value in state.items() if value != []}
+
+
+class _Loader:
+    """The position of a loader that an Accelerator has prepared: batches of the epoch, and epochs.
+
+    Raises ConfigError for one that shuffles in an order that would be another one after a resume.
+    """
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self.has_state = getattr(loader, "use_stateful_dataloader", False)
+        *_, sampler = samplers_of(loader)
+        # accelerate gives workers the first epoch's order before it sets the sampler that has a seed.
+        is_seeded = isinstance(sampler, SeedableRandomSampler) and not loader.num_workers
+        if isinstance(sampler, RandomSampler) and not (self.has_state and is_seeded):
+            raise ConfigError(
+                f"a prepared loader with a {type(sampler).__name__} goes on with other batches after a resume",
+                hint="Take a ResumableLoader, without prepare, or prepare one without workers with "
+                "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True).",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._loader.state_dict()
+        in_epoch = self._loader in self._loader.gradient_state.dataloader_references
+        # After an epoch's last batch the next one comes, and accelerate counts that only when the loop has ended.
+        return {**state, "iteration": self._loader.iteration + (in_epoch and state["_iterator_finished"])}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the position, and make the next iterator now, since it draws from streams that are set later."""
+        own = {**state_dict}
+        self._loader.set_epoch(own.pop("iteration"))
+        self._loader.load_state_dict(own)
+        self._loader.base_dataloader.state_dict()
 
 
 class _Accumulation:

@@ -21,7 +21,7 @@ from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.state.rng import GENERATORS, current_streams, set_streams, stream_state
 from ckpt_tasks.state.started import Started, outline_of
 
-__all__ = ["Later", "Progress"]
+__all__ = ["Later", "Progress", "samplers_of"]
 
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (
@@ -97,7 +97,7 @@ class Progress(Started):
     def begin(self, loader: Any, epoch_steps: int) -> None:
         """Note what this training is started with; `loader` is the one that it trains from."""
         trainer, args = self._trainer, self._trainer.args
-        self._samplers = [*_chain(loader)]
+        self._samplers = [*samplers_of(loader)]
         self._epoch_steps = epoch_steps if has_length(loader) else math.inf
         schedule = None if trainer._created_lr_scheduler else trainer.lr_scheduler
         kind = args.lr_scheduler_type.value if schedule is None else type(schedule).__name__
@@ -243,7 +243,7 @@ class Progress(Started):
         return {name: state for name, (_, state) in self._drawn_from().items()}
 
 
-def _chain(loader: Any) -> Iterator[Any]:
+def samplers_of(loader: Any) -> Iterator[Any]:
     """Yield a loader that accelerate has prepared, its batch samplers, and the sampler that they draw from."""
     one = getattr(loader, "base_dataloader", loader)
     while one is not None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.huggingface import state_of
 from tests.support.legs import assert_equal, begins, compared, random_moments, within
 
@@ -163,6 +164,59 @@ def test_an_accumulation_of_accelerate_goes_on(tmp_path: Path) -> None:
     train("first", 4)
     train("first", 8)
     assert all(map(torch.equal, whole, train("first", 12)))
+
+
+MODES = [
+    (stateful, seedable, shuffle, workers)
+    for stateful in (False, True)
+    for seedable in (False, True)
+    for shuffle in (False, True)
+    for workers in (0, 2)
+]
+QUICK = {(False, False, True, 0), (True, False, True, 0), (True, True, True, 0)}
+
+
+@pytest.mark.parametrize("mode", [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in MODES])
+def test_a_prepared_loader_goes_on_or_is_refused(mode: tuple[bool, bool, bool, int], tmp_path: Path) -> None:
+    """A loader that accelerate has prepared goes on exactly, or `state_of` refuses it and says what to take instead.
+
+    One without a state that does not shuffle, as for an evaluation, is neither: the state is without it.
+    """
+    stateful, seedable, shuffle, workers = mode
+
+    def train(run: str, last: int) -> tuple[list[list[float]], list[torch.Tensor]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        torch.manual_seed(3)
+        modes = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=modes)
+        net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        data = torch.utils.data.TensorDataset(torch.arange(12.0)[:, None])
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle, num_workers=workers)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+        state, seen = state_of(accelerator), []
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
+            step = ckpt.restore(state)
+            while step < last:
+                for (x,) in loader:
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(x[:, 0].tolist())
+                    step += 1
+                    if step == last:
+                        break
+            ckpt.save(step, state)
+        return seen, [p.detach() for p in net.parameters()]
+
+    if shuffle and not (stateful and seedable and not workers):
+        with pytest.raises(ConfigError, match=r"goes on with other batches after a resume.*Take a ResumableLoader"):
+            train("run", 1)
+        return
+    seen, weights = train("whole", 9)
+    legs = [train("run", last) for last in (2, 3, 4, 9)]
+    exact = [batch for batches, _ in legs for batch in batches] == seen and all(map(torch.equal, weights, legs[-1][1]))
+    assert exact == stateful
 
 
 def test_gradients_of_one_rank_do_not_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
