@@ -131,6 +131,8 @@ def _print(
     else:
         places = count(len({difference.place for difference in comparison.differences}), "place")
         out.print(Text.assemble(("Different", "bold red"), f" in {places}, of {tensors} and {values}."))
+        if all(difference.place.startswith("rng/") for difference in comparison.differences):
+            out.print("Only random streams differ, as those that are never seeded do: --ignore rng compares the rest.")
 
 
 def _print_metrics(out: Output, measured: Mapping[str, tuple[float | None, float | None]]) -> None:

@@ -41,7 +41,7 @@ def list_runs(out: Output, url: str, runs: list[RunSummary], metrics: Sequence[s
         raise ConfigError(f"no run here has the metric {unknown[0]!r:.80}", hint=_these(known))
     out.data({"directory": url, "runs": [asdict(run) for run in ordered]})
     if not out.as_json:
-        _print(out, url, ordered, metrics)
+        _print(out, url, ordered, metrics, (sort or "").removeprefix("-"))
     if any(run.state in _BAD for run in runs):
         out.fail()
 
@@ -77,14 +77,16 @@ def _these(known: set[str]) -> str:
     return f"There are {', '.join(sort_metrics(known))}." if known else "None has any."
 
 
-def _print(out: Output, url: str, runs: Sequence[RunSummary], metrics: Sequence[str]) -> None:
+def _print(out: Output, url: str, runs: Sequence[RunSummary], metrics: Sequence[str], sort: str) -> None:
     from rich.text import Text
 
     from ckpt_tasks.report.picture import sort_metrics
 
     out.print(Text(printable(url), style="bold"))
-    columns = list(metrics) or sort_metrics({name for run in runs for name in run.metrics})[:_METRICS_SHOWN]
-    fewest = len(columns) if metrics else 0
+    known = sort_metrics({name for run in runs for name in run.metrics})
+    sorted_by = [sort] if sort in known else []
+    columns = list(metrics) or [*sorted_by, *(name for name in known if name != sort)][:_METRICS_SHOWN]
+    fewest = len(metrics) or len(sorted_by)
     out.print(*widest_listing(lambda shown: _listing(runs, columns[:shown]), columns, fewest))
     for run in runs:
         if run.state in _BAD:

@@ -53,7 +53,7 @@ ParamOption = Annotated[
 ParamsOption = Annotated[str, typer.Option("--params", metavar="JSON", help="parameters as one JSON object")]
 SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="short for --param seed=N")]
 
-_PANEL = "Checkpoints (docs/OPTIONS.md has the whole texts)"
+_PANEL = "Checkpoints"
 _DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
 _UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
 

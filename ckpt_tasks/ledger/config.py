@@ -97,7 +97,7 @@ class CheckpointConfig:
             raise ConfigError("an option has a name", hint=f"Write CheckpointConfig(checkpoint_dir={given[0]!r:.80}).")
         for name in options.keys() - cls.__dataclass_fields__.keys():
             alike = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
-            do = f"Did you mean {alike[0]}?" if alike else "docs/OPTIONS.md lists the options."
+            do = f"Did you mean {alike[0]}?" if alike else "ckpt train --help lists the options."
             raise ConfigError(f"there is no option {name!r:.80}", hint=do)
         return super().__new__(cls)
 

@@ -150,10 +150,10 @@ def judge_server(facts: ServerFacts) -> Check:
             "server",
             "warning",
             "none: each process starts an embedded server, and a crashed run is not started again",
-            "Start one (deployments/README.md) and set PREFECT_API_URL.",
+            "Start one with ckpt up, and set PREFECT_API_URL as it says.",
         )
     if facts.failure is not None:
-        do = "Start it (deployments/README.md), or set PREFECT_API_URL to where it is."
+        do = "Start it (ckpt up starts one on this machine), or set PREFECT_API_URL to where it is."
         return Check("server", "wrong", f"{facts.url}: {facts.failure}", do)
     seen = f"{facts.url}, version {facts.version or 'unknown'}; this client has {facts.client_version}"
     theirs, ours = _numbers(facts.version or ""), _numbers(facts.client_version)

@@ -163,7 +163,7 @@ def _check_slashes(name: str) -> None:
 
 
 _PAUSE_S = 0.5
-_HINT = "Check its name, its endpoint, the credentials and the network; docs/STORES.md says where they come from."
+_HINT = "Check its name, its endpoint, the credentials and the network: ckpt doctor-store tries each request."
 
 
 def await_first_answer(store: Store, limit_s: float) -> None:

@@ -7,9 +7,11 @@ path. The contract:
 * `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be
   absent, whole, or (for `put`, under its attempt-unique name) partial.
 * `put_if_absent` never replaces: of any number of writers of one name exactly one wins, and every reader sees its
-bytes. * `get`, `read`, `size` and `names` see a put object at once, from everywhere. * `delete` is idempotent. *
-Nothing here retries, caches or interprets. A failure is a StoreError, a missing object an ObjectNotFoundError, and an
-  object that cannot be what was written (too short, too long, unreadable, no file) an IntegrityError. Only
+  bytes.
+* `get`, `read`, `size` and `names` see a put object at once, from everywhere.
+* `delete` is idempotent.
+* A store retries, caches and interprets nothing. A failure is a StoreError, a missing object an ObjectNotFoundError,
+  and an object that cannot be what was written (too short, too long, unreadable, no file) an IntegrityError. Only
   `put_if_absent` may also raise CommitUncertainError: the object can be read, but may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).

@@ -93,6 +93,13 @@ def test_groups_are_chosen_and_left_out(tmp_path: Path) -> None:
     assert ckpt("diff", a, b).status == 1
     assert ckpt("diff", a, b, "--group", "model").status == 0
     assert ckpt("diff", a, b, "--ignore", "rng").status == 1
+    streams = ckpt("diff", a, b, "--ignore", "position")
+    assert (streams.status, "Only random streams differ" in streams.out, "--ignore rng" in streams.out) == (
+        1,
+        True,
+        True,
+    )
+    assert "Only random" not in ckpt("diff", a, b).out
     answer = ckpt("diff", a, b, "--ignore", "rng", "--ignore", "position", "--json")
     assert (answer.status, answer.data["equal"], [*answer.data["groups"]]) == (0, True, ["model"])
     answer = ckpt("diff", a, b, "--group", "position", "--group", "model", "--json")

@@ -61,13 +61,17 @@ def test_a_run_is_a_row(tmp_path: Path) -> None:
     assert found["first"]["size_bytes"] == sum(c.size_bytes for c in open_run(str(tmp_path / "first")).checkpoints())
 
 
-def test_metrics_are_chosen_and_sorted_by(tmp_path: Path) -> None:
+def test_metrics_are_chosen_and_sorted_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--metrics names the columns, also of one run's checkpoints; --sort orders by any; a wrong name is told."""
     save_steps(tmp_path / "long", 90)
     save_steps(tmp_path / "short", 1)
     shown = ckpt("ls", tmp_path, "--metrics", "loss", "--sort", "loss").out
     assert shown.index("long") < shown.index("short")
     assert [*rows(tmp_path, "--sort=-loss")] == ["short", "long"]
+    with monkeypatch.context() as narrow, Checkpointer(config(tmp_path / "many")) as many:
+        many.save(1, {"x": 1}, metrics=dict.fromkeys(("accuracy", "bits_per_byte", "calibration", "zloss"), 0.123456))
+        narrow.setenv("COLUMNS", "80")  # what it is sorted by is shown, however narrow the screen
+        assert ["zloss" in ckpt("ls", tmp_path, *sort).out for sort in ([], ["--sort", "zloss"])] == [False, True]
     assert ckpt("ls", tmp_path / "long", "--metrics", "loss").status == 0
     for wrong in (["--metrics", "acc"], ["--sort", "acc"]):
         answer = ckpt("ls", tmp_path, *wrong)

@@ -130,7 +130,7 @@ def trains(run: Path, but: int) -> int:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    """A terminal on a machine where `pip install ckpt-tasks` takes the wheel of this checkout."""
+    """A terminal on a machine where `pip install ./ckpt-tasks` takes the wheel of this checkout."""
     (_,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "dist"), versions=["standard"])
     environment = {name: text for name, text in os.environ.items() if name not in {"PYTHONPATH", "PREFECT_API_URL"}}
     environment |= {
@@ -154,8 +154,9 @@ def follow(terminal: Terminal, place: Path, commands: list[Typed], port: str) ->
             pid = trains(place / "nets/runs/served", but=pid)
         if command == "kill -9 4711":
             command = f"kill -9 {pid}"
-        terminal(command)
-        if command == "pip install ckpt-tasks":  # what it requires is borrowed
+        installs = command == "pip install ./ckpt-tasks"
+        terminal("pip install ckpt-tasks" if installs else command)  # the wheel: to build it takes an index
+        if installs:  # what it requires is borrowed
             (packages,) = (place / "lab").glob("lib/python3.*/site-packages")
             (packages / "borrowed.pth").write_text(f"{Path(typer.__file__).parents[1]}\n")
 

@@ -17,19 +17,20 @@ def rows(page: str) -> list[tuple[int, str, str]]:
     return [(int(number), fault.strip(), gap.strip()) for number, fault, gap in _ROW.findall(page)]
 
 
-def marked() -> Iterator[tuple[int, str, str]]:
-    """Yield (number, file below tests/, test) for every number in the docstring of a test."""
+def marked() -> Iterator[tuple[int, int, str, str]]:
+    """Yield (number, how many its test covers, file below tests/, test) for every number in the docstring of a test."""
     for path in files("tests"):
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for number in re.findall(r"\bP(\d+)\b", ast.get_docstring(node) or ""):
-                    yield int(number), str(path.relative_to(ROOT / "tests")), node.name
+                numbers = re.findall(r"\bP(\d+)\b", ast.get_docstring(node) or "")
+                for number in numbers:
+                    yield int(number), len(numbers), str(path.relative_to(ROOT / "tests")), node.name
 
 
 def written(page: str) -> str:
-    """Return the page with one test linked in each row, the first by name, and with the counts of its rows."""
+    """Return the page with a test linked in each row, one that covers little else, and the counts of its rows."""
     first: dict[int, tuple[str, str]] = {}
-    for number, file, test in sorted(marked()):
+    for number, _, file, test in sorted(marked()):
         first.setdefault(number, (file, test))
 
     def row(match: re.Match[str]) -> str:

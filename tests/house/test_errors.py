@@ -57,6 +57,18 @@ def test_every_class_is_listed() -> None:
     assert errors.__all__ == sorted(cls.__name__ for cls in CLASSES)
 
 
+def test_no_text_for_people_names_a_page_of_the_checkout() -> None:
+    """A wheel has no docs/: what we print names a command, not a page."""
+    named = [
+        f"{path.name}:{node.lineno}"
+        for path in files("ckpt_tasks")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\w+/\w+\.md\b", node.value)
+        if len(node.value) < 200 and "\n" not in node.value and not node.value.startswith("Where the run lives")
+    ]
+    assert named == []
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_an_error_comes_out_of_a_pickle_whole(cls: type[CkptError]) -> None:
     """P29: an error that crosses a process boundary keeps its class, its fields and its text."""
