@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import TensorRef, encode
+from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children, encode, words
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.copying.distance import Distance
 
 __all__ = ["Compared", "Comparison", "Difference", "compare_checkpoints"]
-
-_MAPPINGS = (dict, OrderedDict, Counter)
-_SEQUENCES = (list, tuple, deque)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +159,16 @@ class _Walk:
 
     def _values(self, place: str, a: Any, b: Any) -> None:
         kind = type(a)
-        if kind is not type(b):
+        if kind is not type(b) or (kind is Typed and a.tag != b.tag):
             self._count(a)
-            self._differ(place, "type", _words(a, self._a), _words(b, self._b))
-        elif kind in _MAPPINGS:
+            self._differ(place, "type", words(a, self._a.tensors), words(b, self._b.tensors))
+        elif kind is Typed and a.parts.keys() == b.parts.keys() and a.parts:
+            if _exact(replace(a, parts={})) != _exact(replace(b, parts={})):
+                self._differ(place, "value", _short(a.head), _short(b.head))
+            self._mappings(place, a.parts, b.parts)
+        elif kind in MAPPINGS:
             self._mappings(place, a, b)
-        elif kind in _SEQUENCES:
+        elif kind in SEQUENCES:
             self._sequences(place, a, b)
         else:
             self._count(a)
@@ -185,6 +186,8 @@ class _Walk:
                 self._only_in("B", *in_b[key])
             else:
                 self._values(*in_a[key], in_b[key][1])
+        if type(a) is defaultdict and a.default_factory is not b.default_factory:
+            self._differ(place, "value", repr(a), repr(b))
         if type(a) is OrderedDict and in_a.keys() == in_b.keys() and [*in_a] != [*in_b]:
             self._differ(place, "order", _short([*a]), _short([*b]))
 
@@ -213,27 +216,28 @@ class _Walk:
 
     def _only_in(self, side: str, place: str, value: Any) -> None:
         self._count(value)
-        words = _words(value, self._a if side == "A" else self._b)
-        self._differ(place, f"only in {side}", words if side == "A" else "", words if side == "B" else "")
+        text = words(value, (self._a if side == "A" else self._b).tensors)
+        self._differ(place, f"only in {side}", text if side == "A" else "", text if side == "B" else "")
 
     def _differ(self, place: str, what: str, a: str, b: str, *, max_abs: float | None = None) -> None:
         self.findings.append(Difference(place=place, what=what, a=a, b=b, max_abs=max_abs))
 
     def _count(self, value: Any) -> None:
-        if type(value) in _MAPPINGS or type(value) in _SEQUENCES:
-            for below in value.values() if type(value) in _MAPPINGS else value:
+        kind = type(value)
+        if kind in MAPPINGS or kind in SEQUENCES or (kind is Typed and value.parts):
+            for _, below in children(value):
                 self._count(below)
         else:
-            self._counts["tensors" if type(value) is TensorRef else "values"] += 1
+            self._counts["tensors" if kind is TensorRef else "values"] += 1
 
 
 def _apart_in_values(pair: _Pair, far: Distance, opened: Opened) -> Difference:
-    words = _words(pair.a, opened)
+    text = words(pair.a, opened.tensors)
     return Difference(
         place=pair.place,
         what="values",
-        a=words,
-        b=words,
+        a=text,
+        b=text,
         elements=math.prod(opened.tensors[pair.a.key][1]),
         differing=far.differing,
         unmeasured=far.unmeasured,
@@ -249,8 +253,8 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
         with_a = first_a.setdefault(pair.a.key, pair.place)
         with_b = first_b.setdefault(pair.b.key, pair.place)
         if with_a != with_b:
-            words = ["its own" if other == pair.place else f"shared with {other}" for other in (with_a, with_b)]
-            yield Difference(place=pair.place, what="sharing", a=words[0], b=words[1])
+            sides = ["its own" if other == pair.place else f"shared with {other}" for other in (with_a, with_b)]
+            yield Difference(place=pair.place, what="sharing", a=sides[0], b=sides[1])
 
 
 def _exact(value: Any) -> str:
@@ -263,15 +267,6 @@ def _apart(a: Any, b: Any) -> float | None:
         return None
     apart: float = abs(a - b)
     return None if isinstance(apart, float) and math.isnan(apart) else apart
-
-
-def _words(value: Any, opened: Opened) -> str:
-    if type(value) is TensorRef:
-        dtype, shape = opened.tensors[value.key]
-        return f"{dtype} {_numbers(shape)}"
-    if type(value) in _MAPPINGS or type(value) in _SEQUENCES:
-        return f"{type(value).__name__} of {len(value)}"
-    return f"{type(value).__name__} {_short(value)}"
 
 
 def _part(key: Any) -> str:

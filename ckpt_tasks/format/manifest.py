@@ -16,12 +16,14 @@ from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedSta
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
 from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
+from ckpt_tasks.format.tree import since
 
 __all__ = [
     "FORMAT_VERSION",
     "MAX_GROUPS",
     "MAX_MANIFEST_BYTES",
     "RANKS_VERSION",
+    "TYPED_VERSION",
     "Manifest",
     "ObjectRecord",
     "check_version",
@@ -29,6 +31,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 RANKS_VERSION = 2  # of manifests of more than one rank, and of ledger objects with folded names
+TYPED_VERSION = 3  # of manifests with an entry of the tree that version 1 lacks (`since` in tree.py)
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_GROUPS = 4096
 
@@ -93,6 +96,8 @@ class Manifest:
             "groups": self.groups,
         }
         data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+        if since(data) > FORMAT_VERSION:
+            data = json.dumps({**body, "version": since(data)}, separators=(",", ":"), allow_nan=False).encode("ascii")
         try:
             check_json(data)
         except ValueError as error:
@@ -111,7 +116,7 @@ class Manifest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
         try:
             body = parse_json(data)
-            check_version(body["version"], name, newest=RANKS_VERSION)
+            check_version(body["version"], name, newest=TYPED_VERSION)
             if len(body["groups"]) > MAX_GROUPS:
                 raise ValueError(f"{len(body['groups'])} groups, more than {MAX_GROUPS}")
             manifest = cls(
@@ -126,8 +131,8 @@ class Manifest:
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
             )
-            if (manifest.world_size > 1) != (body["version"] == RANKS_VERSION):
-                raise ValueError(f"version {body['version']} is not written by {manifest.world_size} ranks")
+            if body["version"] != max(since(data), RANKS_VERSION if manifest.world_size > 1 else FORMAT_VERSION):
+                raise ValueError(f"version {body['version']} is not that of its trees and {manifest.world_size} ranks")
             _check_objects(manifest)
         except MALFORMED as error:
             raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.tree import TensorRef, TorchName
+from ckpt_tasks.format.tree import TensorRef, TorchName, Typed
 
 __all__ = ["Storage", "dump"]
 
@@ -198,6 +198,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _name(value: Any) -> str:
     kind = type(value)
+    if kind is Typed:
+        return f"{value.tag[1:]} {value.head[0]!r:.60}" if value.head else value.tag[1:]
     return "NumPy scalar" if kind.__name__ == "NumpyScalar" else kind.__qualname__
 
 

@@ -10,19 +10,22 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~float": "nan"} {"~complex": [re, im]} {"~bytes": "base64"}
     {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
+    {"~defaultdict": ["list", [[key, value], …]]} {"~fold": iso}
+    {"~named": ["module:Class", {field: value, …}]}            and the other Typed ones: what it is, and its parts
 
-Nothing is pickled and no entry names a class to import: the vocabulary above is closed. A reader has the bounds of the
-writer: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a key among n with the
-same hash in n steps, and integers with equal hashes are easily made).
+Nothing is pickled, and no entry makes a reader import or call something: the vocabulary, in KINDS, is closed. A reader
+has the bounds of the writer: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds
+a key among n with the same hash in n steps, and integers with equal hashes are easily made).
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+import re
+from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
@@ -31,7 +34,10 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-__all__ = ["MAX_DEPTH", "NumpyScalar", "TensorRef", "TorchName", "decode", "encode", "new_ref", "tensor_refs"]
+__all__ = [
+    "KINDS", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "NumpyScalar", "TensorRef", "TorchName", "Typed",
+    "children", "decode", "encode", "new_ref", "since", "tensor_refs", "words",
+]  # fmt: skip
 
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
 MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
@@ -82,6 +88,28 @@ class NumpyScalar:
     value: bool | int | float | complex
 
 
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A value in a tree that `state/kinds.py` takes apart: its tag, what it is, and its parts, which may be tensors."""
+
+    tag: str
+    head: tuple[Any, ...]
+    parts: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash((self.tag, self.head, *self.parts.values()))
+
+
+class Kind(NamedTuple):
+    """A row of the vocabulary: tag, first version of the format that has it, type in a tree, writer and reader."""
+
+    tag: str
+    since: int
+    type: type
+    write: Callable[[Any, str, int], Json]
+    read: Callable[[Json, int], Any]
+
+
 def encode(value: Any, path: str = "") -> Json:
     """Turn a value into JSON types.
 
@@ -102,20 +130,44 @@ def decode(node: Json) -> Any:
         raise IntegrityError(f"the state tree is malformed: {error!s:.200}") from error
 
 
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return pairs: the parts of a container in a tree, each with its key, position or name; none for other values."""
+    kind = type(value)
+    if kind in SEQUENCES:
+        return enumerate(value)
+    parts: Mapping[Any, Any] = value if kind in MAPPINGS else value.parts if kind is Typed else {}
+    return parts.items()
+
+
 def tensor_refs(value: Any) -> list[TensorRef]:
     """Return every TensorRef of a tree, in the tree's order."""
     refs: list[TensorRef] = []
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        kind = type(item)
-        if kind is TensorRef:
+        if type(item) is TensorRef:
             refs.append(item)
-        elif kind in _MAPPINGS:
-            waiting.extend(reversed(item.values()))
-        elif kind in (list, tuple, deque):
-            waiting.extend(reversed(item))
+        else:
+            waiting.extend(reversed([part for _, part in children(item)]))
     return refs
+
+
+def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: int = 60) -> str:
+    """Describe a value in a tree in a few words; `tensors` has dtype and shape by full key."""
+    if type(value) is TensorRef:
+        dtype, shape = tensors[value.key]
+        return f"{dtype} {[*shape]}"
+    kind = value.tag[1:] if type(value) is Typed else type(value).__name__
+    if count := len(dict(children(value))):
+        return f"{kind} of {count}"
+    text = repr(value.head if type(value) is Typed else value)
+    return f"{kind} {text if len(text) <= most else f'{text[: most - 1]}…'}"
+
+
+def since(data: bytes) -> int:
+    """Return the first version of the format that has every entry of this JSON, which is written without spaces."""
+    tags = {tag.decode() for tag in _LATER.findall(data)}
+    return max((row.since for row in KINDS if row.tag in tags), default=1)
 
 
 def _encode(value: Any, path: str, depth: int) -> Json:
@@ -124,19 +176,23 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         return value
     if kind is int and value.bit_length() <= MAX_INT_BITS:
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"~float": repr(value)}
-    if depth > MAX_DEPTH:
+    if kind is float and math.isfinite(value):
+        return value
+    if depth > MAX_DEPTH and kind is not float:
         raise UnsupportedStateError(
             f"the state nests deeper than {MAX_DEPTH} levels", key=path[:200], hint="Is there a cycle in it?"
         )
-    if kind is dict:
-        return _encode_dict(value, path, depth)
-    writer = _WRITERS.get(kind)
-    if writer is None:
+    if kind is list:
+        return _items(value, path, depth)
+    if kind is dict and all(type(key) is str and not key.startswith("~") for key in value):
+        return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
+    tag, write = _WRITERS.get(kind, ("", None))
+    if write is None:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise UnsupportedStateError(f"a value of type {name} cannot be stored", key=path or None, hint=_instead(value))
-    return writer(value, path, depth)
+    if kind is Typed or (kind is datetime and value.fold):
+        tag = value.tag if kind is Typed else "~fold"
+    return {tag: write(value, path, depth)}
 
 
 def _instead(value: object) -> str:
@@ -148,12 +204,6 @@ def _instead(value: object) -> str:
     if isinstance(value, Iterator):
         return "Leave it out of the state: nothing sets an iterator to a position. Use ResumableSampler for batches."
     return "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
-
-
-def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Json:
-    if all(type(key) is str and not key.startswith("~") for key in value):
-        return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
-    return {"~dict": _pairs(value, path, depth)}
 
 
 def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
@@ -179,16 +229,29 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
         how["stride"] = list(ref.stride)
     if ref.requires_grad:
         how["requires_grad"] = True
-    return {"~tensor": [ref.key, how] if how else ref.key}
+    return [ref.key, how] if how else ref.key
 
 
-def _iso(value: datetime, path: str) -> str:
-    text = value.isoformat()
-    if repr(datetime.fromisoformat(text)) != repr(value):  # a time zone with rules, or an ambiguous hour
+def _encode_time(value: datetime, path: str, depth: int) -> Json:
+    iso = value.isoformat()
+    if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):  # a time zone with rules
         raise UnsupportedStateError(
-            f"the time zone of {text} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
+            f"the time zone of {iso} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
         )
-    return text
+    return iso
+
+
+def _encode_default(value: defaultdict[Any, Any], path: str, depth: int) -> Json:
+    factory = value.default_factory
+    if factory is not None and factory not in _FACTORIES.values():
+        hint = f"One of {', '.join(_FACTORIES)} can be stored; a function is code."
+        raise UnsupportedStateError("the factory of this defaultdict cannot be stored", key=path or None, hint=hint)
+    return [factory and factory.__name__, _pairs(value, path, depth)]
+
+
+def _encode_typed(value: Typed, path: str, depth: int) -> Json:
+    parts = {name: _encode(part, f"{path}/{name}", depth + 1) for name, part in value.parts.items()}
+    return [*_items(value.head, path, depth), parts]
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
@@ -207,26 +270,6 @@ def _refuse_alike(keys: Collection[Any], path: str) -> None:
 def _alike(keys: Collection[Any]) -> bool:
     """Say whether many keys have the same hash: putting n of them into a dict takes n² steps."""
     return len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH
-
-
-_WRITERS: dict[type, Callable[[Any, str, int], Json]] = {
-    list: _items,
-    tuple: lambda v, p, d: {"~tuple": _items(v, p, d)},
-    OrderedDict: lambda v, p, d: {"~odict": _pairs(v, p, d)},
-    Counter: lambda v, p, d: {"~counter": _pairs(v, p, d)},
-    set: lambda v, p, d: {"~set": _encode_set(v, p, d)},
-    frozenset: lambda v, p, d: {"~frozenset": _encode_set(v, p, d)},
-    deque: lambda v, p, d: {"~deque": [v.maxlen, _items(v, p, d)]},
-    bytes: lambda v, p, d: {"~bytes": base64.b64encode(v).decode("ascii")},
-    complex: lambda v, p, d: {"~complex": [_encode(v.real, p, d), _encode(v.imag, p, d)]},
-    datetime: lambda v, p, d: {"~datetime": _iso(v, p)},
-    date: lambda v, p, d: {"~date": v.isoformat()},
-    timedelta: lambda v, p, d: {"~timedelta": [v.days, v.seconds, v.microseconds]},
-    TensorRef: _encode_tensor,
-    TorchName: lambda v, p, d: {"~torch": [v.kind, list(v.value) if v.kind == "size" else v.value]},
-    NumpyScalar: lambda v, p, d: {"~numpy": [v.dtype, _encode(v.value, p, d)]},
-}
-_MAPPINGS = (dict, OrderedDict, Counter)
 
 
 def _decode(node: Json, depth: int) -> Any:
@@ -277,10 +320,6 @@ def _read_tensor(body: Json, depth: int) -> TensorRef:
     )
 
 
-def _read_float(body: Json, depth: int) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[body]
-
-
 def _read_torch(body: Json, depth: int) -> TorchName:
     kind, value = body
     if kind not in ("dtype", "device", "size"):
@@ -301,25 +340,51 @@ def _read_numpy(body: Json, depth: int) -> NumpyScalar:
     return NumpyScalar(dtype, number)
 
 
-def _read_items(body: Json, depth: int) -> list[Any]:
+def _read_all(body: Json, depth: int) -> list[Any]:
     return [_decode(item, depth + 1) for item in body]
 
 
-_READERS: dict[str, Callable[[Json, int], Any]] = {
-    "~tensor": _read_tensor,
-    "~dict": lambda b, d: dict(_read_pairs(b, d)),
-    "~odict": lambda b, d: OrderedDict(_read_pairs(b, d)),
-    "~counter": lambda b, d: Counter(dict(_read_pairs(b, d))),
-    "~tuple": lambda b, d: tuple(_read_items(b, d)),
-    "~set": lambda b, d: set(_unlike(_read_items(b, d))),
-    "~frozenset": lambda b, d: frozenset(_unlike(_read_items(b, d))),
-    "~deque": lambda b, d: deque(_read_items(b[1], d), b[0]),
-    "~bytes": lambda b, d: base64.b64decode(b, validate=True),
-    "~complex": lambda b, d: complex(_decode(b[0], d + 1), _decode(b[1], d + 1)),
-    "~float": _read_float,
-    "~datetime": lambda b, d: datetime.fromisoformat(b),
-    "~date": lambda b, d: date.fromisoformat(b),
-    "~timedelta": lambda b, d: timedelta(*b),
-    "~torch": _read_torch,
-    "~numpy": _read_numpy,
-}
+def _two(body: Json, depth: int) -> tuple[Any, Any]:
+    one, other = _read_all(body, depth)
+    return one, other
+
+
+def _read_default(body: Json, depth: int) -> defaultdict[Any, Any]:
+    name, pairs = body
+    return defaultdict(None if name is None else _FACTORIES[name], _read_pairs(pairs, depth))
+
+
+def _read_typed(body: Json, depth: int, tag: str) -> Typed:
+    *head, parts = body
+    return Typed(tag, tuple(_read_all(head, depth)), {name: _decode(part, depth + 1) for name, part in parts.items()})
+
+
+MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
+SEQUENCES = (list, tuple, deque)
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
+_TYPED = ("named", "enum", "array", "sparse", "quantized", "seeds", "time", "text", "path", "range", "bytearray")
+_NUMBERS_READ = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+KINDS = (
+    Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
+    Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d))),
+    Kind("~odict", 1, OrderedDict, _pairs, lambda b, d: OrderedDict(_read_pairs(b, d))),
+    Kind("~counter", 1, Counter, _pairs, lambda b, d: Counter(dict(_read_pairs(b, d)))),
+    Kind("~tuple", 1, tuple, _items, lambda b, d: tuple(_read_all(b, d))),
+    Kind("~set", 1, set, _encode_set, lambda b, d: set(_unlike(_read_all(b, d)))),
+    Kind("~frozenset", 1, frozenset, _encode_set, lambda b, d: frozenset(_unlike(_read_all(b, d)))),
+    Kind("~deque", 1, deque, lambda v, p, d: [v.maxlen, _items(v, p, d)], lambda b, d: deque(_read_all(b[1], d), b[0])),
+    Kind("~bytes", 1, bytes, lambda v, p, d: b64encode(v).decode(), lambda b, d: b64decode(b, validate=True)),
+    Kind("~complex", 1, complex, lambda v, p, d: _items((v.real, v.imag), p, d), lambda b, d: complex(*_two(b, d))),
+    Kind("~float", 1, float, lambda v, p, d: repr(v), lambda b, d: _NUMBERS_READ[b]),
+    Kind("~datetime", 1, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b)),
+    Kind("~date", 1, date, lambda v, p, d: v.isoformat(), lambda b, d: date.fromisoformat(b)),
+    Kind("~timedelta", 1, timedelta, lambda v, p, d: [v.days, v.seconds, v.microseconds], lambda b, d: timedelta(*b)),
+    Kind("~torch", 1, TorchName, lambda v, p, d: [v.kind, list(v.value) if v.kind == "size" else v.value], _read_torch),
+    Kind("~numpy", 1, NumpyScalar, lambda v, p, d: [v.dtype, _encode(v.value, p, d)], _read_numpy),
+    Kind("~fold", 3, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b).replace(fold=1)),
+    Kind("~defaultdict", 3, defaultdict, _encode_default, _read_default),
+    *(Kind(f"~{name}", 3, Typed, _encode_typed, partial(_read_typed, tag=f"~{name}")) for name in _TYPED),
+)
+_WRITERS: dict[type, Any] = {row.type: (row.tag, row.write) for row in reversed(KINDS)}
+_READERS = {row.tag: row.read for row in KINDS}
+_LATER = re.compile(rb'\{"(%s)":' % b"|".join(row.tag.encode() for row in KINDS if row.since > 1))

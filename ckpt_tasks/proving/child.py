@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.state.capture import capture
@@ -81,14 +81,12 @@ def _values(state: Mapping[str, Any], *, rng: bool = True) -> dict[str, str]:
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from _leaves(item, f"{path}/{key}".lstrip("/"))
-    elif isinstance(tree, (list, tuple)):
-        for n, item in enumerate(tree):
-            yield from _leaves(item, f"{path}/{n}")
-    elif type(tree) is not TensorRef:
+    if type(tree) is Typed:
+        yield path, repr((tree.tag, tree.head))
+    if not isinstance(tree, TensorRef | Typed) and type(tree) not in (*MAPPINGS, *SEQUENCES):
         yield path, repr(tree)
+    for key, item in children(tree):
+        yield from _leaves(item, f"{path}/{key}".lstrip("/"))
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[Any]:

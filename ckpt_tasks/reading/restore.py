@@ -80,7 +80,8 @@ class RestoreReport:
     `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew.
     A loose restore names what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept
     its value: groups, or keys of a group that was taken in part. `replaced` has a line for each setting (a learning
-    rate, the length of a schedule, in an integration also the batch size and so on) that was another one in the run.
+    rate, the length of a schedule, in an integration also the batch size and so on) that was another one in the run,
+    and for each plain value that was of another kind, or a top-level tensor of another shape or dtype.
     """
 
     step: int

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.restore_parts import HeldTensors, Stored, TensorSource
 from ckpt_tasks.state.tensors import expanded, identity, may_overlap, same_bits
-from ckpt_tasks.state.values import unpack
 
 __all__ = ["Copies"]
 
@@ -66,6 +65,17 @@ class Copies:
         """Return the live tensor that will hold a stored one, None if there is none."""
         self._take_offers()
         return self._homes.get(key)
+
+    def shared(self, ref: TensorRef, device: torch.device | None) -> Any:
+        """Return a value for a ref, on a device or any, that shows the memory of the same tensor elsewhere, or None."""
+        home = self.home(ref.key)
+        if home is None or (device is not None and home.device != device):
+            return None
+        if ref.array:
+            return home.detach().numpy() if home.is_cpu else None
+        if home.requires_grad == ref.requires_grad:
+            return home
+        return home.detach() if home.requires_grad else None
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
         """Reserve a container for its new contents; return False if it is at two places with different contents."""
@@ -141,7 +151,10 @@ def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 def _contents(tree: Any, stored: Stored) -> str:
     # As text, in which NaN equals itself and 1 differs from True. Empty tensors share no memory.
-    return repr(unpack(tree, lambda ref, _: ref if all(stored[ref.key][1]) else stored[ref.key]))
+    contents = repr(tree)
+    for ref in tensor_refs(tree):
+        contents = contents if all(stored[ref.key][1]) else contents.replace(repr(ref), repr(stored[ref.key]))
+    return contents
 
 
 def _extent(live: torch.Tensor) -> int:

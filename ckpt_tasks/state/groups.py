@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.state.rng import GENERATORS, RNG
-from ckpt_tasks.state.values import REFILLED, SCALARS, has_state
+from ckpt_tasks.state.values import SCALARS, has_state, in_place
 
 __all__ = [
     "ByRank",
     "by_rank_of",
+    "can_assign",
     "checked_state",
     "flat",
     "held_in",
@@ -40,7 +41,6 @@ __all__ = [
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
-_IN_PLACE = (torch.Tensor, np.ndarray, *REFILLED)
 _MOST_LEVELS = 20
 _MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # of what holds others
 
@@ -137,6 +137,9 @@ class _Flat(MutableMapping[str, Any]):
         assign(value)
         self._values[name] = value
 
+    def can_assign(self, name: str) -> bool:
+        return self._assign[name] is not None
+
     def __delitem__(self, name: str) -> None:
         raise TypeError("a group of a state stays")
 
@@ -152,6 +155,11 @@ def by_rank_of(state: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(getattr(state, "by_rank", ()))
 
 
+def can_assign(state: Mapping[str, Any], name: str) -> bool:
+    """Say whether a restore can assign another value to a group's place."""
+    return state.can_assign(name) if isinstance(state, _Flat) else isinstance(state, MutableMapping)
+
+
 def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] | None, level: int) -> None:
     if level > _MOST_LEVELS:
         raise UnsupportedStateError("objects are nested too deep", key=name, hint="Is there a cycle in it?")
@@ -160,7 +168,7 @@ def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] 
         _add(flattened, name, value.value, partial(setattr, value, "value"), level + 1)
         flattened.by_rank |= set(flattened) - before
     elif not _is_split(value):
-        if assign is None and kind_of(value) == "plain" and not isinstance(value, _IN_PLACE):
+        if assign is None and kind_of(value) == "plain" and not in_place(value):
             hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."
             raise UnsupportedStateError("what is in a tuple or frozen cannot be assigned", key=name, hint=hint)
         flattened.add(name, value, assign)

@@ -20,7 +20,7 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
 from ckpt_tasks.state.tensors import DTYPES, Rule, TensorSet, difference, identity, refuse
 from ckpt_tasks.state.values import pack, unpack
 
@@ -158,13 +158,12 @@ class ModulePart:
                 differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
         self._compare_ties(differences)
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Request the copies; make a whole state for load_state_dict if the module's own code takes part."""
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
             return
-        make = Maker(source)
         own = self._module.state_dict()
         values = (
             (name, unpack(self._tree[bare_name(name)], make, live) if bare_name(name) in self._tree else live)

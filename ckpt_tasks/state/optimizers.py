@@ -20,8 +20,8 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.replaced import replaced_options
-from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback, TensorSource
-from ckpt_tasks.state.tensors import TensorSet, identity
+from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback
+from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
 __all__ = ["OptimizerPart", "capture_optimizer"]
@@ -87,9 +87,7 @@ class OptimizerPart:
         self._named = _named_groups(optimizer, names, group)
         self._copies = copies
         self._kept = kept
-        self._copied_into: set[Any] = set()
-        self._source: TensorSource = HeldTensors({})
-        self._make = Maker(self._source)
+        self._make = Maker(HeldTensors({}))
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
@@ -120,9 +118,9 @@ class OptimizerPart:
             if shape is not None and shape != [*parameter.shape]:
                 differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Make every new value; an existing tensor of the same shape and dtype will be copied into."""
-        self._source, self._make = source, Maker(source)
+        self._make = make
         if self.guard is not None:
             self._value = self._numbered()
             return
@@ -167,27 +165,22 @@ class OptimizerPart:
         made = {}
         for key, value in saved.items():
             old: Any = live.get(key)
-            if (
-                type(value) is TensorRef
-                and (type(old) is torch.Tensor or is_sharded(old))
-                and self._can_take(old, value)
-            ):
+            home = self._home(old, value, at(key)) if type(value) is TensorRef else None
+            if home is not None and home is old:
                 self._copies.want(f"{place}/{key}", old, value)
-                made[key] = old
-            else:
+            made[key] = home
+            if home is None:
                 made[key] = unpack(value, partial(self._make, device=at(key), model=parameter), old)
         return made
 
-    def _can_take(self, live: torch.Tensor, ref: TensorRef) -> bool:
-        like = self._source.like(ref.key)
-        if live.shape != like.shape or live.dtype != like.dtype:
-            return False
-        known = identity(live)
-        if known in self._copied_into or live.requires_grad:
-            return False  # two entries that share a tensor here may be two tensors in the checkpoint
-        if known:
-            self._copied_into.add(known)
-        return True
+    def _home(self, old: Any, ref: TensorRef, device: torch.device) -> Any:
+        """Return the tensor that takes a stored one: that of another place which shared it, else the present one."""
+        home = self._copies.shared(ref, device)
+        if home is None and (type(old) is torch.Tensor or is_sharded(old)) and not old.requires_grad:
+            like = self._make.source.like(ref.key)
+            if old.shape == like.shape and old.dtype == like.dtype and self._copies.bind(old, ref.key):
+                return old
+        return home
 
     def _numbered(self) -> dict[str, Any]:
         # As in torch's own state_dict, with the target's numbers.

@@ -1,9 +1,10 @@
 """Plain values: restored into the objects that the program already holds, as far as possible.
 
 A dict, list, set or deque stays the same object and gets new contents. A tensor or an array keeps its memory. Three
-kinds of tensor must have the stored shape and dtype: a group that is itself a tensor, a tensor that requires a gradient
-(an optimizer holds it), and one that belongs to a live module or optimizer. Any other tensor that does not fit is
-replaced. A number, a string or a tuple is assigned to its place.
+kinds of tensor must have the stored shape and dtype: one that requires a gradient (an optimizer holds it), one that
+belongs to a live module or optimizer, and a group that is itself a tensor to whose place nothing can be assigned. Any
+other tensor that does not fit is replaced. A number, a string or a tuple is assigned to its place, and so is a value of
+another kind than the program's, which is noted: another name that the program has for its value does not follow.
 
 `module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's
 state_dict is not: its numbers are copies, and its tensors come with the first step. A restore into it would restore
@@ -24,15 +25,28 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, NumpyScalar, TensorRef, Typed, children, words
 from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, Stored, TensorSource
-from ckpt_tasks.state.tensors import TensorSet, difference, may_overlap
-from ckpt_tasks.state.values import DICTS, REFILLED, array_view, is_scalar, pack, unpack_key
+from ckpt_tasks.state.groups import can_assign
+from ckpt_tasks.state.kinds import KINDS
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback, Stored
+from ckpt_tasks.state.tensors import DTYPES, TensorSet, difference, may_overlap
+from ckpt_tasks.state.values import (
+    REFILLED,
+    array_view,
+    finished,
+    has_memory,
+    in_place,
+    inside,
+    is_scalar,
+    live_parts,
+    pack,
+    parts_of,
+    unpack,
+)
 
 __all__ = ["PlainPart", "belongs_to_another", "refuse_copies_of_state"]
 
-_CONTAINERS = frozenset({*DICTS, list, tuple, deque})
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 _OF_OTHERS = {
     "a learning-rate schedule": frozenset({"last_epoch", "_last_lr"}),
@@ -59,7 +73,7 @@ def refuse_copies_of_state(value: Any, name: str) -> None:
     A program's own copy of an optimizer's state is allowed: no live optimizer holds its tensors.
     """
     for what, keys in _OF_OTHERS.items():
-        if type(value) in DICTS and keys <= value.keys():
+        if type(value) in MAPPINGS and keys <= value.keys():
             _refuse(name, what)
     for path, one in _dicts(value, name):
         if _is_of_an_optimizer(one) and _is_live(one):
@@ -79,16 +93,10 @@ def _refuse(path: str, what: str) -> None:
 
 
 def _dicts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    kind = type(value)
-    if kind in DICTS:
+    if type(value) in MAPPINGS:
         yield path, value
-        items: Any = value.items()
-    elif kind in _CONTAINERS:
-        items = enumerate(value)
-    else:
-        return
-    for key, item in items:
-        if type(item) in _CONTAINERS:
+    for key, item in live_parts(value):
+        if not is_scalar(item):
             yield from _dicts(item, f"{path}/{key}")
 
 
@@ -107,8 +115,7 @@ def _references(entries: Mapping[Any, Any]) -> list[int]:
     return [sys.getrefcount(entry) for entry in entries.values()]
 
 
-_SEQUENCES = (list, tuple, deque)
-
+_REPLACED = "The first is restored to its place in the state; another name for the second one keeps that."
 _Place = tuple[Any, ...]  # the group's name, then keys and indices
 
 
@@ -130,16 +137,19 @@ class PlainPart:
         self._arrays: list[tuple[np.ndarray[Any, Any], Any]] = []
         self._value: Any = None
         self._stored: Stored = {}
-        pack(self._live, name, TensorSet())  # refuse a target that could not be saved
+        own = TensorSet()
+        self._here = pack(self._live, name, own)  # refuse a target that could not be saved
+        self._shapes = {key: (DTYPES[tensor.dtype], tuple(tensor.shape)) for key, tensor in own.tensors.items()}
         refuse_copies_of_state(self._live, name)
-        if not isinstance(state, MutableMapping) and not isinstance(self._live, (torch.Tensor, np.ndarray, *REFILLED)):
+        if not isinstance(state, MutableMapping) and not in_place(self._live):
             hint = "Give the state as a dict: a number or a string is restored by assigning it there."
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
     def compare(self, differences: Differences) -> None:
         """Compare the tensors that must fit: a group that is a tensor, and those that require a gradient."""
         top, self._stored = (self._name,), differences.stored
-        strict = {place: live for place, live in _tensors(self._live, top) if _must_fit(place, live)}
+        self._note(self._tree, self._here, top, differences)
+        strict = {place: live for place, live in _tensors(self._live, top) if self._must_fit(place, live)}
         if top in strict:
             self._compare_top(differences)
         for place, ref, _, _ in _refs(self._tree, self._live, top) if strict else ():
@@ -161,11 +171,11 @@ class PlainPart:
         object such as a module owns the memory.
         """
         top = (self._name,)
-        rest = {place: live for place, live in _tensors(self._live, top) if not _must_fit(place, live)}
-        for place, ref, _, beside in _refs(self._tree, self._live, top):
+        rest = {place: live for place, live in _tensors(self._live, top) if not self._must_fit(place, live)}
+        for place, ref, here, beside in _refs(self._tree, self._live, top):
             if place in self._kept:
                 continue
-            live = rest.get(place)
+            live = None if here is None else rest.get(place)
             if live is None:
                 if beside and all(map(belongs_to_another, beside)):
                     differences.unexpected.append(_text(place))
@@ -179,9 +189,9 @@ class PlainPart:
                     differences.differ(_text(place), "it belongs to a live object, and cannot be copied into")
         differences.missing += [_text(place) for place, live in rest.items() if self._must_keep(live)]
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Make new values, and request the copies."""
-        self._value = self._made(self._tree, self._live, (self._name,), Maker(source))
+        self._value = self._made(self._tree, self._live, (self._name,), make)
 
     def write(self) -> None:
         """Refill containers and assign values, after the copies into tensors."""
@@ -207,11 +217,35 @@ class PlainPart:
         elif why := difference(_shape_of(live), *differences.stored[ref.key]):
             differences.differ(self._name, why)
 
+    def _must_fit(self, place: _Place, live: Any) -> bool:
+        if isinstance(live, torch.Tensor) and live.requires_grad:
+            return True
+        ref = self._tree
+        if len(place) > 1 or type(ref) is not TensorRef or ref.array == isinstance(live, torch.Tensor):
+            return len(place) == 1
+        fits = in_place(live) and difference(_shape_of(live), *self._stored[ref.key]) is None
+        return fits or not can_assign(self._state, self._name)
+
+    def _note(self, there: Any, here: Any, place: _Place, differences: Differences) -> None:
+        """Note values of another kind than the program's; None stands for a value that is not there yet."""
+        kinds = {_kind(there), _kind(here)}
+        if here is None or there is None:
+            return
+        if len(kinds) > 1 or (len(place) == 1 and type(there) is TensorRef):
+            was, now = words(there, self._stored), words(here, self._shapes)
+            if was != now and not (kinds == {"number", "tensor"} and (was.endswith(" []") or now.endswith(" []"))):
+                differences.replaced.append(f"{_text(place)}: {was} → {now}. {_REPLACED}")
+            return
+        own = dict(children(here))
+        for key, part in children(there):
+            if (key in own and type(part) is not type(own[key])) or not is_scalar(part):
+                self._note(part, own.get(key), (*place, key), differences)
+
     def _fits(self, place: _Place, live: Any, ref: TensorRef, stored: Stored) -> bool:
         array = isinstance(live, np.ndarray)
         if array != ref.array or ref.requires_grad or (array and not live.flags.writeable):
             return False
-        if difference(_shape_of(live) if array else live, *stored[ref.key]):
+        if difference(_shape_of(live), *stored[ref.key]):
             return False
         view = array_view(live) if array else live
         if view is not None and (may_overlap(view) or not self._copies.bind(view, ref.key)):
@@ -226,39 +260,22 @@ class PlainPart:
         kind = type(tree)
         if kind is TensorRef:
             return self._tensor(tree, live, place, make)
-        if kind not in DICTS and kind not in _SEQUENCES and kind not in (set, frozenset):
-            return unpack_key(tree)
-        content = self._content(tree, live, place, make)
-        if kind is tuple and type(live) is tuple and len(live) == len(content):
-            if all(old is new for old, new in zip(live, content, strict=True)):
+        if kind in MAPPINGS or kind in SEQUENCES or (kind is Typed and tree.parts and not KINDS[tree.tag].reads):
+            within = inside(tree, live)
+            content = {key: self._made(part, within.get(key), (*place, key), make) for key, part in parts_of(tree)}
+            same = len(within) == len(content) and all(content[key] is part for key, part in within.items())
+            if same and (kind is Typed or kind is type(live) is tuple):
                 return live
-        elif kind in REFILLED and type(live) is kind and self._takes(live, tree):
-            self._refills.append((live, content))
+            made = finished(tree, content, live)
+        else:
+            made = unpack(tree, make, live)
+        if type(live) in REFILLED and type(live) is type(made) and self._takes(live, tree, made):
+            self._refills.append((live, made))
             return live
-        if kind is deque:
-            return deque(content, tree.maxlen)
-        return content if type(content) is kind else kind(content)
+        return made
 
-    def _content(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
-        """Make the contents of a container: a dict, a list or a set."""
-        kind = type(tree)
-        if kind in DICTS:
-            inside = live if type(live) in DICTS else {}
-            keys = [unpack_key(key) for key in tree]
-            return {
-                key: self._made(item, inside.get(key), (*place, key), make)
-                for key, item in zip(keys, tree.values(), strict=True)
-            }
-        if kind in _SEQUENCES:
-            inside = live if type(live) is kind else ()
-            count = len(inside)
-            return [
-                self._made(item, inside[n] if n < count else None, (*place, n), make) for n, item in enumerate(tree)
-            ]
-        return unpack_key(tree)
-
-    def _takes(self, live: Any, tree: Any) -> bool:
-        return (type(live) is not deque or live.maxlen == tree.maxlen) and self._copies.refill(live, tree, self._stored)
+    def _takes(self, live: Any, tree: Any, made: Any) -> bool:
+        return (type(live) is not deque or live.maxlen == made.maxlen) and self._copies.refill(live, tree, self._stored)
 
     def _tensor(self, ref: TensorRef, live: Any, place: _Place, make: Maker) -> Any:
         if place in self._kept:
@@ -268,60 +285,51 @@ class PlainPart:
             else:
                 self._copies.want(_text(place), view, ref)
             return live
-        home = self._copies.home(ref.key)  # it shared memory when it was saved, so it does again
-        if home is not None and (not isinstance(live, torch.Tensor) or live.device == home.device):
-            if ref.array and home.is_cpu:
-                return home.detach().numpy()
-            if ref.requires_grad == home.requires_grad and not ref.array:
-                return home
-            if home.requires_grad and not ref.array:
-                return home.detach()
-        return make(ref, live)
-
-
-def _must_fit(place: _Place, live: Any) -> bool:
-    return len(place) == 1 or (isinstance(live, torch.Tensor) and live.requires_grad)
+        device = live.device if isinstance(live, torch.Tensor) else None
+        home = self._copies.shared(ref, device)  # it shared memory when it was saved, so it does again
+        return make(ref, live) if home is None else home
 
 
 def _text(place: _Place) -> str:
     return "/".join(map(str, place))
 
 
-def _shape_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, device="meta")
+def _shape_of(live: Any) -> torch.Tensor:
+    if isinstance(live, torch.Tensor):
+        return live
+    return torch.empty(live.shape, dtype=torch.from_numpy(np.empty(0, live.dtype)).dtype, device="meta")
 
 
 def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
     """Yield every tensor and array of a value with its place."""
-    kind = type(live)
-    if isinstance(live, (torch.Tensor, np.ndarray)):
+    if has_memory(live):
         yield place, live
-    elif kind in DICTS or kind in _SEQUENCES:
-        for key, item in live.items() if kind in DICTS else enumerate(live):
-            if not is_scalar(item):
-                yield from _tensors(item, (*place, key))
+    for key, item in live_parts(live):
+        if not is_scalar(item):
+            yield from _tensors(item, (*place, key))
 
 
 def _refs(
     tree: Any, live: Any, place: _Place, beside: Sequence[torch.Tensor] = ()
 ) -> Iterator[tuple[_Place, TensorRef, Any, Sequence[torch.Tensor]]]:
     """Yield every ref of a tree: its place, the live value there, and the tensors beside that value."""
+    if type(tree) is TensorRef:
+        yield place, tree, live, beside
+    within = inside(tree, live)
+    tensors = [value for value in within.values() if isinstance(value, torch.Tensor)]
+    for key, item in parts_of(tree):
+        if not is_scalar(item):
+            yield from _refs(item, within.get(key), (*place, key), tensors)
+
+
+def _kind(tree: Any) -> Any:
+    """Return the kind of a value in a tree: a restore replaces a number by another one without a word."""
     kind = type(tree)
     if kind is TensorRef:
-        yield place, tree, live, beside
-    elif kind in DICTS:
-        inside = live if type(live) in DICTS else {}
-        tensors = [value for value in inside.values() if isinstance(value, torch.Tensor)]
-        for key, item in tree.items():
-            if not is_scalar(item):
-                own = unpack_key(key)
-                yield from _refs(item, inside.get(own), (*place, own), tensors)
-    elif kind in _SEQUENCES:
-        inside = live if type(live) is kind else ()
-        tensors = [value for value in inside if isinstance(value, torch.Tensor)]
-        for n, item in enumerate(tree):
-            if not is_scalar(item):
-                yield from _refs(item, inside[n] if n < len(inside) else None, (*place, n), tensors)
+        return "array" if tree.array else "tensor"
+    if kind is Typed:
+        return (tree.tag, tree.head[0]) if tree.tag in ("~named", "~enum") else tree.tag
+    return "number" if kind in (bool, int, float, complex, NumpyScalar) else kind
 
 
 def _refill(live: Any, content: Any) -> None:

@@ -191,15 +191,15 @@ class Differences:
 class RestorePart(Protocol):
     """The restore of one group.
 
-    `compare` notes every difference, before a tensor is read. `prepare` makes new values, which the source's `fetch`
-    fills, and changes nothing; `write` changes the target. A part that runs the user's code has a `guard`, which undoes
-    it if it raises.
+    `compare` notes every difference, before a tensor is read. `prepare` makes new values, which `fetch` of the maker's
+    source fills, and changes nothing; all parts share the maker. `write` changes the target. A part that runs the
+    user's code has a `guard`, which undoes it if it raises.
     """
 
     guard: Rollback | None
 
     def compare(self, differences: Differences) -> None: ...
-    def prepare(self, source: TensorSource) -> None: ...
+    def prepare(self, make: Maker) -> None: ...
     def write(self) -> None: ...
 
 
@@ -227,34 +227,44 @@ class Maker:
     """Make new tensors and arrays for refs. Equal refs get the same tensor, so that ties are restored."""
 
     def __init__(self, source: TensorSource):
-        self._source = source
+        self.source = source
         self._made: dict[tuple[TensorRef, torch.device], torch.Tensor] = {}
 
     def __call__(
-        self, ref: TensorRef, live: Any, device: torch.device | None = None, model: torch.Tensor | None = None
+        self,
+        ref: TensorRef,
+        live: Any,
+        *,
+        device: torch.device | None = None,
+        model: torch.Tensor | None = None,
+        now: bool = False,
     ) -> Any:
         """Make a tensor: on `device`, else on the device of the live tensor at its place, else on the CPU.
 
         If a DTensor is at its place, or `model` is a DTensor of its shape, make a DTensor with the same placements.
+        With `now` return a copy with its values, on the CPU.
         """
+        if now:
+            values = self.source.read(ref.key).clone()
+            return values.numpy() if ref.array else values
         model = live if is_sharded(live) else model
-        if model is not None and is_sharded(model) and model.shape == self._source.like(ref.key).shape:
+        if model is not None and is_sharded(model) and model.shape == self.source.like(ref.key).shape:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # an array may share its memory
         if (plain, device) not in self._made:
-            self._made[plain, device] = allocate(self._source.like(ref.key), plain, device)
-            self._source.fill(self._made[plain, device], ref.key)
+            self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)
+            self.source.fill(self._made[plain, device], ref.key)
         made = self._made[plain, device]
         return made.numpy() if ref.array else made
 
     def _sharded(self, ref: TensorRef, model: torch.Tensor) -> torch.Tensor:
         local = local_of(model)
         if (ref, local.device) not in self._made:
-            dtype = self._source.like(ref.key).dtype
+            dtype = self.source.like(ref.key).dtype
             made = like(torch.empty(local.shape, dtype=dtype, device=local.device), model)
-            self._source.fill(made, ref.key)
+            self.source.fill(made, ref.key)
             self._made[ref, local.device] = made
         return self._made[ref, local.device]
 

@@ -83,8 +83,9 @@ class RestorePlan:
         """
         parts, self._parts = self._parts, {}  # frees what they made
         with _preserved(self._draws), gc_paused():
+            make = Maker(source)  # one for all, so that what groups shared when it was saved they share again
             for part in parts.values():
-                part.prepare(source)
+                part.prepare(make)
             self._copies.prepare(source)
             source.fetch(self._copies.pairs)
             confirm()
@@ -263,9 +264,9 @@ class StatefulPart:
             here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Make the state with new tensors, on the devices of the present ones."""
-        self._value = unpack(self._tree, Maker(source), self._live)
+        self._value = unpack(self._tree, make, self._live)
 
     def write(self) -> None:
         """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.restore_parts import Differences, Rollback, TensorSource
+from ckpt_tasks.state.restore_parts import Differences, Maker, Rollback
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 RNG = "rng"  # the group of the process's streams
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_BITS = (np.random.Generator, np.random.BitGenerator)  # both have a bit generator, and the seeds of their children
+GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.random.SeedSequence)
 
 
 @contextmanager
@@ -132,9 +133,9 @@ class GeneratorPart:
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Try the state on a scratch generator, so that `write` cannot fail; raise IntegrityError if it fails."""
-        self._value = unpack(self._tree["state"], lambda ref, _: _values(source, ref))
+        self._value = unpack(self._tree["state"], partial(make, now=True))
         try:
             _set_state(_scratch(self._generator), self._value)
         except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
@@ -163,10 +164,10 @@ class StreamsPart:
         for part in self._parts:
             part.compare(differences)
 
-    def prepare(self, source: TensorSource) -> None:
+    def prepare(self, make: Maker) -> None:
         """Prepare every stream."""
         for part in self._parts:
-            part.prepare(source)
+            part.prepare(make)
 
     def write(self) -> None:
         """Set every stream."""
@@ -201,6 +202,8 @@ def _type(generator: Any) -> str:
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, np.random.Generator):
         return f"numpy.random.Generator of {type(generator.bit_generator).__name__}"
+    if isinstance(generator, (np.random.BitGenerator, np.random.SeedSequence)):
+        return f"numpy.random.{type(generator).__name__}"
     return "numpy.random.RandomState" if isinstance(generator, np.random.RandomState) else "random.Random"
 
 
@@ -208,8 +211,11 @@ def stream_state(generator: Any) -> Any:
     """Return the state of a generator as plain values, for `set_streams`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+    if isinstance(generator, np.random.SeedSequence):
+        return {"seeds": generator}
+    if isinstance(generator, _BITS):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        return {**bits.state, **({"seeds": bits.seed_seq} if type(bits.seed_seq) is np.random.SeedSequence else {})}
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     version, numbers, gauss = generator.getstate()
@@ -219,16 +225,18 @@ def stream_state(generator: Any) -> Any:
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.SeedSequence):
+        generators_state = state["seeds"].__reduce__()[2]
+        cast("Any", generator).__setstate__(generators_state)  # in place: several generators may have this seed
+    elif isinstance(generator, _BITS):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        bits.state = state
+        if type(bits.seed_seq) is np.random.SeedSequence and "seeds" in state:
+            _set_state(bits.seed_seq, state)
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
         generator.setstate((state["version"], tuple(map(int, state["numbers"])), state["gauss"]))
-
-
-def _values(source: TensorSource, ref: TensorRef) -> Any:
-    return source.read(ref.key).numpy() if ref.array else source.read(ref.key)
 
 
 def _scratch(generator: Any) -> Any:
@@ -236,6 +244,8 @@ def _scratch(generator: Any) -> Any:
         return torch.Generator(generator.device)
     if isinstance(generator, np.random.Generator):
         return np.random.Generator(type(generator.bit_generator)())
+    if isinstance(generator, (np.random.BitGenerator, np.random.SeedSequence)):
+        return type(generator)()
     return np.random.RandomState() if isinstance(generator, np.random.RandomState) else random.Random()
 
 

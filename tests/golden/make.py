@@ -23,7 +23,6 @@ from datetime import UTC, date, datetime, timedelta, timezone
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +36,13 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import write_segment
-from ckpt_tasks.format.manifest import FORMAT_VERSION
+from ckpt_tasks.format.manifest import FORMAT_VERSION, TYPED_VERSION
 from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.ledger import history, steps
+from ckpt_tasks.ledger import history
 from ckpt_tasks.saving import commit, saver
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import System
+from tests.golden.kinds import kinds_at
 
 HERE = Path(__file__).parent
 RUN_KEY = "golden"
@@ -143,6 +144,18 @@ def make(directory: Path) -> None:
     shutil.rmtree(directory / ".ckpt-reserve")  # nor is the room that its owner keeps
 
 
+def make_kinds(directory: Path) -> None:
+    """Write a run whose manifests say version 3."""
+    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+        for k in (1, 2):
+            random.seed(k)
+            np.random.seed(k)  # noqa: NPY002
+            torch.manual_seed(k)
+            ckpt.save(k, {"values": kinds_at(k)})
+    for name in (".ckpt-reserve", "heartbeat"):
+        shutil.rmtree(directory / name)
+
+
 def make_many(directory: Path) -> None:
     """Write a ledger with 150 live checkpoints, whose objects are not there: a list in one object, then segments."""
     with fixed():
@@ -220,7 +233,7 @@ def fixed() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (tenure, "identify", lambda flow_run_id: owner),
         *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit)),  # how long a save takes
-        (steps, "time", SimpleNamespace(time=NOON.timestamp)),
+        (System, "time", lambda self: NOON.timestamp()),
         (history, "datetime", Noon),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
     ]
@@ -233,6 +246,7 @@ def fixed() -> Iterator[None]:
 
 if __name__ == "__main__":
     made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
+    made[HERE / f"v{TYPED_VERSION}" / "kinds"] = make_kinds
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

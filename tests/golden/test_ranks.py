@@ -248,7 +248,7 @@ def test_who_wrote_it_is_said_by_the_manifest(golden: Path) -> None:
     }
     body["version"], body["groups"] = 1, {}
     data = json.dumps(body).encode()
-    with pytest.raises(IntegrityError, match="version 1 is not written by 3 ranks"):
+    with pytest.raises(IntegrityError, match="version 1 is not that of its trees and 3 ranks"):
         Manifest.from_bytes(data, digest=digest_hex(data), name="manifest.json")
 
 

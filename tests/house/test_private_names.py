@@ -14,7 +14,7 @@ from tests.house.sources import ROOT, files, parse
 PAGE = (ROOT / "docs" / "PRIVATE.md").read_text(encoding="utf-8")
 FOUND = PAGE.partition("## Found by the test")[2].partition("## Kept by hand")[0]
 SHIPPED = files("ckpt_tasks", "flows", "deployments", suffix=".py")
-PUBLIC = {"_replace", "_asdict", "_exit"}  # documented: of named tuples, and of os
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}  # documented: of named tuples, and of os
 TESTS = sorted(set(re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", PAGE)))
 
 

@@ -46,9 +46,9 @@ KINDS: dict[str, tuple[Callable[[int], Any], bool, bool, bool]] = {
     "meta": (lambda n: torch.empty(n, device="meta"), False, False, False),
     "array": (lambda n: np.zeros(n, dtype=np.float32), False, True, True),
     "backwards array": (lambda n: np.zeros(n, dtype=np.float32)[::-1], False, True, True),
-    "read-only array": (read_only, False, False, True),
-    "another shape": (lambda n: torch.zeros(n + 1), False, False, True),
-    "another dtype": (lambda n: torch.zeros(n, dtype=torch.float64), False, False, True),
+    "read-only array": (read_only, False, True, True),
+    "another shape": (lambda n: torch.zeros(n + 1), False, True, True),
+    "another dtype": (lambda n: torch.zeros(n, dtype=torch.float64), False, True, True),
 }
 HOMES = ("module", "alone", "inside")
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import FormatVersionError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.restore_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
-from tests.support.roundtrip import restore, save
+from tests.support.roundtrip import Meter, assert_same, restore, save
+
+
+class Place(NamedTuple):
+    """A named tuple of the program's."""
+
+    n: int
+    name: str
 
 
 def test_parameters_in_a_list_keep_their_memory() -> None:
@@ -36,23 +48,114 @@ def test_parameters_in_a_list_keep_their_memory() -> None:
 @pytest.mark.parametrize(
     ("stored", "here", "said"),
     [
-        (torch.ones(3), torch.zeros(2), "float32[2] here, float32[3] in the checkpoint"),
-        (torch.ones(1), torch.zeros(2, 1), "float32[2, 1] here"),
-        (torch.ones(2), torch.zeros(2).double(), "float64[2] here"),
+        (torch.ones(3), torch.zeros(2, requires_grad=True), "float32[2] here, float32[3] in the checkpoint"),
         (1, torch.zeros(2), "another value in the checkpoint"),
         (np.ones(2), torch.zeros(2), "an array in the checkpoint"),
         (torch.ones(2), np.zeros(2), "another value in the checkpoint"),
-        (np.ones(3), np.zeros(2), "float64[2] here, float64[3] in the checkpoint"),
-        (np.ones(2), np.frombuffer(b"12345678abcdefgh"), "read-only"),
     ],
 )
-def test_a_tensor_takes_no_other_shape_dtype_or_kind(stored: Any, here: Any, said: str) -> None:
+def test_a_tensor_takes_no_other_kind_and_a_parameter_no_other_shape(stored: Any, here: Any, said: str) -> None:
     """P50: nothing is broadcast or cast into a tensor that the state gives by itself."""
     before = here.tolist()
     with pytest.raises(StateMismatchError) as caught:
         restore(save({"it": stored}), {"it": here})
     assert said in caught.value.different[0]
     assert here.tolist() == before
+
+
+@dataclass
+class Record:
+    """A dataclass of the program's."""
+
+    it: Any
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "top": (lambda value: value, lambda state: state),
+    "dict": (lambda value: {"k": value}, lambda state: state["k"]),
+    "list": (lambda value: [0, value], lambda state: state[1]),
+    "tuple": (lambda value: (value, 0), lambda state: state[0]),
+    "beside a module": (lambda value: [value, nn.Linear(1, 1)], lambda state: state[0]),
+    "dataclass": (Record, lambda state: state.it),
+    "stateful": (lambda value: Meter(it=value), lambda state: state.values["it"]),
+}
+FRESH: dict[str, Callable[[int], Any]] = {
+    "tensor": torch.zeros,
+    "array": np.zeros,
+    "texts": lambda n: np.full(n, "a"),
+    "records": lambda n: np.zeros(n, [("a", "i4")]),
+    "sparse": lambda n: torch.zeros(n, n).to_sparse(),
+}
+
+
+def _read_only(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    return value
+
+
+CHANGES: dict[str, Callable[[str], tuple[Any, Any]]] = {
+    "grown": lambda kind: (FRESH[kind](2), FRESH[kind](3)),
+    "another dtype": lambda kind: (FRESH[kind](2), torch.ones(2).int() if kind == "tensor" else np.ones(2, "i2")),
+    "read-only": lambda kind: (_read_only(FRESH[kind](2)), _read_only(FRESH[kind](2))),
+    "the same": lambda kind: (FRESH[kind](2), FRESH[kind](2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", FRESH)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_saved_is_restored_wherever_it_is(place: str, kind: str, change: str) -> None:
+    """P50: a tensor or array that grew, changed its dtype or is read-only comes back in every place of a state."""
+    put, get = PLACES[place]
+    here, there = CHANGES[change](kind if (kind, change) != ("sparse", "another dtype") else "tensor")
+    state = {"it": put(here)}
+    restore(save({"it": put(there)}), state)
+    assert_same(get(state["it"]), there)
+    if change == "the same" and kind != "sparse" and place != "stateful":
+        assert get(state["it"]) is here
+
+
+def test_what_a_frozen_place_could_not_take_is_refused_at_the_save() -> None:
+    """P7: nothing can be assigned into a tuple beside a module, so a read-only array or a sparse tensor is refused."""
+    for value in (_read_only(np.zeros(2)), _read_only(FRESH["records"](2)), torch.eye(2).to_sparse()):
+        with pytest.raises(UnsupportedStateError, match="in a tuple or frozen"):
+            save({"it": (nn.Linear(1, 1), value)})
+    saved = save({"it": (nn.Linear(1, 1), np.zeros(3))})
+    with pytest.raises(StateMismatchError, match=r"it_1 \(float64\[2\] here, float64\[3\] in the checkpoint"):
+        restore(saved, {"it": (nn.Linear(1, 1), np.zeros(2))})
+
+
+REPLACED: list[tuple[Any, Any, str]] = [
+    (3, [1, 2], "it: list of 2 → int 3. The first is restored"),
+    ({"a": 1}, "text", "it: str 'text' → dict of 1. The first is restored"),
+    ({"a": {"b": [1]}}, {"a": {"b": (1, 2)}}, "it/a/b: tuple of 2 → list of 1. The first is restored"),
+    ([{}], [defaultdict(list, a=[1])], "it/0: defaultdict of 1 → dict {}. The first is restored"),
+    ({"a": np.zeros(2)}, {"a": torch.ones(2)}, "it/a: float32 [2] → float64 [2]. The first is restored"),
+    (np.zeros(2), np.zeros(3), "it: float64 [3] → float64 [2]. The first is restored"),
+]
+QUIET: list[tuple[Any, Any]] = [
+    *((None, {"a": 1}), (0, 0.5), (float("inf"), np.float32(1)), (0.0, torch.tensor(0.5)), ([], [1, 2]), ("a", "b")),
+    *(({}, {"a": 1}), ({"a": None}, {"a": torch.ones(2)}), ((), (1, 2)), (Path("a"), Path("b")), ({1}, set())),
+    *((deque([Place(0, "a")]), deque([Place(1, "b")])), ({"a": torch.zeros(2)}, {"a": torch.zeros(3)})),
+]
+
+
+@pytest.mark.parametrize(("here", "there", "said"), [*REPLACED, *((*pair, "") for pair in QUIET)], ids=str)
+def test_a_value_of_another_kind_is_restored_and_said(
+    here: Any, there: Any, said: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P50: one line names the key, what it was and what it is; numbers, None and longer lists are no other kind."""
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:
+        ckpt.save(1, {"it": there})
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:
+        state = {"it": here}
+        assert ckpt.restore(state) == 1
+        assert ckpt.last_restore is not None
+        assert [said in one for one in ckpt.last_restore.replaced] == ([True] if said else [])
+    assert_same(state["it"], there)
+    warned = [one.getMessage() for one in caplog.records if "other settings" in one.getMessage()]
+    assert [said in one for one in warned] == ([True] if said else [])
 
 
 def test_a_read_only_state_is_refused_where_assigning_is_needed() -> None:

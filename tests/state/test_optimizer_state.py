@@ -280,3 +280,29 @@ def test_what_schedules_note_makes_no_other_kind_of_optimizer() -> None:
     target["optimizer"].param_groups[0]["newer"] = False
     restore(save(source), target)
     assert torch.equal(target["model"].embed.weight, source["model"].embed.weight)
+
+
+def test_what_groups_share_they_share_again() -> None:
+    """P4: moments of two optimizers, a plain tensor and an array that were one memory are so again."""
+
+    def make(steps: int) -> dict[str, Any]:
+        weight = nn.Parameter(torch.ones(3))
+        one, other = torch.optim.Adam([weight]), torch.optim.Adam([weight])
+        for _ in range(steps):
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            one.step()
+            other.step()
+            other.state[weight]["exp_avg"] = one.state[weight]["exp_avg"]
+        moment = one.state[weight]["exp_avg"] if steps else None
+        plain = {"t": moment, "n": moment.numpy() if moment is not None else None}
+        return {"net": nn.ParameterList([weight]), "one": one, "other": other, "plain": plain}
+
+    state = make(2)
+    saved = save(state)
+    for fresh in (make(0), make(1), make(1) | {"plain": {"t": None, "n": None}}):
+        restore(saved, fresh)
+        one, other = (fresh[name].state[fresh["net"][0]] for name in ("one", "other"))
+        assert_same(one, state["one"].state[state["net"][0]])
+        others = other["exp_avg"], fresh["plain"]["t"], torch.from_numpy(fresh["plain"]["n"])
+        assert {shown.data_ptr() for shown in others} == {one["exp_avg"].data_ptr()}
+        assert one["exp_avg_sq"].data_ptr() != other["exp_avg_sq"].data_ptr()

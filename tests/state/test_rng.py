@@ -212,6 +212,10 @@ GENERATORS: dict[str, Any] = {
         )
         for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
     },
+    "bits": (np.random.PCG64, lambda g: [int(g.random_raw()) for _ in range(3)]),
+    "children": (np.random.default_rng, lambda g: [child.random() for child in g.spawn(2)]),
+    "children of bits": (np.random.PCG64, lambda g: [child.random_raw() for child in g.spawn(2)]),
+    "seeds": (np.random.SeedSequence, lambda g: [child.generate_state(1)[0] for child in g.spawn(2)]),
 }
 
 
@@ -227,6 +231,23 @@ def test_a_generator_of_the_users_goes_on(name: str) -> None:
     restore(saved, state)
     assert state["it"] is other
     assert [take(other) for _ in range(3)] == expected
+    restore(saved, state)  # also back from later draws and children
+    assert [take(other) for _ in range(3)] == expected
+
+
+def test_generators_of_one_seed_share_its_children_after_a_restore() -> None:
+    """P74: a SeedSequence in the state, or only in two generators, is restored in place: no child comes twice."""
+
+    def make() -> tuple[Any, dict[str, Any]]:
+        seeds = np.random.SeedSequence(5)
+        return seeds, {"one": np.random.default_rng(seeds), "more": [np.random.default_rng(seeds), 1]}
+
+    (seeds, state), (fresh_seeds, fresh) = make(), make()
+    state["one"].spawn(2)
+    state["more"][0].spawn(1)
+    restore(save(state), fresh)
+    assert fresh_seeds.n_children_spawned == seeds.n_children_spawned == 3
+    assert fresh["more"][0].spawn(1)[0].random() == state["one"].spawn(1)[0].random()
 
 
 @pytest.mark.parametrize("here", ["torch", "random", "RandomState", "MT19937"])

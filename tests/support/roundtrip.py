@@ -74,11 +74,14 @@ def trip(value: Any, fresh: Any = None) -> Any:
 def assert_same(one: Any, other: Any, path: str = "it") -> None:
     """Compare type by type and bit by bit."""
     assert type(one) is type(other), path
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, torch.Tensor) and (one.layout is not torch.strided or one.is_quantized):
+        assert _described(one) == _described(other), path
+    elif isinstance(one, torch.Tensor):
         assert same_bits(one, other), path
         assert one.requires_grad == other.requires_grad, path
     elif isinstance(one, dict):
         assert [*one] == [*other], path
+        assert getattr(one, "default_factory", None) is getattr(other, "default_factory", None), path
         assert [type(key) for key in one] == [type(key) for key in other], path
         for key in one:
             assert_same(one[key], other[key], f"{path}/{key}")
@@ -92,6 +95,11 @@ def assert_same(one: Any, other: Any, path: str = "it") -> None:
     else:
         same = one == other if isinstance(one, (set, frozenset)) else repr(one) == repr(other)
         assert same, path  # by repr: NaN equals itself, and 0.0 is not -0.0
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    return tensor.layout, is_coalesced, tensor.dtype, tensor.shape, repr(tensor)
 
 
 def same_module(one: nn.Module, other: nn.Module) -> None:
