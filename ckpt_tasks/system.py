@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["System", "system", "use"]
+__all__ = ["System", "boot_id", "gang_rank", "has_ended", "host_name", "process_start", "system", "use"]
 
 _NICER = 10  # with 19 or 0 a copy cost training no less, and with 19 it may wait long on a busy machine
 _dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it
@@ -100,3 +101,50 @@ def use(other: System) -> System:
     global _system
     before, _system = _system, other
     return before
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot of the machine; "" if it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def gang_rank() -> str | None:
+    """Return in words what a launcher says of this process, if it has started several ranks."""
+    size = os.environ.get("WORLD_SIZE", "")
+    several = size.isdecimal() and int(size) > 1 and "RANK" in os.environ
+    return f"this is rank {os.environ['RANK']} of {size}" if several else None
+
+
+def host_name() -> str:
+    """Name this kernel, its process namespace and the user: ranks with equal names can open each other's files.
+
+    Returns "" if no file of another process can be opened.
+    """
+    try:
+        boot = boot_id()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}" if boot else ""
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str | None:
+    """Return a process's start in clock ticks since boot; "" if it is a zombie, None if it is hidden."""
+    fields: list[str] = []
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    if len(fields) < 20:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def has_ended(pid: int, start: str) -> bool:
+    """Say whether a process of this system has certainly ended; /proc may hide other users' processes."""
+    with suppress(PermissionError, OverflowError):  # another user's process, or not a process id
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+    now = process_start(pid)
+    return now is not None and now != start

@@ -16,7 +16,7 @@ from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ranks.exchange import Together, all_or_none, find_exchange, from_first
+from ckpt_tasks.ranks.exchange import StoreExchange, Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
 from ckpt_tasks.saving.committer import Line
@@ -54,6 +54,11 @@ class Agreement:
     def alone(self) -> bool:
         """Whether there is one rank."""
         return self.world.size == 1
+
+    def end_with(self, must_end: Callable[[], bool]) -> None:
+        """Stop waiting for other ranks once `must_end` returns True."""
+        if isinstance(self.exchange, StoreExchange):
+            self.exchange.must_end = must_end
 
     def topic(self, name: str) -> str:
         """Return the name of the next agreement; it is the same in every rank."""

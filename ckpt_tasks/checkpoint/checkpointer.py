@@ -29,6 +29,7 @@ from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.groups import refuse_fsdp1
+from ckpt_tasks.state.loader import check_dealt
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import warn_of_trained, warn_of_unsaved
 from ckpt_tasks.system import system
@@ -76,6 +77,7 @@ class Checkpointer(HeldRun):
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
         self._interrupt = Interrupt()
+        self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
         self._finite = FiniteMetrics(config.on_non_finite)
         self._at = Position()
@@ -85,7 +87,7 @@ class Checkpointer(HeldRun):
 
     def __enter__(self) -> Self:
         self._process.check()
-        self._entered = True
+        self._entered, self._interrupt.is_failing = True, False
         self._interrupt.install()
         return self
 
@@ -94,7 +96,7 @@ class Checkpointer(HeldRun):
     ) -> None:
         if not self._process.is_here:
             return
-        self._entered = False
+        self._entered, self._interrupt.is_failing = False, error is not None
         self._interrupt.install()  # hold_signals may have uninstalled it; with it a second signal waits for the release
         if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
             _log.warning("Steps %s are not saved: no save was due. Call save(step, state) after the last step.", steps)
@@ -136,6 +138,7 @@ class Checkpointer(HeldRun):
         """
         selection = Selection.of(only, missing, leave)
         refuse_fsdp1(state)
+        check_dealt(state)
         self._own()
         self._wait_idle()
         self._steps.restored()
@@ -285,6 +288,7 @@ class Checkpointer(HeldRun):
                 captured = capture(state, world=self._ranks.world)
                 groups = encode_groups(captured)  # raises for an unsupported value before anything is written
                 if not self._has_looked:
+                    check_dealt(state)
                     self._has_looked = True
                     warn_of_unsaved(state)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)

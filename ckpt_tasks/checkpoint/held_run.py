@@ -13,7 +13,7 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
-from ckpt_tasks.errors import ConfigError, IntegrityError, OwnerError, StateError
+from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
@@ -27,6 +27,7 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.processes import Process, fill_standard_descriptors, finalize_here
+from ckpt_tasks.system import gang_rank
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
@@ -132,7 +133,12 @@ class HeldRun:
                 flow_run_id=self._flow_run_id,
                 world_size=self._ranks.world.size,
             )
-            self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
+            try:
+                self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
+            except OwnedError as error:
+                if self._ranks.alone and (of_gang := gang_rank()):
+                    error.hint = f"{of_gang}, and each rank is alone: call init_process_group() before Checkpointer()."
+                raise
             self._damaged = self._tenure.damaged
             self._knows_line = False
             self._take_over = False  # once only: a later owner is not fenced by this process

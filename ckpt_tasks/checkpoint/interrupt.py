@@ -8,6 +8,7 @@ takes that name over while it is installed, and Prefect's function gets the sign
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -25,22 +28,26 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PREFECT = "prefect.utilities.engine"  # looked up, never imported: without Prefect there is nothing to do
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
+_ONCE_S = 2.0  # a terminal and a launcher both send Ctrl-C, within moments
 
 
 class Interrupt:
     """Remember a signal until the step boundary, then raise it again for the handler that was there before.
 
-    Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. A
-    second Ctrl-C acts at once; a second SIGTERM does not, since schedulers send several. The alarm of a flow's timeout
+    Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. The
+    same signal again within 2 s is one signal. A later second Ctrl-C acts at once; a second SIGTERM does not, since
+    schedulers send several. The alarm of a flow's timeout
     is held back for at most 30 s, since it may have to end a step that hangs. A forked child holds nothing back: it
     gets the previous handlers.
     """
 
     def __init__(self) -> None:
         self.pending: int | None = None
+        self.is_failing = False  # the `with` block ends by an exception
         self._previous: dict[int, Any] = {}
         self._handler = self._note  # one object: Prefect compares by identity
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # until one is delivered
+        self._noted_s: dict[int, float] = {}
 
     def install(self) -> None:
         """Install our handlers, in the main thread."""
@@ -63,6 +70,10 @@ class Interrupt:
         with _prefects_lock():
             self._give_back()
 
+    def must_end(self) -> bool:
+        """Return True if a signal asks a program that has failed to end: it does not wait for other ranks then."""
+        return self.is_failing and self.pending is not None
+
     def leave_to_parent(self) -> None:
         """Put the previous handlers back in a forked child; a pending signal is the parent's."""
         self.pending = None
@@ -72,14 +83,18 @@ class Interrupt:
     def deliver(self) -> None:
         """Raise the pending signal for its previous handler; if that returns, training continues."""
         number, self.pending = self.pending, None
-        self._seen.clear()
         if number is None:
             return
+        if number not in self._seen:  # another rank's: the same one may still reach this process
+            self._noted_s[number] = system().monotonic()
+        self._seen.clear()
         held = bool(self._previous)
         self.uninstall()
-        signal.raise_signal(number)
-        if held:
-            self.install()
+        try:
+            signal.raise_signal(number)
+        finally:
+            if held:
+                self.install()  # also after a KeyboardInterrupt, until the end of the block: it may come again
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
@@ -91,6 +106,10 @@ class Interrupt:
         _installed.remove(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = system().monotonic()
+        if now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
+            return
+        self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)
         if again or self.pending in (None, signal.SIGALRM):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ckpt_tasks.errors import ObjectNotFoundError, StoreError
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Owner, read_owner
 from ckpt_tasks.ledger.config import CheckpointConfig
@@ -73,7 +74,11 @@ def take(
         with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
             tenure = made[0] if made else Following(answer, line, ranks.size)
             if isinstance(tenure, Following):
-                open_memory(tenure.run_key)
+                try:
+                    open_memory(tenure.run_key)
+                except ObjectNotFoundError as error:
+                    why = "this rank does not find the run that rank 0 has taken"
+                    raise StoreError(why, hint="Give all ranks one directory that they share.") from error
             confirm()
     except BaseException:
         for taken in made:

@@ -23,6 +23,7 @@ from ckpt_tasks.cli.settings import (
     with_config_options,
 )
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.system import gang_rank
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig
@@ -64,6 +65,11 @@ def train(
     with report_errors(as_json) as out:
         if steps < 1:
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
+        if of_gang := gang_rank():
+            raise ConfigError(
+                f"{of_gang}, and ckpt train trains in one process",
+                hint="Start it without torchrun, or use a Checkpointer in a script of your own (docs/RANKS.md).",
+            )
         config, given = config_of(settings, name), params_of(param, params, seed)
         with importing_prefect():
             from ckpt_tasks.flows.console import Training, train_in_terminal

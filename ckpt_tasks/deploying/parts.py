@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ckpt_tasks.errors import SiteError
-from ckpt_tasks.ledger.ownership import boot_id, process_start
+from ckpt_tasks.system import boot_id, process_start
 
 __all__ = ["Process", "Site", "end_all", "flow_runs", "read_site", "write_site"]
 

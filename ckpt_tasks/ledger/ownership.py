@@ -34,19 +34,17 @@ from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
-from ckpt_tasks.system import system
+from ckpt_tasks.system import boot_id, has_ended, process_start, system
 
 __all__ = [
     "NEVER_OWNED",
     "Heartbeat",
     "Signs",
     "acquire",
-    "boot_id",
     "damage",
     "identify",
     "left_here",
     "lives_here",
-    "process_start",
     "release",
     "why_free",
 ]
@@ -95,7 +93,7 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
     if _same_system(owner, me):
         if (owner.pid, owner.process_start) == (me.pid, me.process_start):
             return "this process holds it already"
-        if _is_gone(owner):
+        if has_ended(owner.pid, owner.process_start):
             return f"its owner, process {owner.pid} on this host, is gone"
     if silent_s is not None and silent_s > timeout_s:
         return f"its owner has shown no life for {silent_s:.0f} s"
@@ -116,17 +114,6 @@ def _same_system(owner: Owner, me: Owner) -> bool:
     """
     systems = {(one.host, one.machine_id, one.boot_id, one.pid_namespace) for one in (owner, me)}
     return len(systems) == 1 and bool(me.boot_id and me.pid_namespace)
-
-
-def _is_gone(owner: Owner) -> bool:
-    """Say whether an owner on this system has certainly ended; /proc may hide other users' processes."""
-    with suppress(PermissionError, OverflowError):  # another user's process, or not a process id
-        try:
-            os.kill(owner.pid, 0)
-        except ProcessLookupError:
-            return True
-    start = process_start(owner.pid)
-    return start is not None and start != owner.process_start
 
 
 def damage(history: History) -> tuple[str, ...]:
@@ -348,19 +335,6 @@ def _time_of(sign: bytes) -> float:
         return float(body["at_s"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return math.nan
-
-
-def boot_id() -> str:
-    """Return the kernel's id of this boot of the machine; "" if it has none."""
-    return _read("/proc/sys/kernel/random/boot_id")
-
-
-def process_start(pid: int) -> str | None:
-    """Return a process's start in clock ticks since boot; "" if it is a zombie, None if it is hidden."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if len(fields) < 20:
-        return None
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _read(path: str) -> str:

@@ -6,6 +6,7 @@ Invariants
 2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
 4. Every request to that store has a time limit: the process that holds the store may hang.
+5. The end of a rank ends all waits for its word within seconds, if another rank is left on its host.
 
 One process is the case of one rank: it sends nothing.
 """
@@ -13,6 +14,7 @@ One process is the case of one rank: it sends nothing.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -24,9 +26,11 @@ from typing import Any, Protocol
 
 from ckpt_tasks import errors
 from ckpt_tasks.errors import CkptError, StateError, StoreError
+from ckpt_tasks.system import has_ended, host_name, process_start
 
 __all__ = [
     "ALONE",
+    "SILENT",
     "Alone",
     "Exchange",
     "StoreExchange",
@@ -40,7 +44,9 @@ _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
 _PROBE_S = 2.0
+_LOOK_S = 1.0  # a waiting rank looks this often whether ranks have ended
 _MARGIN = 1.5  # rank 0 gives up first, and says which rank it waited for
+SILENT = "It hangs, is slow or has ended, or has made another number of Checkpointers: look at its log."
 
 Decide = Callable[[list[bytes]], bytes]
 
@@ -108,8 +114,13 @@ class StoreExchange:
         self._store = store
         self._name = name
         self._timeout_s = timeout_s
+        self.must_end: Callable[[], bool] = bool  # returns True once this process may wait for no other rank
         self._clients = threading.local()
         self._answers: dict[int, set[str]] = {}  # keys of the last agreement in each thread of rank 0
+        self._processes = f"{name}/processes/{host_name()}"
+        if start := process_start(os.getpid()):
+            with _reaching(name):
+                self._request("append", self._processes, f"{rank} {os.getpid()} {start}\n")
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Decide in rank 0; wait for its answer in the others."""
@@ -118,7 +129,7 @@ class StoreExchange:
             return self._decide(topic, word, decide, deadline_s)
         with _reaching(topic):
             self._put(f"{topic}/{self.rank}", _sealed(word))
-            answer = self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, "rank 0")
+            answer = self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, 0)
         return _opened(answer)
 
     def drain(self, timeout_s: float) -> None:
@@ -127,7 +138,7 @@ class StoreExchange:
         with suppress(StoreError), _reaching("drain"):
             waiting = {key for keys in self._answers.values() for key in keys}
             while waiting and time.monotonic() < end_s:
-                waiting = {key for key in waiting if self._request("check", [key])}
+                waiting = {key for key in waiting if self._request("check", [key]) and not self._has_ended(key)}
                 time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
@@ -146,10 +157,8 @@ class StoreExchange:
         end_s = time.monotonic() + deadline_s
         try:
             with _reaching(topic):
-                said = [
-                    self._get(f"{topic}/{rank}", max(0.0, end_s - time.monotonic()), f"rank {rank}")
-                    for rank in range(1, self.size)
-                ]
+                left_s = (max(0.0, end_s - time.monotonic()) for _ in range(1, self.size))
+                said = [self._get(f"{topic}/{rank}", for_s, rank) for rank, for_s in enumerate(left_s, start=1)]
             if isinstance(word, BaseException):
                 raise word
             answer = decide([word, *(_opened(data, rank) for rank, data in enumerate(said, start=1))])
@@ -184,15 +193,18 @@ class StoreExchange:
         # Set last: it says that all pieces are there.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
-    def _get(self, key: str, deadline_s: float, from_whom: str) -> bytes:
-        end_s = time.monotonic() + deadline_s
+    def _get(self, key: str, deadline_s: float, rank: int) -> bytes:
+        end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
         # Not wait(): torch prints a warning when that times out.
         while not self._request("check", [key]):
             if time.monotonic() > end_s:
-                error = StoreError(f"{from_whom} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
-                error.hint = "It hangs, is slow or has ended: look at its log."
+                error = StoreError(f"rank {rank} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
+                error.hint = SILENT
                 raise error
+            if time.monotonic() > look_s:
+                self._check_ended(rank)
+                look_s = time.monotonic() + _LOOK_S
             time.sleep(poll_s)
         head = bytes(self._request("get", key))
         others = [f"{key}+{n}" for n in range(1, int(head[:6]))]
@@ -200,6 +212,23 @@ class StoreExchange:
         for other in (*others, key):
             self._request("delete_key", other)
         return b"".join(pieces)
+
+    def _check_ended(self, rank: int) -> None:
+        """Raise StoreError if a rank has ended, or this one must; tell all ranks which ones of this host have."""
+        listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
+        with suppress(ValueError):  # not what a rank has written
+            for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
+                if has_ended(int(pid), start):
+                    self._request("set", f"{self._name}/ended/{other}", b"")
+        if self.must_end():
+            self._request("set", f"{self._name}/ended/{self.rank}", b"")
+            raise StoreError(f"rank {self.rank} was told to end while it waited for rank {rank}")
+        if self._has_ended(f"/{rank}"):
+            raise StoreError(f"rank {rank} has ended", hint="Look at its log: it was killed, or it has failed.")
+
+    def _has_ended(self, key: str) -> bool:
+        """Return True if the rank that a key ends with has ended."""
+        return bool(self._request("check", [f"{self._name}/ended/{key.rpartition('/')[2]}"]))
 
 
 class _Connection:

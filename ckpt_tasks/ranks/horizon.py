@@ -11,7 +11,7 @@ import json
 import time
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.ranks.exchange import Exchange
+from ckpt_tasks.ranks.exchange import SILENT, Exchange
 
 __all__ = ["Horizon"]
 
@@ -106,6 +106,6 @@ class Horizon:
                 self._until, self._orders = until, [(at, order) for at, order in orders]
             if step > self._until:
                 if time.monotonic() > end_s:
-                    hint = "It hangs, is slow or has ended: look at its log."
-                    raise StoreError(f"rank 0 has granted no step for {self._deadline_s:.0f} s", step=step, hint=hint)
+                    why = f"rank 0 has granted no step for {self._deadline_s:.0f} s"
+                    raise StoreError(why, step=step, hint=SILENT)
                 time.sleep(0.001)

@@ -27,9 +27,9 @@ from ckpt_tasks.ranks.exchange import Together
 from ckpt_tasks.reading.opening import READ_BYTES
 from ckpt_tasks.state.processes import NAMELESS, close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
-from ckpt_tasks.system import system
+from ckpt_tasks.system import host_name, system
 
-__all__ = ["Readers", "Share", "divide", "host_name", "share"]
+__all__ = ["Readers", "Share", "divide", "share"]
 
 _PAGE = 4096
 
@@ -113,18 +113,6 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
             shared = None
         opened = json.loads(together(b"0" if shared is None else b"1", _joined))
         return shared if len(here) > 1 and all(opened[rank] for rank in here) else None
-
-
-def host_name() -> str:
-    """Name this kernel, its process namespace and the user: ranks with equal names can open each other's files.
-
-    Returns "" if no file of another process can be opened.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
-    except OSError:
-        return ""
 
 
 def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:

@@ -105,7 +105,12 @@ def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedChe
     del index  # for 10⁶ regions it has 130 MiB
     prepared = _prepared(saving, index_bytes, objects, groups)
     # The reader itself checks it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
-    open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
+    try:
+        open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
+    except IntegrityError as error:
+        if saving.world_size > 1:
+            error.hint = "The ranks disagree on where their parts lie: cut a tensor over one mesh, or parts of it."
+        raise
     return prepared
 
 

@@ -13,16 +13,21 @@ Invariants, beside those of the sampler:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import distributed
+from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.state.placements import cut_beside_data
 from ckpt_tasks.state.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
 
-__all__ = ["ResumableLoader"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ResumableLoader", "check_dealt"]
 
 _OURS = {"batch_sampler", "sampler", "generator"}
 
@@ -43,7 +48,9 @@ class ResumableLoader:
     `drop_last` and so on). The position moves when a batch is handed out. Random numbers that the data set or
     `collate_fn` draws, from the streams of Python, NumPy or torch or from generators in their attributes, depend on
     `seed`, the epoch and the batch alone (and on the seeds of these generators).
-    Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank.
+    Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor parallelism
+    the ranks of one model need the same samples: give the data-parallel part of the mesh (`mesh=mesh["dp"]`), or the
+    data-parallel `rank` and `world_size`.
 
     Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
     """
@@ -58,6 +65,9 @@ class ResumableLoader:
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        mesh: DeviceMesh | None = None,
+        rank: int = 0,
+        world_size: int | None = None,
         **options: Any,
     ):
         if given := _OURS & options.keys():
@@ -68,7 +78,17 @@ class ResumableLoader:
                 hint="Put a stream into torchdata's StatefulDataLoader, and that into the state.",
             )
         self.dataset = dataset
-        self.sampler = ResumableSampler(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.sampler = ResumableSampler(
+            len(dataset),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size or 1,
+            mesh=mesh,
+        )
+        self._has_place = mesh is not None or world_size is not None
         self.sampler.name_epochs()
         batches = _Batches(dataset, collate_fn or default_collate, seed)
         self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
@@ -149,7 +169,7 @@ class ResumableLoader:
 
     def _take_place(self) -> None:
         """Take this rank's part: frameworks start their process group after the loader is made."""
-        if distributed.is_available() and distributed.is_initialized():
+        if not self._has_place and distributed.is_available() and distributed.is_initialized():
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -167,6 +187,29 @@ class ResumableLoader:
                 break
             moves, batches = self._moves, self.sampler.iterate(self._loader)
         self._ending = None
+
+
+def check_dealt(state: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a loader or sampler deals other samples to ranks that hold parts of one model."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    objects = [*objects_of(state)]
+    for dealer in objects:
+        sampler = dealer.sampler if isinstance(dealer, ResumableLoader) else dealer
+        if isinstance(dealer, ResumableLoader):
+            dealer._take_place()
+        if not isinstance(sampler, ResumableSampler) or sampler.has_mesh:
+            continue
+        if sampler.world_size == distributed.get_world_size() > 1:
+            names = (cut_beside_data(value, sampler.world_size) for value in objects if isinstance(value, nn.Module))
+            if key := next((name for name in names if name), None):
+                raise ConfigError(
+                    f"the {type(dealer).__name__} gives every rank other samples, and ranks that hold parts of one "
+                    "model need the same ones",
+                    key=key,
+                    hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
+                    "data parallelism: rank=0, world_size=1 where there is none.",
+                )
 
 
 class _Batches(Dataset[Any]):

@@ -1,10 +1,11 @@
 """The place of this rank's part in the whole tensor. The only module that knows DTensor.
 
 A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
-of equal extent, the last ones shorter or empty. If FSDP has cut what tensor parallelism had cut before, torch marks it
-by a `_StridedShard`, and the cuts were made from right to left. For these torch's own offset is wrong with uneven
-shards (github.com/pytorch/pytorch issue 161368). So the box is computed here and compared with the extent of the part
-itself; a part that does not agree is refused.
+of equal extent, the last ones shorter or empty. A rank has the chunk of its place in the process group of the mesh
+dimension, in which torch sorts the ranks; the mesh may list them in another order. If FSDP has cut what tensor
+parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For these
+torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed here
+and compared with the extent of the part itself; a part that does not agree is refused.
 
 Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
 """
@@ -16,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ __all__ = [
     "Share",
     "Shares",
     "World",
+    "cut_beside_data",
     "is_sharded",
     "like",
     "local_of",
@@ -39,6 +42,7 @@ __all__ = [
     "share",
 ]
 
+_ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
 _CUT_BYTES = 1 << 18  # one rank writes a replicated box below this; a larger box is cut
 
 
@@ -149,17 +153,30 @@ def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], loca
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 0)
+    if not (_is_regular(mesh) or all(placement.is_replicate() for placement in placements)):
+        why = f"a tensor on a mesh of ranks in the order {mesh.mesh.tolist()} cannot be stored"
+        raise UnsupportedStateError(f"{why}: torch mixes its parts up", key=key, hint=_ORDER)
     offset, extent = [0] * len(shape), [*shape]
     for dim in range(len(shape)):
         for mesh_dim in _order_of_cuts(placements, mesh.shape, dim, key):
             chunk = -(-extent[dim] // mesh.shape[mesh_dim])
-            begin = min(extent[dim], coordinate[mesh_dim] * chunk)
+            begin = min(extent[dim], mesh.get_local_rank(mesh_dim) * chunk)
             offset[dim] += begin
             extent[dim] = min(chunk, extent[dim] - begin)
     if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part
         why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
-        raise UnsupportedStateError(f"{why} cannot be stored", key=key)
+        raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=_ORDER)
     return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
+
+
+@lru_cache(maxsize=64)
+def _is_regular(mesh: Any) -> bool:
+    """Return True if a rank's place in its sorted group follows from its coordinate in that mesh dimension alone."""
+    for n, m in permutations(range(mesh.ndim), 2):
+        places = mesh.mesh.argsort(n).argsort(n)
+        if bool((places != places.narrow(m, 0, 1)).any()):
+            return False
+    return True
 
 
 def share(place: Place, key: str, itemsize: int) -> Box | None:
@@ -224,6 +241,31 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         for inner in module.modules():
             if isinstance(inner, fsdp.FSDPModule):
                 inner.reshard()
+
+
+def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
+    """Name a parameter that is cut over more than data parallelism; None if data parallelism takes in all `ranks`.
+
+    Only what is certain counts: parameters of fully_shard and of parallelize_module.
+    """
+    fsdp, found, degree = sys.modules.get("torch.distributed.fsdp"), None, 1
+    of_fsdp, of_plan = set[int](), set[int]()
+    for inner in module.modules():
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            degree = max(degree, inner.process_group.size())
+        if fsdp is not None and isinstance(inner, fsdp.FSDPModule):
+            of_fsdp.update(map(id, inner.parameters()))
+        if getattr(inner, "_distribute_module_applied", False):
+            of_plan.update(map(id, inner.parameters()))
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter) and id(parameter) in of_fsdp | of_plan:
+            shape, placements = parameter.device_mesh.shape, parameter.placements  # type: ignore[attr-defined]
+            # fully_shard takes the first dimension of the mesh, or two of which the first one replicates.
+            data = 1 + placements[0].is_replicate() if id(parameter) in of_fsdp else 0
+            degree = max(degree, math.prod(shape[:data]))
+            if math.prod(shape[data:]) > 1 and (data or not all(one.is_replicate() for one in placements)):
+                found = found or name
+    return found if degree < ranks else None
 
 
 def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:

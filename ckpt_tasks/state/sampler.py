@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.state.groups import held_in
 from ckpt_tasks.state.rng import GENERATORS, set_streams, stream_state
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
 
@@ -60,9 +63,10 @@ class ResumableSampler(Sampler[list[int]]):
         for batch in sampler.follow(loader):  # epoch after epoch, without end
             ...
 
-    `batch_size` is per rank. A step takes the next batch_size x world_size samples of the epoch's order and deals them
-    out in turn, so a checkpoint can resume with another number of ranks (or another batch size): no sample of the epoch
-    is lost or repeated, and while batch_size x world_size stays the same, every step sees the same samples.
+    `batch_size` is per rank; `mesh` is the data-parallel part of a DeviceMesh, in place of `rank` and `world_size`. A
+    step takes the next batch_size x world_size samples of the epoch's order and deals them out in turn, so a checkpoint
+    can resume with another number of ranks (or another batch size): no sample of the epoch is lost or repeated, and
+    while batch_size x world_size stays the same, every step sees the same samples.
 
     All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill the last batch of all
     ranks together; otherwise the last batches are smaller, as even as possible. If fewer samples than ranks are left
@@ -82,7 +86,10 @@ class ResumableSampler(Sampler[list[int]]):
         drop_last: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        mesh: DeviceMesh | None = None,
     ):
+        if mesh is not None:
+            rank, world_size = _place_in(mesh)
         check_count("size", size, least=1, most=_MAX_SIZE)
         check_count("batch_size", batch_size, least=1, most=_MAX_SIZE)
         check_count("world_size", world_size, least=1, most=_MAX_SIZE)
@@ -97,6 +104,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, bool(shuffle), seed
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
+        self.has_mesh = mesh is not None
         self._epoch = self._samples = 0
         self._loads = 0  # counts load_state_dict: a running `follow` then starts again
         self._ids_with_epoch = False
@@ -280,6 +288,16 @@ class ResumableSampler(Sampler[list[int]]):
                 yield batch
                 if self._loads != loads:
                     break
+
+
+def _place_in(mesh: DeviceMesh) -> tuple[int, int]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError("this rank is not in the mesh of its data", key="mesh")
+    rank = 0
+    for at, size in zip(coordinate, mesh.shape, strict=True):
+        rank = rank * size + at
+    return rank, mesh.size()
 
 
 class _Seeded(Dataset[Any]):

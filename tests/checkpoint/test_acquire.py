@@ -27,8 +27,8 @@ def test_what_only_an_owner_may_do_takes_nothing(run_dir: Path, verb: str) -> No
     assert LocalPlace(run_dir).everything() != before
 
 
-def test_acquire_takes_the_run_once(run_dir: Path) -> None:
-    """`acquire` makes this process the owner, does nothing the second time, and is refused while another holds it."""
+def test_acquire_takes_the_run_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`acquire` makes this process the owner once, and is refused while another holds it; a lone rank is told why."""
     train(run_dir, 1)
     epoch = open_run(run_dir).head().state.owner.epoch  # type: ignore[union-attr]
     with opened(run_dir) as ckpt:
@@ -38,6 +38,10 @@ def test_acquire_takes_the_run_once(run_dir: Path) -> None:
         assert owner is not None
         assert owner.epoch == epoch + 1
         with pytest.raises(OwnedError):
+            Checkpointer(ckpt.config).acquire()
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(OwnedError, match=r"rank 1 of 2, .* call init_process_group\(\) before Checkpointer"):
             Checkpointer(ckpt.config).acquire()
         assert ckpt.restore(state_of(0)) == 1
     assert open_run(run_dir).head().state.owner.released  # type: ignore[union-attr]

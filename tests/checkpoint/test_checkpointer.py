@@ -246,9 +246,9 @@ _CHILD = """
 """
 
 
-@pytest.mark.parametrize(("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGINT", 1)])
+@pytest.mark.parametrize(("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGINT", 1), ("SIGINT", 2)])
 def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
-    """P69: SIGTERM (also twice) and Ctrl-C within a step end the process after it, with its checkpoint and no owner."""
+    """P69: SIGTERM and Ctrl-C (also twice) within a step end the process after it, with its checkpoint and no owner."""
     command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(run_dir), name, str(times)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == -getattr(signal, name), found.stderr

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
         for number in SIGNALS[way]:
             process.send_signal(number)
             if style == "with" and len(SIGNALS[way]) > 1:
-                process.stdout.readline()  # it has seen the first: two that wait at once are one
+                process.stdout.readline()  # it has seen the first
+                time.sleep(2.1)  # the same signal again within 2 s is one signal
     out, err = process.communicate(timeout=240)
     said += out.splitlines()
     with pytest.raises(ProcessLookupError):

@@ -22,9 +22,10 @@ from ckpt_tasks.cli import app
 from ckpt_tasks.cli.settings import default_key
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import acquire, identify, process_start
+from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import process_start
 from tests.flows.test_train import assert_equal, run
 from tests.servers.process import free_port
 from tests.support.waiting import until

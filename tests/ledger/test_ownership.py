@@ -18,10 +18,10 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.ledger import ownership
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify, why_free
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import process_start
 from tests.support.owner_child import OwnerChild
 from tests.support.systems import Hurried, running_on
 
@@ -67,7 +67,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def held_by(pid: int) -> Owner:
     """Describe another process of this host as an owner."""
-    return replace(identify(None), pid=pid, process_start=ownership.process_start(pid) or "", epoch=1)
+    return replace(identify(None), pid=pid, process_start=process_start(pid) or "", epoch=1)
 
 
 def test_a_directory_without_owner_or_released_is_free() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import signal
 import time
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError
@@ -102,6 +106,35 @@ def test_ranks_of_another_configuration_are_refused(tmp_path: Path) -> None:
         assert kind == "ConfigError"
         assert "rank 1 and rank 0 have different values of step_interval" in words
     assert not [*tmp_path.iterdir()]
+
+
+def mistaken(rank: int, size: int, root: str, how: str) -> Said:
+    """Save as if one rank had made a Checkpointer more, worked elsewhere, or cut a tensor over a mesh of its own."""
+    value = torch.zeros(8)
+    if how == "directories":
+        Path(root, str(rank)).mkdir()
+        os.chdir(f"{root}/{rank}")
+    if how == "meshes":
+        meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        value = distribute_tensor(value, meshes[rank // 2], [Shard(0)])
+    directory = "run" if how == "directories" else root
+    made = [Checkpointer(config(directory, flush_timeout_s=3)) for _ in range(1 + (how == "Checkpointers" and rank))]
+    return [attempt(made[-1].save, 1, {"x": {"value": value}})]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("directories", "rank 1: this rank does not find the run that rank 0 has taken. Give all ranks one directory"),
+        ("meshes", "x/value: its regions leave a hole, overlap.*cut a tensor over one mesh"),
+        pytest.param("Checkpointers", "made another number of Checkpointers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_of_one_rank_is_named(tmp_path: Path, how: str, words: str) -> None:
+    """Every rank is told what the ranks have not in common, and what to do; nothing is committed."""
+    for [(_, said)] in run(4 if how == "meshes" else 2, mistaken, str(tmp_path), how):
+        assert re.search(words, said), said
+    assert how == "directories" or steps_of(tmp_path) == []
 
 
 def some_restore(rank: int, size: int, root: str, who: int) -> Said:

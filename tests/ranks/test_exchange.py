@@ -20,9 +20,10 @@ from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.regions import Box
 from ckpt_tasks.ranks.exchange import StoreExchange, Together
-from ckpt_tasks.reading.sharing import host_name, share
+from ckpt_tasks.reading.sharing import share
 from ckpt_tasks.state.processes import close_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.system import host_name
 
 
 def test_a_thread_that_connects_first_after_the_store_has_ended_is_told_at_once() -> None:

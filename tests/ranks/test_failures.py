@@ -256,3 +256,37 @@ def test_two_gangs_on_one_directory_are_fenced_as_a_whole(tmp_path: Path) -> Non
         assert steps[0] == steps[1] > 0
         assert first.results() == ["FencedError", "FencedError"]
     assert max(steps_of(tmp_path)) == 20_000
+
+
+def one_is_killed(rank: int, size: int, root: str, how: str) -> None:
+    """Save every step. Rank 1 dies in mid-step, or hangs as on another host, and the others fail in it."""
+    state = state_of("ddp", size)
+    with Checkpointer(config(root, step_interval=1, flush_timeout_s=600)) as ckpt:
+        ckpt.restore(state)
+        for step in range(1, 4):
+            ckpt.step(step, state)
+        ckpt.wait()
+        if rank == 1:
+            report("ready")
+            signal.pause()
+        ckpt.step(4, state)  # rank 1 never hands its part in
+        report("ready")
+        if how == "killed":
+            torch.distributed.all_reduce(torch.ones(1))
+        raise RuntimeError("a step fails")
+
+
+@pytest.mark.parametrize("how", ["killed", "told"])
+def test_the_end_of_a_rank_ends_the_wait_for_it(tmp_path: Path, how: str) -> None:
+    """Rank 1 is killed in mid-step: the others end in seconds, not after the timeout; so they do if told by SIGTERM."""
+    with Gang(3, one_is_killed, str(tmp_path), how) as gang:
+        assert [gang.said(n) for n in range(3)] == [("report", "ready")] * 3
+        ended = {1: signal.SIGKILL} if how == "killed" else {0: signal.SIGTERM, 2: signal.SIGTERM}
+        for n, number in ended.items():
+            gang.send(n, number)
+        for n in (0, 2):
+            gang.processes[n].join(120)
+            assert gang.processes[n].exitcode == (1 if how == "killed" else -signal.SIGTERM)
+            if how == "killed":
+                assert "The last snapshot could not be saved either: rank 1 has ended" in gang.said(n)[1]
+    assert steps_of(tmp_path)[-1] == 3

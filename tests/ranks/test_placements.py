@@ -1,4 +1,4 @@
-"""Where every rank's part of a tensor lies: for all meshes, placements and shapes, without processes."""
+"""Where every rank's part of a tensor lies: for all meshes, placements and shapes, mostly without processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +15,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.state.placements import World
+from ckpt_tasks.state.placements import World, place_of
 from ckpt_tasks.state.tensors import TensorSet
+from tests.ranks.training import config
+from tests.support.gang import run
 
 Placement = Replicate | Shard | _StridedShard
 NAMES = ("dp_replicate", "dp_shard", "tp")
@@ -194,3 +201,78 @@ def test_an_order_of_cuts_that_is_unknown_is_refused() -> None:
         with pytest.raises(UnsupportedStateError, match="unknown order") as caught:
             taken(tensor, World(0, 4))
     assert caught.value.key == "group/name"
+
+
+Order = list[int] | list[list[int]]
+ORDERS: list[Order] = [*([*order] for size in (2, 3) for order in itertools.permutations(range(size)))]
+ORDERS += [[[a, b], [c, d]] for a, b, c, d in itertools.permutations(range(4))]
+QUICK: list[Order] = [[1, 0], [2, 0, 1], [[3, 1], [2, 0]], [[0, 3], [1, 2]]]
+
+
+def whole_of(rows: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.arange(rows * 12.0).reshape(rows, 12), "bias": torch.arange(float(rows))}
+
+
+def is_regular(order: Order) -> bool:
+    """Say whether the rows of a mesh, and its columns, list their ranks in one order."""
+    places = [np.argsort(np.argsort(order, n), n) for n in range(np.ndim(order))]
+    return len(places) == 1 or all(bool((of == of.take([0], 1 - n)).all()) for n, of in enumerate(places))
+
+
+def on_mesh(order: Order) -> dict[str, tuple[torch.Tensor, DTensor]]:
+    """Cut tensors over a mesh whose ranks are in this order, in every way of torch's; return each beside its whole."""
+    names = ("dp", "tp")[: np.ndim(order)]
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=names)
+    found: dict[str, tuple[torch.Tensor, Any]] = {}
+    regular = is_regular(order)
+    for rows in (12, 7) if regular else (12,):  # torch crashes if the parts that it mixes up have other shapes
+        weight = whole_of(rows)["weight"]
+        for placements in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=len(names)):
+            found[f"{rows} {placements}"] = weight, distribute_tensor(weight, mesh, placements)
+        for style in (None, *([ColwiseParallel(), RowwiseParallel()] if regular and len(names) > 1 else [])):
+            model = nn.Sequential(nn.Linear(12, rows))
+            model[0].load_state_dict(whole_of(rows))
+            if style is not None:
+                parallelize_module(model, mesh["tp"], {"0": style})
+            fully_shard(model, mesh=mesh if style is None else mesh["dp"])
+            for name, parameter in model[0].named_parameters():
+                found[f"{rows} {type(style).__name__} {name}"] = whole_of(rows)[name], parameter.detach()
+    return found
+
+
+def save_on_mesh(rank: int, size: int, root: str, order: Order) -> dict[str, tuple[Any, bool, bool]]:
+    """Save all that is not refused. Return each whole as torch gathers it here, whether it is right, and refused."""
+    found = {}
+    cut = on_mesh(order)
+    for name, (whole, tensor) in cut.items():
+        refused = False
+        try:
+            place_of(tensor, name, World(rank, size))
+        except UnsupportedStateError as error:
+            refused = "init_device_mesh" in str(error.hint)
+        gathered = tensor.full_tensor()
+        found[name] = gathered.numpy(), torch.equal(gathered, whole), refused
+    of_all: list[Any] = [None] * size
+    dist.all_gather_object(of_all, {name for name, (*_, refused) in found.items() if refused})
+    with Checkpointer(config(root)) as ckpt:
+        ckpt.save(1, {"cut": {name: tensor for name, (_, tensor) in cut.items() if name not in set().union(*of_all)}})
+    return found
+
+
+@pytest.mark.parametrize(
+    "order", [*QUICK, *(pytest.param(order, marks=pytest.mark.slow) for order in ORDERS if order not in QUICK)], ids=str
+)
+def test_a_mesh_may_list_its_ranks_in_any_order(tmp_path: Path, order: Order) -> None:
+    """P58: what is saved is what torch gathers; refused are rows that torch has lost, and meshes that mix parts up."""
+    ranks = run(np.size(order), save_on_mesh, str(tmp_path), order)
+    refused = {name for rank in ranks for name, (*_, refused) in rank.items() if refused}
+    wrong = {name for rank in ranks for name, (_, right, _) in rank.items() if not right}
+    state = {"cut": {name: torch.zeros(ranks[0][name][0].shape) for name in ranks[0].keys() - refused}}
+    assert Checkpointer(config(str(tmp_path))).restore(state) == 1
+    for name, tensor in state["cut"].items():
+        assert np.array_equal(tensor.numpy(), ranks[0][name][0]), name
+    if is_regular(order):
+        assert refused <= wrong
+        assert not {name for name in refused | wrong if name.startswith("12")}
+    else:
+        assert refused == {name for name in ranks[0] if "(Replicate(), Replicate())" not in name}

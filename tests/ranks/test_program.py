@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,11 +28,15 @@ _WAIT_S = 300.0
 
 
 def start(root: Path, ranks: int) -> subprocess.Popen[str]:
-    """Start the program as its page says; torchrun picks a free port."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """Start the program as its page says."""
     program = ["-m", "ckpt_tasks.programs.fsdp_lm", "--steps", str(STEPS), "--step-interval", str(INTERVAL)]
+    return torchrun(root, ranks, *program, "--checkpoint-dir", str(root))
+
+
+def torchrun(root: Path, ranks: int, *program: str) -> subprocess.Popen[str]:
+    """Start a program on many ranks; torchrun picks a free port."""
     return subprocess.Popen(
-        [*torchrun, *program, "--checkpoint-dir", str(root)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -110,3 +116,52 @@ def test_the_example_program_survives_torchrun(tmp_path: Path) -> None:
     said = train(root, 3)
     assert re.search(rf"step {STEPS} on 3 ranks: loss \d\.\d+", said)
     assert steps_of(root)[-1] == STEPS
+
+
+_SCRIPT = """
+import sys, time, torch
+from torch import distributed as dist
+from ckpt_tasks import CheckpointConfig, Checkpointer
+
+dist.init_process_group("gloo")
+state = {"x": {"weights": torch.zeros(8)}}
+with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=1_000_000)) as ckpt:
+    for step in range(ckpt.restore(state) + 1, 1_000_000):
+        dist.all_reduce(torch.ones(1))
+        if step == 3:
+            print("ready", flush=True)
+        time.sleep(1)
+        ckpt.step(step, state)
+"""
+
+
+@contextmanager
+def busy(loops: int) -> Iterator[None]:
+    """Keep cores busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("loops", [0, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_ctrl_c_that_torchrun_sends_on_is_one(tmp_path: Path, loops: int) -> None:
+    """P69: every rank gets the terminal's SIGINT and the agent's: they commit one step, and end by it."""
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    with busy(loops), torchrun(tmp_path / "run", 2, str(script), str(tmp_path / "run")) as agent:
+        assert agent.stdout is not None
+        said = ""
+        while said.count("ready") < 2:
+            said += (line := agent.stdout.readline())
+            assert line, said
+        for pid in [*children(agent.pid), agent.pid]:
+            os.kill(pid, signal.SIGINT)
+        said += agent.communicate(timeout=_WAIT_S)[0]
+        assert agent.returncode != 0
+    assert "closing signal SIGINT" in said  # the agent has sent it, too
+    assert len(steps := steps_of(tmp_path / "run")) == 1, said
+    assert steps[0] >= 3, said

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from ckpt_tasks import Checkpointer, ResumableSampler
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks import Checkpointer, ResumableLoader, ResumableSampler
+from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.format.digests import digest_hex
 from tests.ranks.test_failures import steps_of
 from tests.ranks.training import build, config, full
@@ -260,6 +260,9 @@ def take_batches(rank: int, size: int, root: str, steps: int) -> list[tuple[int,
     return taken
 
 
+DEALT = [("2d", "numbers"), ("tp", ""), ("tp", "mesh"), ("fsdp", ""), ("hsdp", ""), ("ddp", "")]
+
+
 @pytest.mark.slow
 def test_no_sample_is_lost_or_comes_twice(tmp_path: Path) -> None:
     """P26: two epochs over 1, 2, 4, 3 and 1 ranks: each sample comes once an epoch, in one order whatever the ranks."""
@@ -269,3 +272,35 @@ def test_no_sample_is_lost_or_comes_twice(tmp_path: Path) -> None:
             for epoch, batch in rank:
                 counts[epoch].update(batch)
     assert counts == [Counter(range(SAMPLES))] * 2
+
+
+def deal(rank: int, size: int, root: str, kind: str, given: str) -> Any:
+    """Save and restore a model and a loader; return the error by its key, or each rank's samples."""
+    model = build(kind, size)
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    places: dict[str, dict[str, Any]] = {"mesh": {"mesh": mesh["dp"]}, "numbers": {"rank": rank // 2, "world_size": 2}}
+    loader = ResumableLoader(range(SAMPLES), 4, shuffle=True, **places.get(given, {}))  # type: ignore[arg-type]
+    state = {"model": model, "data": [loader]}
+    found = []
+    for call in ("restore", "save"):
+        with Checkpointer(config(f"{root}/{call}")) as ckpt:
+            try:
+                assert ckpt.restore(state) == 0 if call == "restore" else ckpt.save(1, state)
+            except ConfigError as error:
+                found.append((error.key, "ResumableLoader gives every rank other samples" in str(error)))
+    return found or [sorted(batch.tolist()) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [("2d", ""), ("2d", "mesh"), *(pytest.param(kind, given, marks=pytest.mark.slow) for kind, given in DEALT)],
+)
+def test_ranks_of_one_model_get_the_same_samples(tmp_path: Path, kind: str, given: str) -> None:
+    """P26: under tensor parallelism a loader is told the mesh, or refused; FSDP2, HSDP and DDP need nothing."""
+    ranks = run(4, deal, str(tmp_path), kind, given)
+    if given or kind in {"fsdp", "hsdp", "ddp"}:
+        groups = [ranks[0], ranks[2]] if given else ranks
+        assert Counter(sample for batches in groups for batch in batches for sample in batch) == Counter(range(SAMPLES))
+        assert not given or (ranks[0] == ranks[1] and ranks[2] == ranks[3])
+    else:
+        assert ranks == [[("0.weight", True)] * 2] * 4
