@@ -25,6 +25,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
 from benchmarks.apart import summary
 from benchmarks.peers import OURS
@@ -34,9 +35,11 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.retention import RetentionPolicy
+from ckpt_tasks.ranks.exchange import StoreExchange
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.committer import Committer, Line
+from ckpt_tasks.saving.differences import compared
 from ckpt_tasks.saving.parts import (
     RankPart,
     Saving,
@@ -48,6 +51,7 @@ from ckpt_tasks.saving.parts import (
     same_step,
 )
 from ckpt_tasks.snapshot.device import Devices
+from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.placements import World
@@ -57,9 +61,17 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Simulation", "check_moved", "commit", "measure", "moved"]
 
-_PARTS = ("parts are read", "checks, index and manifest", "sizes and puts", "ledger entry", "opened again")
+_PARTS = (
+    "words are fetched",
+    "parts are read",
+    "checks, index and manifest",
+    "sizes and puts",
+    "ledger entry",
+    "opened again",
+)
 _RANKS = 1000
 _WIDTH = 64
+_NORMS = 1000  # replicated tensors, of which every save samples some
 _STEP = 7
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 600.0
@@ -81,6 +93,7 @@ class Simulation:
         self.attempt = new_attempt(_STEP, self.owner, 1)
         self._keys = [f"model/layers.{n}.weight" for n in range(-(-tensors // 4))]
         self._keys += [f"optimizer/state/{n}/exp_avg" for n in range(tensors - len(self._keys))]
+        self._norm = torch.ones(4096)
         slices = torch.zeros((tensors, *self._of_rank(_WIDTH, 1)))
         self._slices = slices
         self._tensors = dict(zip(self._keys, slices.unbind(), strict=True))
@@ -108,7 +121,10 @@ class Simulation:
         images = ImageSet(plan, {name: memoryview(bytearray(size)) for name, size in plan.sizes.items()})
         images.fill(captured.tensors, Devices())
         parts = [digest_image(self.attempt, image, lambda: False, rank) for image in images.images]
-        part = joined(parts, rank).with_groups(_STEP, encode_groups(captured), {})
+        norms = {f"model/norms.{n}.weight": (self._norm, (0,)) for n in range(_NORMS)}
+        groups = encode_groups(captured)
+        same = compared(groups, Samples(), take_samples(norms, 1, Devices()))
+        part = joined(parts, rank).with_groups(_STEP, groups, same)
         for record in part.objects:
             path = self.directory / record.name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +169,10 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     """
     pruner = Pruner(history, RetentionPolicy(max_num_checkpoints=2))
     committer = Committer(history, saving.owner, saving.run_key, pruner, Line(), world_size=saving.world_size)
+    exchange = handed_in(words)
     at = [time.process_time()]
+    words = fetched(exchange, words[0])
+    at.append(time.process_time())
     parts = same_step([*map(RankPart.from_bytes, words)])
     at.append(time.process_time())
     prepared = prepare_checkpoint(saving, parts)
@@ -167,6 +186,27 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     open_checkpoint(history.store, entry.state.live[-1])
     at.append(time.process_time())
     return {name: after - before for name, (before, after) in zip(_PARTS, pairwise(at), strict=True)}
+
+
+def handed_in(words: Sequence[bytes]) -> StoreExchange:
+    """Put the words of all ranks but rank 0 into a c10d store of this process; return rank 0's exchange."""
+    c10d: Any = dist  # it does not export its stores to a type checker
+    exchange = StoreExchange(c10d.TCPStore("127.0.0.1", 0, is_master=True), 0, len(words), "scale")
+    for rank, word in enumerate(words[1:], start=1):
+        exchange._put(f"scale/parts/{rank}", b"=" + word)
+    return exchange
+
+
+def fetched(exchange: StoreExchange, word: bytes) -> list[bytes]:
+    """Return the words of all ranks, which rank 0 reads and answers."""
+    found: list[bytes] = []
+
+    def decide(words: list[bytes]) -> bytes:
+        found.extend(words)
+        return b""
+
+    exchange.agree("parts", word, decide, _TIMEOUT_S)
+    return found
 
 
 def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:

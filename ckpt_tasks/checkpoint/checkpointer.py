@@ -137,8 +137,7 @@ class Checkpointer(HeldRun):
         `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that matches nothing.
         """
         selection = Selection.of(only, missing, leave)
-        refuse_fsdp1(state)
-        check_dealt(state)
+        _refuse_wrong(state)
         self._own()
         self._wait_idle()
         self._steps.restored()
@@ -374,3 +373,9 @@ class Checkpointer(HeldRun):
                 prune_s=0
             )  # so the next owner need not wait for a timeout; a later save takes the directory again
             self._interrupt.deliver()
+
+
+def _refuse_wrong(state: Mapping[str, Any]) -> None:
+    """Refuse what a restore cannot bring back, or what trains on wrong samples."""
+    refuse_fsdp1(state)
+    check_dealt(state)
