@@ -29,8 +29,9 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.modules import Gradients
 from ckpt_tasks.state.rng import current_streams, set_streams
 
-__all__ = ["CkptMixin", "CkptTrainer", "state_of"]
+__all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 
+_AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 _OURS = "the run"  # what Trainer is told to resume from; every method that would read there is overridden
 
@@ -93,6 +94,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         }
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
+        if hasattr(getattr(self.model, "base_model", None), "rankallocator"):
+            state["ranks"] = AdaLoraRanks(self.model)
         self._ckpt_state = with_extra(state, self._own_state)
         self.ckpt.restore(self._ckpt_state)
         self._resumed = self.ckpt.last_restore is not None
@@ -193,12 +196,37 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         "loaders": [one for one in map(_Loader, accelerator._dataloaders) if one.has_state],
         "objects": [*accelerator._custom_objects],
     }
+    adaptive = [one for one in state["models"] if hasattr(getattr(one, "base_model", None), "rankallocator")]
+    state["ranks"] = [*map(AdaLoraRanks, adaptive)]
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     if accelerator.gradient_state.num_steps > 1:
         state["gradients"] = [Gradients(model) for model in accelerator._models]
         state["accumulation"] = _Accumulation(accelerator)
     return {name: value for name, value in state.items() if value != []}
+
+
+class AdaLoraRanks:
+    """What AdaLoRA needs to go on and its model's state lacks: the importance of each rank, and the ranks it has left.
+
+    ``state = {"model": model, "ranks": AdaLoraRanks(model), ...}``. CkptTrainer and `state_of` have it already.
+    """
+
+    def __init__(self, model: Any):
+        self._allocator = model.base_model.rankallocator
+        self._parameters = dict(model.base_model.model.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by parameter, and the ranks in use."""
+        averages = {name: getattr(self._allocator, name) for name in _AVERAGES}
+        return {**averages, "rank_pattern": self._allocator.peft_config.rank_pattern}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set them, each average on its parameter's device."""
+        for name in _AVERAGES:
+            own = {key: value.to(self._parameters[key].device) for key, value in state_dict[name].items()}
+            setattr(self._allocator, name, own)
+        self._allocator.peft_config.rank_pattern = state_dict["rank_pattern"]
 
 
 class _Loader:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from accelerate.utils import send_to_device
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
@@ -139,6 +140,7 @@ class Progress(Started):
             "sums": {name: getattr(trainer, name, 0) for name in _SUMS},
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "flos": trainer.current_flos,
+            "reused": _reused(trainer),
         }
         # Losses between two logs, and how long an evaluation took, are each rank's own.
         return {"of_ranks": gather_of_ranks(own), "started": self._started}
@@ -219,6 +221,12 @@ class Progress(Started):
             setattr(self._trainer, name, value)
         self._trainer._tr_loss.fill_(given["loss"])
         self._trainer.current_flos = given["flos"]
+        for name, value in given.get("reused", {}).items():
+            if name == "_metrics":
+                for mode, metrics in value.items():
+                    vars(self._trainer)[name][mode].update(metrics)
+            else:
+                setattr(self._trainer, name, send_to_device(value, self._trainer.args.device))
 
     def _own(self) -> dict[str, Any]:
         assert self._given is not None
@@ -241,6 +249,16 @@ class Progress(Started):
 
     def _states(self) -> dict[str, Any]:
         return {name: state for name, (_, state) in self._drawn_from().items()}
+
+
+def _reused(trainer: Any) -> dict[str, Any]:
+    """Return what trainers of TRL keep between steps: the count, generations that are used again, sums of metrics."""
+    own = {name: vars(trainer).get(name) for name in ("_step", "_buffered_inputs", "_metrics")}
+    if "_buffered_inputs" not in vars(trainer) or own["_step"] is None or own["_metrics"] is None:
+        return {}
+    every = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
+    own["_buffered_inputs"] = send_to_device(own["_buffered_inputs"], "cpu") if own["_step"] % every else None
+    return {**own, "_metrics": {mode: dict(values) for mode, values in own["_metrics"].items()}}
 
 
 def samplers_of(loader: Any) -> Iterator[Any]:

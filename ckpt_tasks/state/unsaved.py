@@ -48,6 +48,7 @@ def warn_of_unsaved(state: Mapping[str, Any]) -> None:
     if not any(map(_may_hold_others, state.values())):
         _warn_of_optimizers(state, [value for value in alive if isinstance(value, Optimizer)])
         _warn_of_schedules(state, [value for value in alive if isinstance(value, LRScheduler)])
+        _warn_of_ranks(state)
     _warn_of_empty(state)
 
 
@@ -63,7 +64,12 @@ def warn_of_trained(state: Mapping[str, Any]) -> None:
 
 
 def _has_stepped(of_parameter: object) -> bool:
-    """Say whether an optimizer's state of a parameter is one of training; Adagrad makes one with step 0 at once."""
+    """Say whether an optimizer's state of a parameter is one of training.
+
+    Adagrad makes one with step 0 at once, and a look at one that is not there yet (schedulefree's) an empty one.
+    """
+    if of_parameter == {}:
+        return False
     step = of_parameter.get("step") if isinstance(of_parameter, Mapping) else None
     return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
@@ -98,6 +104,17 @@ def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -
             ", ".join(dict.fromkeys(type(value).__qualname__ for value in missing)),
             of[id(missing[0].optimizer)],
         )
+
+
+def _warn_of_ranks(state: Mapping[str, Any]) -> None:
+    """Warn of an AdaLoRA model of PEFT: the averages by which it takes ranks away are outside its state."""
+    for name, module in modules_of(state).items():
+        if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
+            _log.warning(
+                "The rank allocator of %s is not in the state: after a resume AdaLoRA takes other ranks away. Save it "
+                "too: state={..., 'ranks': AdaLoraRanks(model)}, from ckpt_tasks.integrations.huggingface",
+                name,
+            )
 
 
 def _warn_of_empty(state: Mapping[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""What classes of other libraries keep outside of their state; each test skips where its library is not installed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, set_seed
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.integrations.huggingface import AdaLoraRanks, CkptMixin
+
+REUSES = [
+    {"steps_per_generation": 4},
+    {"num_iterations": 3},
+    {"steps_per_generation": 2, "num_iterations": 2, "logging_steps": 4},
+    {"gradient_accumulation_steps": 2, "num_iterations": 2},
+]
+
+
+class Stop(Exception):  # noqa: N818 (no error)
+    """Ends a training as a kill does."""
+
+
+class Recording(TrainerCallback):
+    def __init__(self, stop: int | None):
+        self.stop = stop
+        self.logs: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.stop:
+            raise Stop
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        kept = {name: value for name, value in logs.items() if "time" not in name and "per_second" not in name}
+        self.logs.append((state.global_step, kept))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: n for n, word in enumerate(["<pad>", "<eos>", *"abcdefgh"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL
+@pytest.mark.parametrize(
+    "reuse", [REUSES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in REUSES[1:])], ids=str
+)
+def test_generations_that_are_used_again_are_state(reuse: dict[str, Any], tmp_path: Path) -> None:
+    """TRL's GRPO, stopped while generations are reused, goes on with the same ones: losses and weights are equal."""
+    trl = pytest.importorskip("trl")
+
+    class Grpo(CkptMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        set_seed(1)
+        shape = GPT2Config(vocab_size=10, n_positions=32, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
+        options = {"per_device_train_batch_size": 2, "num_generations": 2, "logging_steps": 1, **reuse}
+        args = trl.GRPOConfig(
+            str(tmp_path / "out"), max_steps=8, max_completion_length=4, save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=True, bf16=False, learning_rate=0.01, **options,
+        )  # fmt: skip
+        recording = Recording(stop)
+        trainer = Grpo(
+            GPT2LMHeadModel(shape),
+            args=args,
+            reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
+            train_dataset=Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "efgh"]),
+            processing_class=tokenizer(),
+            callbacks=[recording],
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
+        )
+        with suppress(Stop):
+            trainer.train()
+        return recording.logs, [p.detach() for p in trainer.model.parameters()]
+
+    logs, weights = train("whole")
+    legs = [train("run", stop) for stop in (1, 3, 6, None)]
+    # The last line is that of one call of train().
+    assert [line for lines, _ in legs for line in lines][:-1] == logs[:-1]
+    assert all(map(torch.equal, weights, legs[-1][1]))
+
+
+def test_adalora_takes_the_same_ranks_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With its ranks in the state AdaLoRA goes on exactly in a plain loop; without them a warning says what to save."""
+    peft = pytest.importorskip("peft")
+
+    def train(run: str, last: int, with_ranks: bool = True) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        config = peft.AdaLoraConfig(
+            init_r=4,
+            target_r=2,
+            total_step=12,
+            tinit=1,
+            tfinal=3,
+            deltaT=2,
+            beta1=0.9,
+            beta2=0.9,
+            target_modules=["0", "2"],
+        )
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        model = peft.get_peft_model(net, config)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if with_ranks:
+            state["ranks"] = AdaLoraRanks(model)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
+            for step in range(ckpt.restore(state) + 1, last + 1):
+                x = torch.randn(16, 4)
+                (model(x) - x.flip(1)).square().mean().backward()
+                optimizer.step()
+                model.base_model.update_and_allocate(step)
+                optimizer.zero_grad()
+            ckpt.save(last, state)
+        return [p.detach().clone() for p in model.parameters()]
+
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        whole = train("whole", 12)
+        legs = [train("run", last) for last in (3, 5, 8, 10, 12)]
+    assert all(map(torch.equal, whole, legs[-1]))
+    assert caplog.messages == []
+    train("without", 3, with_ranks=False)
+    assert "'ranks': AdaLoraRanks(model)" in caplog.text
+    assert not all(map(torch.equal, train("eight", 8), train("without", 8, with_ranks=False)))
+
+
+def test_an_optimizer_in_train_mode_has_taken_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`optimizer.train()` of schedulefree before the first restore is no training; a step is."""
+    schedulefree = pytest.importorskip("schedulefree")
+    model = torch.nn.Linear(2, 1)
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters())
+    optimizer.eval()
+    optimizer.train()
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "new", memory_dir=None)) as ckpt:
+            ckpt.restore({"model": model, "optimizer": optimizer})
+        assert caplog.messages == []
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "trained", memory_dir=None)) as ckpt:
+            ckpt.restore({"model": model, "optimizer": optimizer})
+    assert "optimizer has taken steps" in caplog.text
