@@ -28,10 +28,11 @@ from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import refuse_fsdp1
+from ckpt_tasks.state.groups import objects_of, refuse_fsdp1
 from ckpt_tasks.state.loader import check_dealt
+from ckpt_tasks.state.optimizers import note_frozen
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.unsaved import warn_of_trained, warn_of_unsaved
+from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Checkpointer(HeldRun):
         self._at = Position()
         self._steps = StepLog()
         self._left_out = LeftOut()
-        self._has_looked = False  # for what the state leaves out: that looks through all live objects
+        self._unsaved = Unsaved()
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -139,9 +140,7 @@ class Checkpointer(HeldRun):
         selection = Selection.of(only, missing, leave)
         _refuse_wrong(state)
         self._own()
-        self._wait_idle()
-        self._steps.restored()
-        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint that is restored
+        self._be_idle(state)
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
         self._left_out.check(rollback, state)
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
@@ -176,6 +175,13 @@ class Checkpointer(HeldRun):
         self._saver.listeners.restored(report)
         self._deliver_signal()
         return chosen.step
+
+    def _be_idle(self, state: dict[str, Any]) -> None:
+        """Wait for what is under way, and note what training begins with, before a restore."""
+        note_frozen(objects_of(state), anew=not self._knows_line)
+        self._wait_idle()
+        self._steps.restored()
+        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint that is restored
 
     def _begin(self, state: dict[str, Any]) -> int:
         """Begin a run without checkpoints; steps that were never committed will be repeated."""
@@ -281,15 +287,14 @@ class Checkpointer(HeldRun):
         interim = interim and self.config.has_interval
         started_s = system().monotonic()
         try:
-            if not self._has_looked:
+            if not self._unsaved.has_looked:
                 refuse_fsdp1(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
                 groups = encode_groups(captured)  # raises for an unsupported value before anything is written
-                if not self._has_looked:
+                if not self._unsaved.has_looked:
                     check_dealt(state)
-                    self._has_looked = True
-                    warn_of_unsaved(state)
+                self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
         with self._saver.turn():

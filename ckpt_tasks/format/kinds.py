@@ -70,6 +70,8 @@ def _check_optimizer(tree: Any) -> None:
         _dict(group["options"])
     if tree["on_cpu"] is not None:
         _ = [text(name) for name in _list(tree["on_cpu"])]
+    if not all(type(takes) is bool for takes in _dict(tree.get("requires_grad", {})).values()):
+        raise TypeError("a parameter takes a gradient or not")
 
 
 def _check_streams(tree: Any) -> None:

@@ -77,7 +77,7 @@ def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
     """Yield every value of a state but plain scalars, and those in its containers and dataclasses; never raises."""
-    waiting = [*state.values()]
+    waiting = [*state.values()] if isinstance(state, Mapping) else []
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
@@ -98,7 +98,7 @@ def items_of(value: Any) -> list[tuple[str, Any]]:
     if issubclass(type(value), (list, tuple)):
         return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
     if issubclass(type(value), dict):
-        return [(f"[{key!r}]", item) for key, item in [*value.items()][:_MOST_ITEMS]]
+        return [(f"[{key!r:.40}]" if type(key) in SCALARS else "[…]", v) for key, v in [*value.items()][:_MOST_ITEMS]]
     attributes = {} if issubclass(type(value), (type, ModuleType)) else getattr(value, "__dict__", {})
     return [(f".{name}", item) for name, item in [*attributes.items()]]
 

@@ -1,7 +1,8 @@
 """Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
 
 Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
-restores into a bare one. As in a state_dict, non-persistent buffers and requires_grad flags are not part of the state.
+restores into a bare one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags are
+not part of the state; optimizers keep the flags that training has changed.
 load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
 (hooks, extra state, an overridden method), and then under a guard.
 """

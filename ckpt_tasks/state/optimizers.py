@@ -4,13 +4,17 @@ torch numbers parameters in the order in which the optimizer got them, and resto
 is reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). Here
 every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
 `param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
+
+What training has frozen or unfrozen is saved too: a loop that unfreezes a layer at step 8 does not do so again after a
+resume. What the program itself freezes before the restore is its own, and is not saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +28,10 @@ from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Roll
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["OptimizerPart", "capture_optimizer"]
+__all__ = ["OptimizerPart", "capture_optimizer", "note_frozen"]
+
+# By id() of a parameter: whether it took a gradient when this training began.
+_begun: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -37,13 +44,22 @@ _NOT_OPTIONS = ("params", "param_names")
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
+def note_frozen(objects: Iterable[Any], *, anew: bool) -> None:
+    """Note which parameters of optimizers are frozen where training begins; `anew`: it begins here for all of them."""
+    for value in objects:
+        if isinstance(value, Optimizer) and (anew or value not in _begun):
+            groups = value.param_groups
+            _begun[value] = {id(p): p.requires_grad for options in groups for p in options["params"]}
+
+
 def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
     """Turn an optimizer's state into a tree.
 
     `names` maps id() of a parameter to its name. The tree has `state` (by parameter), `shared` (entries of no
     parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes` of
-    parameters that no module of the state has, and `on_cpu`: the entries that are on the CPU though the parameter is
-    not. Raises UnsupportedStateError for an optimizer whose state_dict is not in torch's format.
+    parameters that no module of the state has, `on_cpu` (the entries that are on the CPU though the parameter is not),
+    and `requires_grad` of the parameters that training has frozen or unfrozen, if there are any. Raises
+    UnsupportedStateError for an optimizer whose state_dict is not in torch's format.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -52,6 +68,11 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
     shared = {n: entry for n, entry in state["state"].items() if n not in numbers}
     other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     live = dict(pair for members in named for pair in members)
+    note_frozen([optimizer], anew=False)
+    begun = _begun[optimizer]
+    changed = {
+        name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
+    }
     return {
         "state": {name: pack(entry, f"{group}/{name}", tensors) for name, entry in per_name.items()},
         "shared": pack(shared, f"{group}/shared", tensors),
@@ -65,6 +86,7 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
         "other": pack(other, f"{group}/other", tensors),
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
+        **({"requires_grad": changed} if changed else {}),
     }
 
 
@@ -143,6 +165,11 @@ class OptimizerPart:
 
     def write(self) -> None:
         """Set the state; param groups stay the same dicts, since schedulers and CUDA graphs refer to them."""
+        saved, begun = self._tree.get("requires_grad", {}), _begun.get(self._optimizer, {})
+        for name, parameter in (pair for members in self._named for pair in members if pair[0] not in self._kept):
+            takes = saved.get(name, begun.get(id(parameter), parameter.requires_grad))
+            if parameter.requires_grad != takes:
+                parameter.requires_grad_(takes)
         if self.guard is not None:
             self._optimizer.load_state_dict(self._value)
             return

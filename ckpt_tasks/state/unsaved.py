@@ -1,55 +1,138 @@
-"""Warn of objects that a state leaves out: checked at the first save of a process, one warning each.
+"""Warn of objects that a state leaves out: looked for at the first save after a step, one warning each.
 
-The garbage collector lists loaders, optimizers and schedules, in a variable of a training loop or an attribute of a
-program. An object of another kind may hold some of them, so if the state has one, there is no warning of optimizers and
-schedules.
+The garbage collector lists loaders, optimizers and schedules. Scalers, generators and averaged models are looked for in
+the variables of the loop that saves, since others in the process may belong to others. If the state has an object of
+another kind, which may hold some of them, only loaders that draw are warned of. Scalers and generators must have moved
+by the next save: one that made or split the data is no part of training.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, RandomSampler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data import sampler as samplers
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ckpt_tasks.state.groups import flat, kind_of, modules_of
+from ckpt_tasks.state.groups import flat, held_in, kind_of, modules_of, objects_of
 from ckpt_tasks.state.modules import Gradients, named_parameters
+from ckpt_tasks.state.optimizers import is_ordinary
 from ckpt_tasks.state.restoring import may_draw
-from ckpt_tasks.state.rng import preserved_rng
+from ckpt_tasks.state.rng import _equal, preserved_rng, stream_state
 
-__all__ = ["warn_of_trained", "warn_of_unsaved"]
+__all__ = ["Unsaved", "warn_of_trained"]
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
+_lookers: WeakSet[Unsaved] = WeakSet()
 _empty: set[tuple[str, type]] = set()  # by name: an object may have no hash, and no weak reference
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # a scaler that is off; gradients before the first backward
+_DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)  # libraries draw delays from random.Random
+_KINDS = (torch.amp.GradScaler, AveragedModel, *_GENERATORS)
+_NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
-def warn_of_unsaved(state: Mapping[str, Any]) -> None:
-    """Warn of what a resume would lose: shuffling loaders, optimizers, schedules, and objects with an empty state.
+class Unsaved:
+    """What a resume would lose, of one Checkpointer."""
 
-    Only optimizers of the state's modules count, and schedules of the state's optimizers.
+    def __init__(self) -> None:
+        self.has_looked = False
+        self._held: list[Any] = []  # in the state, of the kinds that are looked for in variables
+        self._watched: list[tuple[str, Any, Any]] = []
+        _lookers.add(self)
+
+    def look(self, state: Mapping[str, Any], step: int, restored_step: int) -> None:
+        """Warn of what lives and is not in the state, at the first save after a step and, if it has moved, at the next.
+
+        Only optimizers of the state's modules count, and schedules of the state's optimizers.
+        """
+        watched, self._watched = self._watched, []
+        for name, value, before in watched:
+            if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
+                _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
+        if self.has_looked or step <= restored_step:
+            return
+        self.has_looked = True
+        state = flat(state)
+        kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
+        alive = _alive(*kinds)
+        loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
+        parts = [*objects_of(state)]
+        parts += [module for value in modules_of(state).values() for module in value.modules()]
+        self._held = [part for part in parts if isinstance(part, _KINDS)]
+        alone = not any(map(_may_hold_others, state.values()))
+        _warn_of_drawing(loaders, nested=alone)
+        if alone:
+            _warn_of_optimizers(state, optimizers)
+            _warn_of_schedules(state, schedules)
+            _warn_of_ranks(state)
+            _warn_of_parameters(state)
+            _warn_of_begun_again(state, iterators, step, restored_step)
+            with suppress(Exception):  # of a stranger's object in a variable: it must not fail a save
+                self._watched = [*_in_variables(state, parts, loaders)]
+        _warn_of_empty(state)
+
+
+def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what the loop has in variables and the state has not: its name, the object, and what training moves of it.
+
+    Of scalers, and of averages of the state's modules, only if the state has none.
     """
-    state = flat(state)
-    alive = _alive(DataLoader, Optimizer, LRScheduler)
-    if _new(value for value in alive if isinstance(value, DataLoader) and _shuffles(value)):
-        _log.warning(
-            "A DataLoader with shuffle=True keeps no position: after a resume in the middle of an epoch it goes on "
-            "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state"
-        )
-    if not any(map(_may_hold_others, state.values())):
-        _warn_of_optimizers(state, [value for value in alive if isinstance(value, Optimizer)])
-        _warn_of_schedules(state, [value for value in alive if isinstance(value, LRScheduler)])
-        _warn_of_ranks(state)
-    _warn_of_empty(state)
+    known = {id(one) for holder in (*parts, *loaders) for _, one in held_in(holder, _GENERATORS)} | {*map(id, parts)}
+    shapes = [[p.shape for p in module.parameters()] for module in modules_of(state).values()]
+    for variable, value in _variables():
+        for name, one in held_in(value, _KINDS, variable, lambda one: id(one) in known or kind_of(one) != "plain"):
+            word = _word(one)
+            is_new = id(one) not in known and (word == "generator" or all(word != _word(part) for part in parts))
+            known.add(id(one))
+            if is_new and (not isinstance(one, AveragedModel) or [p.shape for p in one.parameters()] in shapes):
+                yield name, one, _moving(one)
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the loop that saves: those of the first file on the stack that is not this facade's."""
+    frame = inspect.currentframe()
+    while frame and str(frame.f_globals.get("__name__")).startswith(("ckpt_tasks.checkpoint.", "ckpt_tasks.state.")):
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame else ""
+    yield from [*frame.f_globals.items()] if frame else []
+    while frame and frame.f_code.co_filename == file:
+        yield from [*frame.f_locals.items()]
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            frame.f_locals.clear()  # a copy, which the frame would keep, with the batch and the graph of this step
+        frame = frame.f_back
+
+
+def _word(value: Any) -> str:
+    """Return a name for a group of the state."""
+    averaged = "averaged" if isinstance(value, AveragedModel) else "generator"
+    return "scaler" if isinstance(value, torch.amp.GradScaler) else averaged
+
+
+def _moving(value: Any) -> tuple[Any, Any]:
+    """Return what training moves of an object, and a generator's seed; None for an average, which may begin late."""
+    if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
+        return (None if isinstance(value, AveragedModel) else value.state_dict()), None
+    return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
+
+
+def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    # Who seeds a generator anew needs no state of it.
+    return now[0] is None or (not _equal(before[0], now[0]) and before[1] == now[1])
 
 
 def warn_of_trained(state: Mapping[str, Any]) -> None:
@@ -88,6 +171,41 @@ def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -
             type(value).__qualname__,
             module,
         )
+
+
+def _warn_of_parameters(state: Mapping[str, Any]) -> None:
+    """Warn of optimizers in the state that train what the state does not hold."""
+    held = {id(p) for _, p in named_parameters(modules_of(state))} | {*map(id, objects_of(state))}
+    for name, value in state.items():
+        if isinstance(value, Optimizer) and is_ordinary(value):
+            trained = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
+            missing = [[*p.shape] for p in trained if id(p) not in held]
+            if missing and _new([value]):
+                _log.warning(
+                    "%s trains %d parameters that are not in the state (shapes %s): after a resume they begin anew, "
+                    "with the moments of the old ones. Put their module into the state, or the parameters themselves",
+                    name,
+                    len(missing),
+                    ", ".join(map(str, missing[:3])) + (", …" if missing[3:] else ""),
+                )
+
+
+def _warn_of_begun_again(state: Mapping[str, Any], iterators: list[Any], step: int, restored_step: int) -> None:
+    """Warn of a plain loader that has begun the epoch anew after a restore in its middle, a batch in each step."""
+    if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
+        return
+    for value in iterators:
+        batches = value._index_sampler
+        in_order = type(batches) is samplers.BatchSampler and type(batches.sampler) is samplers.SequentialSampler
+        # A Subset may be what is left of the epoch; torchdata's iterators have positions.
+        if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
+            continue
+        if value._num_yielded == (step - restored_step) % len(batches) != 0 != restored_step % len(batches):
+            _log.warning(
+                "A DataLoader keeps no position: after the restore of step %d, in the middle of an epoch, the loop "
+                "has begun that epoch again, and samples come twice. Use ResumableLoader, and put it into the state",
+                restored_step,
+            )
 
 
 def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -> None:
@@ -150,9 +268,23 @@ def _alive(*classes: type) -> list[Any]:
     return [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
 
 
-def _shuffles(loader: DataLoader[Any]) -> bool:
-    # torchdata's loader has its own samplers.
-    return isinstance(vars(loader).get("sampler"), RandomSampler)
+def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
+    """Warn of loaders whose samplers draw; with `nested` also of a batch sampler around one."""
+    drawing: dict[Any, Any] = {}
+    for loader in loaders:
+        own = vars(loader).get("sampler")  # torchdata's loader has its own samplers
+        inner = [own, getattr(own, "sampler", None)]
+        inner += [getattr(vars(loader).get("batch_sampler"), "sampler", None)] if nested else []
+        for one in inner:
+            if isinstance(one, _DRAWING):
+                drawing[loader] = one
+    if new := _new(drawing):
+        one = drawing[new[0]]
+        _log.warning(
+            "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it goes on "
+            "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
+            "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
+        )
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -1,0 +1,179 @@
+"""What lives and is not in the state is warned of at the first saves, and right programs are left in peace."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
+
+DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
+
+
+def trained(steps: int, state: dict[str, Any], place: Path, use: Callable[[], object], loop: Any = None) -> None:
+    """Train from where the run is; `use` is called in each step, and `loop` is what the loop has in a variable."""
+    model, optimizer = state["model"], state["optimizer"]
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(place), step_interval=1, memory_dir=None)) as ckpt:
+        for step in range(ckpt.restore(state) + 1, steps + 1):
+            model(torch.ones(1, 1)).sum().backward()
+            use()
+            optimizer.step()
+            ckpt.step(step, state)
+    assert loop is not state
+
+
+def training() -> dict[str, Any]:
+    model = nn.Linear(1, 1)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def scaled(state: dict[str, Any], scaler: Any) -> None:
+    scaler.scale(torch.ones(()))
+    scaler.step(state["optimizer"])
+    scaler.update()
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    "GradScaler": (lambda state: torch.amp.GradScaler("cpu", init_scale=1.0), scaled),
+    "AveragedModel": (lambda state: AveragedModel(state["model"]), lambda s, one: one.update_parameters(s["model"])),
+    "Generator": (lambda state: torch.Generator(), lambda state, one: torch.rand(1, generator=one)),
+    "numpy": (lambda state: np.random.default_rng(0), lambda state, one: one.random()),
+    "RandomState": (lambda state: np.random.RandomState(0), lambda state, one: one.random_sample()),
+}
+
+
+class Box:
+    """An object of the user's that saves what it holds, in its own way."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+
+
+@pytest.mark.parametrize("way", ["forgotten", "attribute", "saved", "boxed", "elsewhere", "unused", "of another"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_live_object_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, way: str) -> None:
+    """P1: in a variable of the loop or its attribute; not if saved, in a stateful or another run, or unused."""
+    state, others = training(), ModuleType("others")
+    make, use = KINDS[kind]
+    others.live = make(state)  # type: ignore[attr-defined]
+    live = None if way == "elsewhere" else others.live
+    if way in ("saved", "boxed"):
+        state["it"] = live if way == "saved" else Box(live)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        loop = SimpleNamespace(parts=[live]) if way == "attribute" else live
+        config = CheckpointConfig(checkpoint_dir=str(tmp_path / "other"), memory_dir=None)
+        with Checkpointer(config) as other:
+            count = itertools.count(1)
+            trained(
+                4,
+                state,
+                tmp_path / "this",
+                lambda: (
+                    way == "unused" or use(state, others.live),
+                    way == "of another" and other.save(next(count), {"it": live}),
+                ),
+                loop,
+            )
+    loud = way in ("forgotten", "attribute") or (way == "unused" and kind == "AveragedModel")
+    name = "loop.parts[0]" if way == "attribute" else "loop"
+    assert [text.startswith(f"{name} (") for text in caplog.messages] == [True] * loud, caplog.messages
+
+
+def test_reseeded_and_dead_objects_are_no_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P1: a generator that is seeded in every step, one of a loader in the loop, and what is gone are not missed."""
+    state, live = training(), torch.Generator()
+    loader = DataLoader(DATA, generator=torch.Generator())
+    seeds = iter(range(9))
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(4, state, tmp_path / "a", lambda: torch.rand(1, generator=live.manual_seed(next(seeds))), live)
+        trained(4, state, tmp_path / "b", lambda: [*loader], [loader.generator, loader])
+        trained(4, state, tmp_path / "c", lambda: torch.rand(1, generator=torch.Generator()))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("held", ["nowhere", "frozen", "listed", "boxed"])
+def test_an_optimizer_whose_parameters_are_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, held: str
+) -> None:
+    """P1: moments without their parameters are warned of, unless a value or a stateful has them, or nothing trains."""
+    alpha = torch.zeros(3, requires_grad=held != "frozen")
+    more: dict[str, dict[str, Any]] = {"listed": {"alpha": [alpha]}, "boxed": {"box": Box(alpha)}}
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(2, {**training(), "alphas": torch.optim.Adam([alpha]), **more.get(held, {})}, tmp_path, lambda: None)
+    said = ["alphas trains 1 parameters that are not in the state (shapes [3])" in text for text in caplog.messages]
+    assert said == [True] * (held == "nowhere")
+
+
+CHANCES = WeightedRandomSampler([1.0] * 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("said", "sampler", "batch_size"),
+    [
+        ("WeightedRandomSampler", CHANCES, 2),
+        ("SubsetRandomSampler", SubsetRandomSampler(range(4)), 2),
+        ("WeightedRandomSampler", BatchSampler(CHANCES, 2, False), 0),
+        ("shuffle=True", BatchSampler(RandomSampler(DATA), 2, False), None),
+        ("", BatchSampler(SequentialSampler(DATA), 2, False), 0),
+    ],
+)
+def test_every_sampler_that_draws(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str, sampler: Any, batch_size: int | None
+) -> None:
+    """P22: a plain loader with any sampler that draws, itself or in a batch sampler, is named; another one is not."""
+    how = {"sampler": sampler, "batch_size": batch_size} if batch_size != 0 else {"batch_sampler": sampler}
+    loader: DataLoader[Any] = DataLoader(DATA, **how)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(2, training(), tmp_path, lambda: [*loader])
+    assert [f"A DataLoader with {said} keeps no position" in text for text in caplog.messages] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("stop", "begin", "beside"), [(3, 0, False), (3, 3, False), (4, 0, False), (3, 0, True), (4, 0, True)]
+)
+def test_an_epoch_that_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: int, begin: int, beside: bool
+) -> None:
+    """P22: a plain loader that starts an epoch again is warned of; one that skips, evaluates, or ended it, is not."""
+    loader = DataLoader(DATA, batch_size=2)
+    more = {"data": ResumableLoader(DATA, batch_size=2)} if beside else {}
+    batches: list[Iterator[Any]] = [iter(())]
+
+    def draw() -> None:
+        if next(batches[0], None) is None:
+            batches[0] = iter(loader)
+            next(batches[0])
+
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trained(stop, {**training(), **more}, tmp_path, draw)
+        batches[0] = islice(loader, begin, None)
+        trained(6, {**training(), **more}, tmp_path, draw)
+    assert ["samples come twice" in text for text in caplog.messages] == [True] * (
+        (stop, begin, beside) == (3, 0, False)
+    )
