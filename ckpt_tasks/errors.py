@@ -199,7 +199,12 @@ class OwnerError(CkptError):
 
 
 class OwnedError(OwnerError):
-    """A process that may be alive holds the run directory; nothing was written."""
+    """A process that may be alive holds the run directory; nothing was written.
+
+    `same_flow_run`: it executes this process's own flow run.
+    """
+
+    same_flow_run: bool = False
 
 
 class FencedError(OwnerError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.agreement import Agreement
+from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.tenure import Following, Tenure
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
@@ -138,6 +139,8 @@ class HeldRun:
             except OwnedError as error:
                 if self._ranks.alone and (of_gang := gang_rank()):
                     error.hint = f"{of_gang}, and each rank is alone: call init_process_group() before Checkpointer()."
+                if error.same_flow_run:
+                    leave_flow_run(self._flow_run_id, error)
                 raise
             self._damaged = self._tenure.damaged
             self._knows_line = False

@@ -8,6 +8,7 @@ takes that name over while it is installed, and Prefect's function gets the sign
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -22,7 +23,9 @@ from ckpt_tasks.system import system
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
-__all__ = ["Interrupt", "hold_signals"]
+__all__ = ["Interrupt", "hold_signals", "leave_flow_run"]
+
+_log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PREFECT = "prefect.utilities.engine"  # looked up, never imported: without Prefect there is nothing to do
@@ -160,6 +163,18 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
+    """End this process's flow run by Prefect's Abort, which sets no state: another process goes on with it.
+
+    A failure would be shown, and retried, although the run trains. Returns outside of that flow run.
+    """
+    context: Any = sys.modules.get("prefect.context")
+    current = context.FlowRunContext.get() if context else None
+    if current is not None and current.flow_run is not None and str(current.flow_run.id) == flow_run_id:
+        _log.warning("Another process goes on with this flow run, and this one ends: %s", why)
+        raise sys.modules["prefect.exceptions"].Abort(str(why)) from why
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:

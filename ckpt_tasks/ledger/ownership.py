@@ -53,6 +53,8 @@ NEVER_OWNED = "it has had no owner"
 
 RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits a little longer
 _POLL_S = 0.25
+_BEAT = 1 / 4  # of the timeout: how often an owner shows life
+_MISSED = 1.5  # beats without a sign: the owner is late, or gone
 
 
 class Leftover(Protocol):
@@ -148,10 +150,11 @@ def acquire(
 ) -> Owner:
     """Take the run directory and return this process' owner record.
 
-    If the owner is another attempt of the same flow run, waits up to 35 s for its release: a preempted process commits
-    and releases within its grace. A flow run waits `timeout_s` for an owner that is not a flow run (upkeep, a person
-    who prunes), to see whether it is alive. Everyone waits as long if the owner's clock cannot tell. Raises OwnedError
-    if the owner may be alive and `take_over` is False.
+    If the owner is another attempt of the same flow run, waits up to 35 s for its release, or one and a half heartbeats
+    if that is longer: a preempted process commits and releases within its grace. If it still shows life then, the flow
+    run was started twice: raises OwnedError with `same_flow_run`. A flow run waits `timeout_s` for an owner that is not
+    a flow run (upkeep, a person who prunes), to see whether it is alive. Everyone waits as long if the owner's clock
+    cannot tell. Raises OwnedError if the owner may be alive and `take_over` is False.
     """
     began_s, signs = system().monotonic(), Signs(history, timeout_s)
     while True:
@@ -171,7 +174,8 @@ def acquire(
         assert owner is not None
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
         passing = owner.flow_run_id is None and me.flow_run_id is not None
-        patience_s = RELEASE_GRACE_S if same_run else timeout_s if passing else 0.0
+        grace_s = max(RELEASE_GRACE_S, _MISSED * timeout_s * _BEAT)
+        patience_s = grace_s if same_run else timeout_s if passing else 0.0
         if (signs.watching and not same_run) or system().monotonic() - began_s < patience_s:
             system().sleep(_POLL_S)
             continue
@@ -181,6 +185,13 @@ def acquire(
                 hint=f"Stop that process, wait until it has shown no life for {timeout_s:g} s, "
                 "or pass take_over=True to fence it.",
             )
+        if signs.beating or lives_here(owner, me):
+            error = OwnedError(
+                f"process {owner.pid} on {owner.host} already executes this flow run since {owner.taken_at}",
+                hint="This second process has changed nothing, and ends.",
+            )
+            error.same_flow_run = True
+            raise error
         free = "the same flow run has not released it within its grace"
         break
     return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
@@ -242,7 +253,7 @@ class Heartbeat:
         self.fenced: FencedError | None = None
         self._history = history
         self._owner = owner
-        self._every_s = timeout_s / 4
+        self._every_s = timeout_s * _BEAT
         self._stop = system().event()
         with suppress(StoreError):  # without it, the time at which the directory was taken counts
             self._beat()
@@ -292,11 +303,11 @@ class Signs:
     """An owner's signs of life: the newest one's age by its clock, or how long it has been unchanged by ours.
 
     `watching`: the owner's clock is useless (ahead by more than the timeout, or the sign is damaged), and the sign has
-    not changed since the first look.
+    not changed since the first look. `beating`: the same owner has shown life since then.
     """
 
     def __init__(self, history: History, timeout_s: float):
-        self.watching = False
+        self.watching = self.beating = False
         self._history = history
         self._timeout_s = timeout_s
         self._sign: tuple[str, bytes] | None = None
@@ -310,6 +321,7 @@ class Signs:
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:
             changed = self._sign is not None
+            self.beating = self._sign is not None and self._sign[0] == owner.id
             self._sign, self._seen_s = sign, system().monotonic()
         age_s = system().time() - _time_of(sign[1])
         self.watching = not changed and not age_s >= -self._timeout_s

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import acquire, identify, why_free
+from ckpt_tasks.ledger.ownership import Heartbeat, acquire, identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.support.owner_child import OwnerChild
@@ -281,15 +282,45 @@ def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Calla
     ckpt.close()
 
 
-def test_the_same_flow_run_waits_no_longer_than_the_grace(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
-    """P69: a predecessor that never lets go is fenced after its grace, since Prefect says that its run is ours now."""
+def test_a_living_process_of_the_same_flow_run_is_not_fenced(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
+    """P69: a flow run that was started twice trains in its first process; the second one waits, and ends."""
     other = child(flow_run_id="flow-1")
     assert other.ask("restore") == "ok 0 1"
     ckpt = mine(run_dir, flow_run_id="flow-1")
-    with running_on(Hurried(100)):
-        assert ckpt.restore({"x": 0}) == 0
-    assert other.ask("save 1") == "FencedError"
-    ckpt.close()
+    said = f"process {other.process.pid} on .* already executes this flow run"
+    with running_on(Hurried(100)), pytest.raises(OwnedError, match=said) as caught:
+        ckpt.restore({"x": 0})
+    assert caught.value.same_flow_run
+    assert other.ask("save 1") == "ok 1"
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_elsewhere_a_heartbeat_decides(run_dir: Path, beats: bool) -> None:
+    """P69: a process of the same flow run on another host is left alone if it beats, and else taken over."""
+    elsewhere = replace(identify("flow-1"), host="elsewhere", machine_id="e", pid=1)
+    history = History(LocalStore(run_dir))
+    acquire(history, elsewhere, take_over=False, timeout_s=120.0)
+    over = threading.Event()
+
+    def live() -> None:
+        heart = Heartbeat(history, owner_in(run_dir), 120.0)
+        while not over.wait(0.05):
+            heart.look()
+        heart.stop()
+
+    thread = threading.Thread(target=live if beats else over.set)
+    thread.start()
+    try:
+        with running_on(Hurried(100)):
+            if beats:
+                with pytest.raises(OwnedError, match="on elsewhere already executes this flow run"):
+                    mine(run_dir, flow_run_id="flow-1").acquire()
+            else:
+                mine(run_dir, flow_run_id="flow-1").acquire()
+    finally:
+        over.set()
+        thread.join()
+    assert (owner_in(run_dir).host == "elsewhere") is beats
 
 
 def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(

@@ -1,4 +1,4 @@
-"""Two processes of one flow run: the one that is fenced says nothing."""
+"""Two processes of one flow run: the one that is fenced, or comes second, says nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pytest
 import torch
 from prefect import flow
 from prefect.exceptions import Abort
+from prefect.runtime import flow_run
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.orchestration.endings import ends_quietly_for_a_sibling
+from tests.support.owner_child import OwnerChild
+from tests.support.systems import Hurried, running_on
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -45,3 +48,26 @@ def test_a_stranger_took_it(tmp_path: Path, successor: str | None) -> None:
     """Fenced by anybody else: the flow run fails, and says why."""
     with pytest.raises(FencedError):
         fence(tmp_path / "run", successor)
+
+
+def test_started_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first process trains on; the second one of the same flow run says so, sets no state, and is not retried."""
+    started: list[int] = []
+
+    @flow(name="twice", persist_result=False, retries=2)
+    def twice() -> None:
+        started.append(1)
+        first = OwnerChild(tmp_path / "run", flow_run.id)
+        try:
+            assert first.ask("save 1") == "ok 1"
+            config = CheckpointConfig(checkpoint_dir=str(tmp_path / "run"), memory_dir=None)
+            with running_on(Hurried(100)):
+                Checkpointer(config, flow_run_id=flow_run.id).restore({"x": 0})
+        finally:
+            assert first.ask("save 2") == "ok 2"
+            first.kill()
+
+    with pytest.raises(Abort, match="already executes this flow run"):
+        twice()
+    assert started == [1]
+    assert "Another process goes on with this flow run, and this one ends" in caplog.text
