@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks import errors
+from ckpt_tasks.logs import guard_log
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ckpt_tasks.storage.locations import Location
 
 __version__ = "0.1.0.dev0"
+
+guard_log()
 
 __all__ = [
     "AttemptHooks",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.errors import CkptError, ConfigError, SiteError
 from ckpt_tasks.report.words import HEADER_STYLE, plain_table, printable, size, span
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ def _print_error(error: CkptError, out: Output) -> None:
         return
     from rich.text import Text
 
-    line = Text.assemble(("error: ", "bold red"), printable(str(error)))
+    lines = str(error).split("\n") if isinstance(error, SiteError) else [str(error)]  # it ends with lines of a log
+    line = Text.assemble(("error: ", "bold red"), "\n".join(map(printable, lines)))
     console(stderr=True).print(line, soft_wrap=True)
 
 

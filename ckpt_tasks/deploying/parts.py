@@ -18,9 +18,10 @@ from pathlib import Path
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.system import boot_id, process_start
 
-__all__ = ["Process", "Site", "end_all", "flow_runs", "read_site", "write_site"]
+__all__ = ["FlowRunProcess", "Process", "Site", "end_all", "read_site", "site_processes", "write_site"]
 
 _LOOK_S = 0.2
+_RUN = b"PREFECT__FLOW_RUN_ID="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +75,48 @@ def write_site(path: Path, site: Site) -> None:
     new.replace(path)
 
 
-def flow_runs(mark: str, worker: Process) -> list[Process]:
-    """Return the processes of flow runs: the topmost ones with `mark` in their environment, except the worker.
+@dataclass(frozen=True, kw_only=True)
+class FlowRunProcess:
+    """A process of a flow run: the topmost one, and `trains`, which ends in order at SIGTERM (it may be the same)."""
+
+    flow_run_id: str
+    top: Process
+    trains: Process
+
+
+def site_processes(mark: str) -> tuple[list[Process], list[FlowRunProcess]]:
+    """Return the workers of a site, and the processes of its flow runs, by `mark` in their environment.
 
     Processes inherit a worker's environment, so a flow run is found even if its worker was killed.
     """
     parents: dict[int, int] = {}
+    ids: dict[int, str] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            if os.fsencode(mark) in (place / "environ").read_bytes().split(b"\0"):
+            environment = (place / "environ").read_bytes().split(b"\0")
+            if os.fsencode(mark) in environment:
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-    parents.pop(worker.pid, None)
-    processes = [Process.of(pid) for pid, parent in parents.items() if parent not in parents]
-    return [process for process in processes if process.lives]
+                ids |= {int(place.name): item[len(_RUN) :].decode() for item in environment if item.startswith(_RUN)}
+    tops = [pid for pid in ids if parents[pid] not in ids]
+    workers = [Process.of(pid) for pid in parents if pid not in ids]
+    return workers, [
+        FlowRunProcess(flow_run_id=ids[top], top=Process.of(top), trains=Process.of(_trainer(top, parents)))
+        for top in tops
+    ]
 
 
-def end_all(processes: Iterable[Process], patience_s: float) -> None:
-    """Send SIGTERM to all, wait at most `patience_s` seconds, then kill the rest."""
+def _trainer(top: int, parents: Mapping[int, int]) -> int:
+    """Return the engine below `prefect flow-run execute`, which would wait 1 s for its answer and then kill it."""
+    with suppress(OSError):
+        if b"\0flow-run\0execute\0" in Path(f"/proc/{top}/cmdline").read_bytes():
+            return next((pid for pid, parent in parents.items() if parent == top), top)
+    return top
+
+
+def end_all(processes: Iterable[Process], patience_s: float, *, tell: Iterable[Process] | None = None) -> None:
+    """Send SIGTERM to all, or only to those in `tell`, wait at most `patience_s` seconds, then kill the rest."""
     waited_for = [process for process in processes if process.lives]
-    for process in waited_for:
+    for process in waited_for if tell is None else tell:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + patience_s
     while any(process.lives for process in waited_for) and time.monotonic() < deadline:

@@ -8,11 +8,13 @@ session; `prefect server stop` ends it. Concurrency leases are stored in files, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -21,10 +23,11 @@ from prefect.settings import get_current_settings
 
 from ckpt_tasks.errors import SiteError
 
-__all__ = ["answers", "api_url", "end_of", "main", "start_server"]
+__all__ = ["answers", "api_url", "end_of", "main", "start_apart", "start_server"]
 
 _PATIENCE_S = 180  # the first start creates the database
 _LOOK_S = 0.5
+_MOST_BYTES = 1000
 _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 
@@ -44,16 +47,7 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | Non
         environment[_PAGE_ASKS] = url
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port), *options]
     log_path = settings.home / "server.log"
-    with log_path.open("ab") as log:
-        begin = log.tell()
-        server = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # closing the terminal does not end it
-        )
+    server, begin = start_apart(command, log_path, environment)
     deadline = time.monotonic() + _PATIENCE_S
     while not answers(url):
         if server.poll() is not None:
@@ -64,6 +58,18 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | Non
         time.sleep(_LOOK_S)
     (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it
     return server.pid
+
+
+def start_apart(
+    command: Sequence[str], log_path: Path, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a process that closing the terminal does not end; return it, and where its output begins in the log."""
+    with log_path.open("ab") as log:
+        begin = log.tell()
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(
+            command, env=environment, stdin=nothing, stdout=log, stderr=log, start_new_session=True
+        ), begin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,11 +106,18 @@ def answers(url: str) -> bool:
     """Say whether a Prefect server answers at this API; raise SiteError if something else does."""
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
-            return bool(answer.status == 200)
+            said: object = json.loads(answer.read(_MOST_BYTES))
     except HTTPError as error:
-        raise SiteError(f"another program listens there: {url}/health answers {error.code}") from error
+        said = error.code
+    except (HTTPException, ValueError) as error:
+        said = error
     except OSError:
         return False
+    if said is not True:
+        raise SiteError(
+            f"another program listens there: {url}/health answers {str(said)!r:.80}", hint="Choose another --port."
+        )
+    return True
 
 
 def end_of(log_path: Path, begin: int) -> str:

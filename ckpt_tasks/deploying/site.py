@@ -14,17 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import Worker
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 from ckpt_tasks.deploying.automations import apply, build_automations
-from ckpt_tasks.deploying.parts import Process, Site, end_all, flow_runs, read_site, write_site
-from ckpt_tasks.deploying.server import answers, api_url, end_of, start_server
+from ckpt_tasks.deploying.parts import Process, Site, end_all, read_site, site_processes, write_site
+from ckpt_tasks.deploying.server import answers, api_url, end_of, start_apart, start_server
 from ckpt_tasks.errors import SiteError
+from ckpt_tasks.orchestration.abandoned import start_again
 
 __all__ = ["POOL", "SitePart", "Up", "bring_up", "take_down"]
 
@@ -32,6 +36,7 @@ POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
 _PATIENCE_S = 180  # a busy machine imports Prefect slowly
 _PREEMPTED_S = 120  # a flow run ends its step and commits: the time that the templates of pools give, too
+_REPORTED_S = 10  # what started a flow run reports its end
 _STOP_S = 30
 _LOOK_S = 0.5
 _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
@@ -72,7 +77,7 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
             site = Site(url=url)
         site, server = _server(site, home, port)
         write_site(path, site)
-        with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        with _client(url) as client:
             pool = _pool(client)
             deployments, file = _deploy(directory, url)
             outcomes = apply(build_automations())
@@ -83,28 +88,49 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
                 about="crashed and silent runs are started again",
             )
             site, worker = _worker(site, home, client, path)
+        keeper = _keeper(site, home, path)
         deployed = SitePart(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
-        parts = (server, pool, deployed, automations, worker)
+        parts = (server, pool, deployed, automations, worker, keeper)
         return Up(url=url, page=url.removesuffix("/api"), parts=parts, deployments=deployments)
+
+
+def restart(*, deploy: bool = False) -> str | None:
+    """Start again what has died since `bring_up`; after `take_down`, nothing. Return why it failed."""
+    home = get_current_settings().home
+    try:
+        with _alone(home):
+            path = home / "ckpt-up.json"
+            site = read_site(path)
+            if site is None:
+                return None
+            site, _ = _server(site, home, urlsplit(site.url).port)
+            write_site(path, site)
+            with _client(site.url) as client:
+                if deploy:
+                    _deploy(Path.cwd(), site.url)
+                _worker(site, home, client, path)
+    except (SiteError, httpx.HTTPError, PrefectException) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def take_down() -> tuple[SitePart, ...]:
     """End what `bring_up` started and still runs: the worker, its flow runs after a commit, the server."""
     home = get_current_settings().home
-    with _alone(home):
+    with _alone(home, _PATIENCE_S):  # the keeper may be starting something again
         path = home / "ckpt-up.json"
         site = read_site(path)
         if site is None:
             return ()
         parts = []
-        for name in ("worker", "server"):
+        for name in ("keeper", "worker", "server"):
             process = site.started.get(name)
             status, about = "not started here", ""
             if process is not None:
                 about = f"process {process.pid}"
                 status = "ended" if process.lives else "was gone"
                 if name == "worker":
-                    about += _end_worker(process, _mark(home))
+                    about += _end_workers(home, site.url)
                 else:
                     end_all([process], _STOP_S)
             parts.append(SitePart(name=name, status=status, about=about))
@@ -113,13 +139,26 @@ def take_down() -> tuple[SitePart, ...]:
         return tuple(parts)
 
 
-def _end_worker(worker: Process, mark: str) -> str:
-    """Stop the worker; its flow runs finish their step, commit, and are scheduled again for the next worker."""
-    worker.send(signal.SIGSTOP)  # so that it starts no more flow runs
-    runs = flow_runs(mark, worker)
-    worker.send(signal.SIGKILL)
-    end_all(runs, _PREEMPTED_S)
-    return f"; flow runs that go on with the next worker: {len(runs)}" if runs else ""
+def _end_workers(home: Path, url: str) -> str:
+    """Let the flow runs finish their step and commit, then end the workers, and schedule the flow runs again."""
+    workers, _ = site_processes(_mark(home))
+    try:
+        for worker in workers:
+            worker.send(signal.SIGSTOP)  # starts no more flow runs, and keeps the pipes of their output open
+        runs = site_processes(_mark(home))[1]
+        end_all([run.trains for run in runs], _PREEMPTED_S)
+        end_all([run.top for run in runs], _REPORTED_S, tell=())
+    finally:
+        for worker in workers:
+            worker.send(signal.SIGKILL)
+    if not runs:
+        return ""
+    try:
+        with _client(url) as client:
+            again = sum(start_again(client, UUID(run.flow_run_id), "Its site was taken down.") for run in runs)
+    except (httpx.HTTPError, PrefectException) as error:
+        return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
+    return f"; flow runs that go on with the next worker: {again} of {len(runs)}"
 
 
 def _mark(home: Path) -> str:
@@ -167,7 +206,8 @@ def _deploy(directory: Path, url: str) -> tuple[tuple[str, ...], Path]:
     file = directory / "prefect.yaml"
     file = file if file.exists() else _HERE / "prefect.yaml"
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    environment = {**os.environ, "PREFECT_API_URL": url, "COLUMNS": "500"}
+    patient = {"PREFECT_CLIENT_MAX_RETRIES": "8"}  # a busy server on SQLite answers 503
+    environment = {**os.environ, **patient, "PREFECT_API_URL": url, "COLUMNS": "500"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     names = tuple(dict.fromkeys(_DEPLOYED.findall(done.stdout)))
     if done.returncode or not names:
@@ -183,17 +223,11 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
         return site, SitePart(name="worker", status="as it was", about=about)
     name = f"ckpt up on {socket.gethostname()}"
     before = _sign_of_life(client, name)
+    # Jobs say `prefect`, which is on the path only where this environment is active.
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
-    with log_path.open("ab") as log:
-        begin = log.tell()
-        worker = subprocess.Popen(
-            command,
-            env={**os.environ, "PREFECT_API_URL": site.url, "CKPT_SITE": str(home)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # closing the terminal does not end it
-        )
+    environment = {**os.environ, "PATH": search_path, "PREFECT_API_URL": site.url, "CKPT_SITE": str(home)}
+    worker, begin = start_apart(command, log_path, environment)
     site = replace(site, started={**site.started, "worker": Process.of(worker.pid)})
     write_site(path, site)  # before waiting for it: a kill here must not leave an unknown worker
     deadline = time.monotonic() + _PATIENCE_S
@@ -206,18 +240,39 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     return site, SitePart(name="worker", status="started", about=about)
 
 
+def _keeper(site: Site, home: Path, path: Path) -> SitePart:
+    log_path = home / "keeper.log"
+    about = f"starts again what dies, log {log_path}"
+    if (process := site.started.get("keeper")) is not None and process.lives:
+        return SitePart(name="keeper", status="as it was", about=about)
+    keeper, _ = start_apart([sys.executable, "-m", "ckpt_tasks.deploying.keeper", str(path)], log_path, os.environ)
+    write_site(path, replace(site, started={**site.started, "keeper": Process.of(keeper.pid)}))
+    return SitePart(name="keeper", status="started", about=about)
+
+
+@contextmanager
+def _client(url: str) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        yield client
+
+
 def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
     workers: list[Worker] = client.read_workers_for_work_pool(POOL)
     return next((worker.last_heartbeat_time for worker in workers if worker.name == name), None)
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
+def _alone(home: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the site for this process; two at once would start everything twice."""
     home.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_s
     with (home / "ckpt-up.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SiteError("another ckpt up or ckpt down is at work", hint="Wait for it.") from None
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise SiteError("another ckpt up or ckpt down is at work", hint="Wait for it.") from None
+                time.sleep(_LOOK_S)
         yield

@@ -16,7 +16,8 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.attempts import attempted_task
 from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
-from ckpt_tasks.orchestration.starts import name_declined_starts
+from ckpt_tasks.orchestration.events import absolute
+from ckpt_tasks.orchestration.starts import leave_to_follower
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
 
@@ -54,6 +55,8 @@ def evaluate(
     evaluated that checkpoint or `which` names it.
     """
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
+    if follow_s:
+        leave_to_follower(absolute(config.location.url), suite)
     evaluator = Evaluator(
         run_key=run_key,
         location=config.location,
@@ -79,7 +82,6 @@ def evaluate(
         looked_at = [result for result in round_results if result.new or which != "pending"]
         if promotion is not None and looked_at:
             _promote(attempted(promotion.of_best, task_run_name="promotion"), looked_at, errors)
-    name_declined_starts(run_key)
     _raise(errors, suite)
     return results
 

@@ -13,13 +13,15 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
+from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.orchestration.endings import (
     crashes_while_the_api_is_away,
     crashes_while_the_store_is_away,
     ends_quietly_for_a_sibling,
+    skip_while_the_run_trains,
 )
-from ckpt_tasks.orchestration.events import announce
+from ckpt_tasks.orchestration.events import announce, delivers_events
 from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
 from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 from ckpt_tasks.policy.stopping import EarlyStop
@@ -68,22 +70,20 @@ def train(
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and leaves out `skip_batches` ("401-410", or how
     many). `early_stop` suspends the flow run at the end of a batch.
     """
+    keep_log_readers_out()
     with crashes_while_the_api_is_away():
         stay_as_decided()
-    with crashes_while_the_store_is_away(reached=False):
+    with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
-        factory = find_program(program)
-        check_program(config, program)
-        if fork_from is not None:
-            fork_run(fork_from, config, params)
+        skip_while_the_run_trains(config)
+        params = _begin(config, program, params, fork_from)
         roll_back(config, rollback_to, skip_batches, flow_run.id)
-        params = effective_params(factory, recorded_params(config), params)
-        find_program(program, params)
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     crash_lost_task_runs()
     with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit
         logged_with_the_flow_run(),
+        delivers_events(),
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
         Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
@@ -102,3 +102,16 @@ def train(
         stopping.suspend()
     step, why = ckpt.position if stopping.why else total_steps, stopping.why
     return TrainResult(run_key=run_key, step=step, trained=trained, metrics=session.metrics, stopped_because=why)
+
+
+def _begin(
+    config: CheckpointConfig, program: str, params: dict[str, Any] | None, fork_from: str | None
+) -> dict[str, Any]:
+    """Check the program against the run, which may begin as a fork; return the parameters that it is built with."""
+    factory = find_program(program)
+    check_program(config, program)
+    if fork_from is not None:
+        fork_run(fork_from, config, params)
+    built_with = effective_params(factory, recorded_params(config), params)
+    find_program(program, built_with)
+    return built_with

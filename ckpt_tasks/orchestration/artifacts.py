@@ -47,6 +47,7 @@ _REPORT_EVERY_S = 120.0
 _REPORT_PART = 1 / 2000  # reports take at most this part of the time: 15 ms of a batch of 30 s
 _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # after a failure; doubled after each further failure
+_LAST_S, _AGAIN_S = 8.0, 2.0  # the pages of a completed run stay as its end leaves them
 _MOST_ENTRIES = 1_000  # of the ledger; `ckpt report` reads more
 _BATCHES_MEASURED = 8
 _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # a proxy answered instead of the server
@@ -57,7 +58,7 @@ class RunPages:
 
     Each artifact is created once per flow run, even if that is started again, and then updated: the progress at most
     every 5 s, the others at most every 2 min. All are updated at the end of the block, unless a signal or an error of
-    the store ended it.
+    the store ended it; a block that completed tries again for some seconds.
     """
 
     def __init__(self, ckpt: Checkpointer, run_key: str, total_steps: int):
@@ -89,7 +90,9 @@ class RunPages:
         try:
             # A process that must stop has little time left, and a failing store would only cost another wait.
             if error is None or (isinstance(error, Exception) and not isinstance(error, StoreError)):
-                self._try(self._publish)
+                until_s = time.monotonic() + (_LAST_S if error is None else 0.0)
+                while not self._try(self._publish, last=True) and time.monotonic() < until_s:
+                    time.sleep(_AGAIN_S)
         finally:
             self._client.__exit__(None, None, None)
 
@@ -187,18 +190,20 @@ class RunPages:
         new = ArtifactCreate(type=kind, key=key, data=data, description=description, flow_run_id=run_id)
         self._ids[name] = self._client.create_artifact(new).id
 
-    def _try(self, publish: Callable[[], None]) -> None:
-        if time.monotonic() < self._not_before_s:
-            return
+    def _try(self, publish: Callable[[], None], *, last: bool = False) -> bool:
+        if time.monotonic() < self._not_before_s and not last:
+            return False
         try:
             self._context.run(publish)
-            self._pause_s = _PAUSE_S
         except (httpx.HTTPError, PrefectException, CkptError, *_NO_ANSWER) as error:
             self._not_before_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
+            return isinstance(error, CkptError)  # Prefect had all that could be read
+        self._pause_s = _PAUSE_S
+        return True
 
 
 def artifact_key(run_key: str) -> str:

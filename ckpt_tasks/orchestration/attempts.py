@@ -38,6 +38,7 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateError,
 )
+from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
@@ -110,6 +111,7 @@ class Attempts:
         Raises NoProgressError after `max_stalled` starts and failures in a row without a new committed step.
         """
         keep_threads_out_of_streams()
+        keep_log_readers_out()
         with self._streams.inside():
             return self._run(body, *args, **kwargs)
 

@@ -26,7 +26,9 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.orchestration.abandoned import check_flow_runs
 from ckpt_tasks.policy.health import (
+    TAG,
     AutomationFacts,
     Check,
     JobFacts,
@@ -70,6 +72,9 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
     if pool_facts is not None and pool_facts.type is not None:
         tags = judge_tags(facts, jobs)
         checks += [judge_stopping(pool_facts, jobs), judge_threads(jobs), *([] if tags is None else [tags])]
+    with _client() as client:
+        runs = _answer(lambda: check_flow_runs(client, TAG))
+    checks.append(runs or Check("flow runs", "not checked", "the server did not answer"))
     return [*checks, judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server")]
 
 

@@ -17,10 +17,8 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client
-from prefect.client.schemas import OrchestrationResult
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.responses import SetStateStatus
-from prefect.exceptions import Abort, Pause, PrefectException
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Suspended
@@ -30,6 +28,7 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.entries import newest_first
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.orchestration.endings import end_flow_run
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.reading.reading import run_of
 
@@ -54,29 +53,18 @@ def stay_as_decided() -> None:
     states = sorted(_states(), key=lambda state: state.timestamp)
     starts = [(before, state) for before, state in pairwise(states) if state.is_scheduled() and state.name != "Late"]
     if starts and starts[-1][0].is_cancelled() and starts[-1][1].message == RESUMED:
-        _end(Cancelled(message=starts[-1][0].message))
+        end_flow_run(Cancelled(message=starts[-1][0].message))
     ends = [(state, after) for state, after in pairwise(states) if state.is_paused() or state.name == "Resuming"]
     if ends and ends[-1][0].is_paused() and ends[-1][1].is_crashed():
         suspended = ends[-1][0]
         key = f"suspended still at start {flow_run.run_count}"  # Prefect accepts a pause key only once
         until = suspended.state_details.pause_timeout
-        _end(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
+        end_flow_run(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
 
 
 def _states() -> list[State[Any]]:
     with get_client(sync_client=True) as client:
         return client.read_flow_run_states(UUID(flow_run.id))
-
-
-def _end(state: State[Any]) -> None:
-    """Set the flow run's state, then raise Prefect's Pause or Abort, which end this process without setting another.
-
-    Returns if the server does not accept the state. A resume starts a new process.
-    """
-    with get_client(sync_client=True) as client:
-        answer: OrchestrationResult[Any] = client.set_flow_run_state(UUID(flow_run.id), state)
-    if answer.status == SetStateStatus.ACCEPT:
-        raise Pause(state=answer.state) if state.is_paused() else Abort(str(state.message))
 
 
 class EarlyStopping:
@@ -136,7 +124,7 @@ class EarlyStopping:
         get_run_logger().warning("The run is %s", self.why)
         if deployment.id is None:
             return
-        _end(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
+        end_flow_run(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
 
     @property
     def _pause_key(self) -> str:

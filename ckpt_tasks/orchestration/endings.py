@@ -12,19 +12,34 @@ resume it as often as they are configured to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+from uuid import UUID
 
 import httpx
+from prefect import get_client
+from prefect.client.schemas import OrchestrationResult
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
-from ckpt_tasks.errors import CkptError, CommitUncertainError, OwnerError, StoreError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, CommitUncertainError, OwnerError, StoreError
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
-__all__ = ["crashes_while_the_api_is_away", "crashes_while_the_store_is_away", "ends_quietly_for_a_sibling"]
+__all__ = [
+    "crashes_while_the_api_is_away",
+    "crashes_while_the_store_is_away",
+    "end_flow_run",
+    "ends_quietly_for_a_sibling",
+    "skip_while_the_run_trains",
+]
 
 
 @contextmanager
@@ -40,6 +55,34 @@ def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None
             raise
         get_run_logger().warning("Another process goes on with this flow run, and this one ends: %s", error)
         raise Abort(f"another process goes on with this flow run: {error}") from error
+
+
+def end_flow_run(state: State[Any]) -> None:
+    """Set the flow run's state, then raise Prefect's Pause or Abort, which end this process without setting another.
+
+    Returns if the server does not accept the state. A resume starts a new process.
+    """
+    with get_client(sync_client=True) as client:
+        answer: OrchestrationResult[Any] = client.set_flow_run_state(UUID(flow_run.id), state)
+    if answer.status == SetStateStatus.ACCEPT:
+        raise Pause(state=answer.state) if state.is_paused() else Abort(str(state.message))
+
+
+def skip_while_the_run_trains(config: CheckpointConfig) -> None:
+    """Cancel a flow run that a schedule has started, as "Skipped", while another flow run trains the run."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not run.auto_scheduled:
+        return
+    with suppress(CheckpointNotFoundError):
+        history, me = run_of(config).history, identify(str(run.id))
+        owner = history.head().state.owner
+        if owner is None or owner.flow_run_id in (None, me.flow_run_id):
+            return
+        timeout_s = config.owner_timeout_s
+        if why_free(owner, me, Signs(history, timeout_s).silent_s(owner), timeout_s) is None:
+            why = f"The run trains already: process {owner.pid} on {owner.host} holds it since {owner.taken_at}."
+            end_flow_run(Cancelled(name="Skipped", message=why))
 
 
 def _held_by(config: CheckpointConfig, flow_run_id: str | None) -> bool:

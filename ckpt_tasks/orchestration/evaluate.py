@@ -22,6 +22,7 @@ from prefect.logging import get_run_logger
 from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.isolation import keep_threads_out_of_streams
 from ckpt_tasks.reading.leasing import LEASE_S, leased
@@ -198,6 +199,7 @@ def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> Evaluat
 def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
     """Evaluate on separate random streams, which begin the same way in every process."""
     keep_threads_out_of_streams()
+    keep_log_readers_out()
     with _COMPUTE_LOCK, OwnStreams().inside():
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):

@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.exceptions import EventTooLarge
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -24,10 +28,12 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 
-__all__ = ["announce", "announce_evaluation", "asset_key"]
+__all__ = ["announce", "announce_evaluation", "asset_key", "delivers_events"]
 
 _log = logging.getLogger("ckpt_tasks")
 _MOST_TEXT = 2000
+_END_S, _STOPPED_S = 20.0, 3.0
+_LOOK_S = 0.05
 _MOST_KEY = 512  # Prefect's limit for the key of an asset
 _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 
@@ -80,6 +86,29 @@ def announce_evaluation(
     common = {"run_key": run_key, "checkpoint_dir": absolute(checkpoint_dir), "step": checkpoint.step}
     details = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": _numbers(metrics)}
     _send("ckpt.evaluated", _resource(run_key), {**common, **details})
+
+
+@contextmanager
+def delivers_events() -> Iterator[None]:
+    """At the end of the block wait until Prefect's server has its events, 20 s at most; drop the rest, and say so.
+
+    Otherwise the end of the process would deliver one after another, and take 7 s for each if the server is gone.
+    """
+    patience_s = _STOPPED_S
+    try:
+        yield
+        patience_s = _END_S
+    finally:
+        queue, until_s, dropped = EventsWorker.instance()._queue, time.monotonic() + patience_s, 0
+        while queue.unfinished_tasks and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        with suppress(Empty):
+            while True:
+                queue.get_nowait()
+                queue.task_done()
+                dropped += 1
+        if dropped:
+            _log.warning("Prefect's server did not take %d events; what was committed is in the run's ledger.", dropped)
 
 
 def absolute(checkpoint_dir: str) -> str:

@@ -1,4 +1,4 @@
-"""What a start of a flow run does for Prefect's pages: end lost task runs, name declined flow runs, forward the log.
+"""What a start of a flow run does for Prefect's pages: end lost task runs, leave runs to a follower, forward the log.
 
 A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """
@@ -6,8 +6,9 @@ A killed process cannot end its task runs: on the pages they would stay "Running
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -24,16 +25,19 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType, TaskRun
-from prefect.client.schemas.sorting import FlowRunSort
-from prefect.exceptions import PrefectException
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, PrefectException
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
-from prefect.runtime import deployment, flow_run
-from prefect.states import Crashed
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Crashed
 
-__all__ = ["crash_lost_task_runs", "logged_with_the_flow_run", "name_declined_starts"]
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.orchestration.config import config_of_run
+from ckpt_tasks.orchestration.events import absolute
 
-_DECLINED = ": not needed, one is at work"
+__all__ = ["crash_lost_task_runs", "leave_to_follower", "logged_with_the_flow_run"]
+
 _PAGE = 200  # the server's limit for one answer
 _log = logging.getLogger("ckpt_tasks")
 
@@ -75,29 +79,35 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
             return unfinished
 
 
-def name_declined_starts(name: str) -> int:
-    """Rename the flow runs of this deployment that were cancelled because this one was at work; return how many.
+def leave_to_follower(url: str, suite: str) -> None:
+    """End this flow run, and delete it, if an earlier one of its deployment evaluates this run with this suite.
 
-    They never began, so they have random names from Prefect; they keep these if Prefect's API does not answer.
+    The events of a run start one every ten minutes. Returns if Prefect's API does not answer.
     """
+    context = FlowRunContext.get()
+    mine = context.flow_run if context else None
+    if mine is None or mine.deployment_id is None:
+        return
+    at_work = FlowRunFilter(
+        deployment_id=FlowRunFilterDeploymentId(any_=[mine.deployment_id]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING])),
+    )
     try:
-        if deployment.id is None:  # reading this may call the API
-            return 0
-        cancelled = FlowRunFilter(
-            deployment_id=FlowRunFilterDeploymentId(any_=[UUID(deployment.id)]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
-        )
         with get_client(sync_client=True) as client:
-            newest = client.read_flow_runs(
-                flow_run_filter=cancelled, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=_PAGE
-            )
-            declined = [run for run in newest if not run.run_count and not run.name.endswith(_DECLINED)]
-            for run in declined:
-                client.update_flow_run(run.id, name=f"{run.parameters.get('run_key', name)}{_DECLINED}")
+            for run in client.read_flow_runs(flow_run_filter=at_work, limit=_PAGE):
+                earlier = (run.expected_start_time, run.id) < (mine.expected_start_time, mine.id)
+                if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
+                    why = f"{run.name} is at work"
+                    client.set_flow_run_state(mine.id, Cancelled(name="Skipped", message=why))
+                    client.delete_flow_run(mine.id)  # a row that did nothing
+                    raise Abort(why)
     except (httpx.HTTPError, PrefectException) as error:
-        get_run_logger().warning("Declined flow runs keep their random names: %s", error)
-        return 0
-    return len(declined)
+        get_run_logger().warning("Another flow run may evaluate this run too: %s", error)
+
+
+def _evaluated_url(parameters: Mapping[str, Any]) -> str:
+    where = CheckpointConfig(checkpoint_dir=parameters["checkpoint_dir"])
+    return absolute(config_of_run(where, parameters["run_key"]).location.url)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 _LEASES = "prefect.server.concurrency.lease_storage"
 _COMMAND = "prefect flow-run execute"
-_TAG = "ckpt-tasks"
+TAG = "ckpt-tasks"
 _PREFIX = "ckpt-tasks: "
 _ZOMBIES = f"{_PREFIX}zombie flow runs are crashed"
 _RESUMES = f"{_PREFIX}crashed flow runs are resumed"
@@ -230,7 +230,7 @@ def judge_heartbeat(facts: ServerFacts, jobs: Sequence[JobFacts], own_s: int | N
     """Judge whether flow runs send heartbeats often enough for the automations; `own_s` is this process's setting."""
     within_s = next((rule.within_s for rule in facts.automations or () if rule.name == _ZOMBIES), None)
     if within_s is not None and jobs:
-        jobs = [job for job in jobs if _TAG in job.tags or not job.deployed]
+        jobs = [job for job in jobs if TAG in job.tags or not job.deployed]
         if not jobs:
             return Check("heartbeat", "not checked", "the automations hold for no deployment of the pool")
     beats = {job.name: _seconds(job.env.get(HEARTBEAT)) for job in jobs} or {"this process": own_s}
@@ -309,11 +309,11 @@ def judge_tags(facts: ServerFacts, jobs: Sequence[JobFacts]) -> Check | None:
     deployed = [job for job in jobs if job.deployed and not _is_repeated(job)]
     if not deployed:
         return None
-    without = [job.name for job in deployed if _TAG not in job.tags]
+    without = [job.name for job in deployed if TAG not in job.tags]
     if not without:
         return Check("tags", "ok", f"the automations hold for {_some([job.name for job in deployed])}")
     seen = f"the automations do not hold for {_some(without)}"
-    return Check("tags", "warning", seen, f"Give what trains the tag {_TAG}, and deploy it again.")
+    return Check("tags", "warning", seen, f"Give what trains the tag {TAG}, and deploy it again.")
 
 
 # ── this host ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import weakref
 from typing import Protocol
+
+from ckpt_tasks.logs import write_line
 
 __all__ = ["end_with_interpreter", "report_lost"]
 
@@ -33,7 +34,7 @@ def report_lost(failure: BaseException, *, kept: bool) -> None:
     """Write on stderr which step is not committed and why; `kept`: its snapshot outlives the process."""
     step = getattr(failure, "step", None)
     then = "the next start on this host can restore it" if kept else "it is lost with this process"
-    sys.stderr.write(f"ckpt-tasks: step {step} is not committed, and {then}: {failure}\n")
+    write_line(f"ckpt-tasks: step {step} is not committed, and {then}: {failure}")
 
 
 def _end_all() -> None:

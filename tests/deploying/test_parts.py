@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from ckpt_tasks.deploying.parts import Process, Site, end_all, flow_runs, read_site, write_site
+from ckpt_tasks.deploying.parts import Process, Site, end_all, read_site, site_processes, write_site
 from ckpt_tasks.errors import SiteError
 from tests.support.waiting import until
 
@@ -53,25 +53,32 @@ def test_the_end_waits_and_then_insists(deaf: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_flow_run_is_found_although_its_worker_is_gone() -> None:
-    """The topmost processes with the mark are found, below the worker and orphaned; nothing else is."""
+    """Workers and the topmost processes of flow runs are found, also orphaned ones; below `execute`, the engine."""
     here = uuid4().hex  # another run of the tests may be on this machine
-    mark, environment = f"CKPT_SITE={here}", {**os.environ, "CKPT_SITE": here}
-    shell = ["bash", "-c", "bash -c 'sleep 600 & echo $$; wait' & wait"]
+    mark, script = f"CKPT_SITE={here}", "sleep 600 & echo $$ $!; wait"
+    environment = {**os.environ, "CKPT_SITE": here, "SCRIPT": script}
+    shell = ["bash", "-c", 'PREFECT__FLOW_RUN_ID=$0 bash -c "$SCRIPT" flow-run execute x & wait']
     with (
-        subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, start_new_session=True) as worker,
-        subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, start_new_session=True) as dead_worker,
+        subprocess.Popen([*shell, "run-1"], env=environment, stdout=subprocess.PIPE, start_new_session=True) as worker,
+        subprocess.Popen([*shell, "run-2"], env=environment, stdout=subprocess.PIPE, start_new_session=True) as dead,
     ):
         try:
-            assert worker.stdout is not None
-            assert dead_worker.stdout is not None
-            below, orphan = int(worker.stdout.readline()), int(dead_worker.stdout.readline())
-            dead_worker.kill()
-            dead_worker.wait()
+            found = []
+            for process in (worker, dead):
+                assert process.stdout is not None
+                found.append([int(pid) for pid in process.stdout.readline().split()])
+            dead.kill()
+            dead.wait()
             until(lambda: len(_marked(mark)) == 5)  # a process that is becoming another program shows no mark
-            assert {one.pid for one in flow_runs(mark, Process.of(worker.pid))} == {below, orphan}
-            assert flow_runs("CKPT_SITE=elsewhere", Process.of(worker.pid)) == []
+            workers, runs = site_processes(mark)
+            assert [one.pid for one in workers] == [worker.pid]
+            assert sorted((one.flow_run_id, one.top.pid, one.trains.pid) for one in runs) == [
+                ("run-1", *found[0]),
+                ("run-2", *found[1]),
+            ]
+            assert site_processes("CKPT_SITE=elsewhere") == ([], [])
         finally:
-            for group in (worker, dead_worker):
+            for group in (worker, dead):
                 os.killpg(group.pid, signal.SIGKILL)
 
 

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "OMP_WAIT_POLICY": "passive",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "ckpt_tasks.orchestration.console_log.UnreadConsole",
 }
 
 

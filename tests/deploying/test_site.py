@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -15,8 +19,9 @@ from urllib.request import urlopen
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.deploying.parts import read_site
-from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.deploying.parts import Process, read_site
+from ckpt_tasks.deploying.server import answers
+from ckpt_tasks.errors import CheckpointNotFoundError, SiteError
 from tests.servers.process import free_port
 from tests.support.waiting import until
 
@@ -57,11 +62,18 @@ class Shell:
     def down(self) -> dict[str, str]:
         return {part["name"]: part["status"] for part in json.loads(self("ckpt", "down", "--json"))["parts"]}
 
-    def kill(self, name: str) -> None:
+    def part(self, name: str) -> Process:
         site = read_site(self.home / "ckpt-up.json")
         assert site is not None
-        os.kill(site.started[name].pid, signal.SIGKILL)
-        until(lambda: not site.started[name].lives, PATIENCE_S)
+        return site.started[name]
+
+    def kill(self, name: str) -> None:
+        part = self.part(name)
+        os.kill(part.pid, signal.SIGKILL)
+        until(lambda: not part.lives, PATIENCE_S)
+
+    def is_another(self, name: str, before: Process) -> bool:
+        return self.part(name) != before and self.part(name).lives
 
     def step(self) -> int:
         try:
@@ -90,28 +102,44 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     made("ckpt", "down")
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep the machine busy."""
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
-    """Up may be said again and starts what was killed; down ends all, after a commit, and the next up goes on."""
+    """Up may be said again; what is killed comes back; down ends all after a commit, and the next up goes on."""
     assert {*shell.up().values()} <= {"started", "created", "applied"}
     again = shell.up()
-    assert (again["server"], again["worker"], again["automations"]) == ("as it was", "as it was", "as they were")
+    assert {again[name] for name in ("server", "worker", "keeper")} == {"as it was"}
+    assert again["automations"] == "as they were"
     shell("prefect", "deployment", "run", "train/nets", "-p", "total_steps=10000000", url=True)
     until(lambda: shell.step() >= 100, PATIENCE_S)
     until(
         lambda: open_run(str(shell.project / "runs" / "nets")).evaluations() != [], PATIENCE_S
     )  # by the project's own follower
 
-    shell.kill("worker")
+    for name in ("worker", "server"):  # the keeper starts them again
+        before = shell.part(name)
+        shell.kill(name)
+        until(partial(shell.is_another, name, before), PATIENCE_S)
+    shell.kill("keeper")
     again = shell.up()
-    assert (again["server"], again["worker"]) == ("as it was", "started")
-    shell.kill("server")
-    again = shell.up()
-    assert (again["server"], again["worker"]) == ("started", "as it was")
+    assert (again["server"], again["worker"], again["keeper"]) == ("as it was", "as it was", "started")
 
-    before = shell.step()
-    until(lambda: shell.step() > before, PATIENCE_S)
-    assert shell.down() == {"worker": "ended", "server": "ended"}
+    before_step = shell.step()
+    until(lambda: shell.step() > before_step, PATIENCE_S)
+    with busy_loops(8):
+        assert shell.down() == {"keeper": "ended", "worker": "ended", "server": "ended"}
     until(lambda: shell.processes() == [], PATIENCE_S)
     stopped_at, owner = shell.step(), open_run(str(shell.project / "runs" / "nets")).head().state.owner
     assert owner is not None
@@ -119,11 +147,37 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
 
     shell.up()
     until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
-    for name in ("server", "worker"):
+    for name in ("keeper", "server", "worker"):
         shell.kill(name)
-    assert shell.down() == {"worker": "was gone", "server": "was gone"}
+    assert shell.down() == {"keeper": "was gone", "worker": "was gone", "server": "was gone"}
     until(lambda: shell.processes() == [], PATIENCE_S)
     assert shell.down() == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"ok": "yes"}',
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_another_program_on_the_port_is_named(answer: bytes) -> None:
+    """Whatever it speaks, and also if it answers 200 to everything, it is not taken for Prefect's server."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(SiteError, match=r"another program listens there: .*Choose another --port"):
+            answers(f"http://127.0.0.1:{listening.getsockname()[1]}/api")
+        thread.join()
 
 
 @pytest.mark.slow

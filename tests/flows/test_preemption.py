@@ -58,6 +58,7 @@ class Attempt:
             **preempted,
             "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "ckpt_tasks.orchestration.console_log.UnreadConsole",
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         entrypoint = "flows/train.py:train" if flow is train else "tests/flows/gated.py:timed"
@@ -83,10 +84,12 @@ class Attempt:
         self.process: subprocess.Popen[bytes] | None = None
         self._started = 0
 
-    def start(self, *command: str) -> None:
-        """Start the process; it and what it starts are a session of its own."""
+    def start(self, *command: str, unread: bool = False) -> None:
+        """Start the process; it and what it starts are a session of its own. `unread`: a pipe has what it prints."""
         self._started += 1
-        with (self.folder / f"{self._started}.log").open("wb") as log:
+        self._reader, writing = os.pipe()
+        with (self.folder / f"{self._started}.log").open("wb") as file, os.fdopen(writing, "wb") as pipe:
+            log = pipe if unread else file
             self.process = subprocess.Popen(
                 [PREFECT, *(command or ("flow-run", "execute", str(self.run)))],
                 cwd=ROOT,
@@ -102,6 +105,10 @@ class Attempt:
             self.until(lambda: "will start" in self.output(), "the retry is waited for")
         else:
             self.until((self.folder / "at").exists, "the program is there")
+
+    def stop_reading(self) -> None:
+        """Let the reader of what the process prints be gone, as a worker that was killed."""
+        os.close(self._reader)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, as a preempted host does."""
@@ -182,9 +189,9 @@ def start(client: SyncPrefectClient, server: dict[str, str], tmp_path: Path) -> 
     """Start a flow run, and wait until its process is at the given place."""
     made: list[Attempt] = []
 
-    def one(place: str, **options: Any) -> Attempt:
+    def one(place: str, *, unread: bool = False, **options: Any) -> Attempt:
         made.append(Attempt(client, server, tmp_path, place, **options))
-        made[-1].start()
+        made[-1].start(unread=unread)
         made[-1].until_there()
         return made[-1]
 
@@ -236,6 +243,19 @@ def test_sigterm_to_flow_run_execute(start: Start, place: str, step: int) -> Non
     assert run.ended() == 0
     run.check_saved(step)
     assert run.states()[-2:] == ["Running", "AwaitingRetry"]
+
+
+@pytest.mark.parametrize(("place", "step"), [one for one in PLACES if one.id != "before a retry"])
+def test_sigterm_when_nobody_reads_the_output(start: Start, place: str, step: int) -> None:
+    """P69: the same below a worker that was killed, which read what the flow run prints."""
+    run = start(place, unread=True)
+    run.stop_reading()
+    run.terminate()
+    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
+    run.go()
+    run.ended()
+    run.check_saved(step)
+    assert run.states()[-1] in {"AwaitingRetry", "Crashed"}  # the automations resume that, too
 
 
 @pytest.mark.slow

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow, tags
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.states import AwaitingRetry, Cancelling, Completed, Crashed, Pending, Running
+from prefect.client.schemas.objects import FlowRunPolicy, State
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Paused,
+    Pending,
+    Running,
+    Scheduled,
+    Suspended,
+)
 
 from ckpt_tasks.flows.watch import watch
+from ckpt_tasks.orchestration.abandoned import Limits, check_flow_runs
 
 
 @flow
@@ -19,12 +34,14 @@ def nothing() -> None:
     """Stand for a flow whose runs are only records here."""
 
 
-def made(client: SyncPrefectClient, tag: str, *states: object) -> UUID:
-    """Make a flow run that has been through these states."""
+def made(client: SyncPrefectClient, tag: str, *states: object, retries: int = 0) -> UUID:
+    """Make a flow run that has been through these states; with `retries`, those that Prefect's rules make of them."""
     deployment = client.create_deployment(client.create_flow(nothing), "nothing")
     run = client.create_flow_run_from_deployment(deployment, tags=[tag])
+    if retries:
+        client.update_flow_run(run.id, empirical_policy=FlowRunPolicy(retries=retries))
     for state in states:
-        client.set_flow_run_state(run.id, state, force=True)  # type: ignore[arg-type]
+        client.set_flow_run_state(run.id, state, force=not retries)  # type: ignore[arg-type]
     return run.id
 
 
@@ -45,6 +62,48 @@ def beat(client: SyncPrefectClient, run: UUID) -> None:
     client.request("POST", "/events", json=[event])
     while not client.request("POST", "/events/filter", json={"filter": {"id": {"id": [event["id"]]}}}).json()["events"]:
         time.sleep(0.1)
+
+
+def test_every_state_that_nobody_works_at(client: SyncPrefectClient) -> None:
+    """Each state that a process has left is found and ends as a start that a worker takes; the others are left alone.
+
+    A run that waits for its flow's retry, or for a person since then, is one that no worker takes [3.8.8].
+    """
+    waits: tuple[State[Any], ...] = (
+        Running(),
+        Failed(),
+    )  # Prefect lets it wait for its retry in the process that failed
+    gone: dict[str, tuple[State[Any], ...]] = {
+        "Running": (Running(),),
+        "Retrying": (Running(name="Retrying"),),
+        "Pending": (Pending(),),
+        "Crashed": (Running(), Crashed()),
+        "AwaitingRetry in its process": waits,
+        "AwaitingRetry after a preemption": (*waits, Running(), AwaitingRetry()),
+        "Resuming after a retry": (*waits, Running(), Suspended(timeout_seconds=600), Scheduled(name="Resuming")),
+    }
+    kept: dict[str, tuple[tuple[State[Any], ...], str]] = {
+        "Cancelling": ((Running(), Cancelling()), "Cancelled"),
+        "Scheduled": ((), "Scheduled"),
+        "Paused": ((Running(), Paused(timeout_seconds=600)), "Paused"),
+        "Suspended": ((Running(), Suspended(timeout_seconds=600)), "Suspended"),
+        "Completed": ((Running(), Completed()), "Completed"),
+        "Cancelled": ((Running(), Cancelled()), "Cancelled"),
+        "Failed": ((*waits, Running(), Failed()), "Failed"),
+    }
+    runs = {what: made(client, "ten", *states, retries=1) for what, states in gone.items()}
+    others = {what: made(client, "ten", *states, retries=1) for what, (states, _) in kept.items()}
+    assert {client.read_flow_run(runs[what]).empirical_policy.retry_type for what in [*gone][4:]} == {"in_process"}
+    check = check_flow_runs(client, "ten", Limits(crashed_s=0, silent_s=0, pending_s=0))
+    assert check.verdict == "wrong"
+    assert check.seen.startswith(f"nobody works at {len(gone) + 2}: ")  # Cancelling; Scheduled, which no worker takes
+    for _ in range(2):
+        watch(tag="ten", silent_s=0, pending_s=0, crashed_s=0)
+    for what, run in runs.items():
+        assert state_of(client, run) == "AwaitingRetry", what
+        assert client.read_flow_run(run).empirical_policy.retry_type == "reschedule", what
+    assert {what: state_of(client, run) for what, run in others.items()} == {k: state for k, (_, state) in kept.items()}
+    assert check_flow_runs(client, "ten").verdict == "ok"
 
 
 def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
@@ -84,7 +143,7 @@ def test_what_never_began_is_resumed_some_times(client: SyncPrefectClient) -> No
 
 def test_all_are_looked_at(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have crashed, each is looked at: a server gives them page by page."""
-    monkeypatch.setattr("ckpt_tasks.flows.watch._PAGE", 2)
+    monkeypatch.setattr("ckpt_tasks.orchestration.abandoned._PAGE", 2)
     crashed = {name_of(client, made(client, "five", Running(), Crashed())) for _ in range(5)}
     assert set(watch(tag="five", crashed_s=0).resumed) == crashed
 
@@ -144,7 +203,7 @@ def test_what_crashed_days_ago_is_left_alone(client: SyncPrefectClient, monkeypa
 
     run = made(client, "eight", Running(), Crashed())
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tasks.flows.watch.datetime", Tomorrow)
+        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", Tomorrow)
         assert watch(tag="eight", crashed_s=0).resumed == ()
     assert watch(tag="eight", crashed_s=0).resumed == (name_of(client, run),)
 

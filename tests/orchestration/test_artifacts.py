@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
@@ -163,6 +164,29 @@ def test_a_server_that_is_away_stops_nothing(run_dir: Path, unwell: str, error: 
     finally:
         log.removeHandler(handler)
     assert [one.split(": ")[:2] for one in said] == [["This run's pages are not up to date", error]]
+
+
+def test_the_end_is_published_in_any_case(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that time out do not leave the pages of a completed run at an earlier step."""
+    update, failures = SyncPrefectClient.update_artifact, iter(range(2))
+
+    def slow(self: SyncPrefectClient, *given: Any) -> None:
+        if next(failures, None) is not None:
+            raise httpx.ReadTimeout("injected")
+        update(self, *given)
+
+    @flow
+    def watched() -> None:
+        with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "late", 9) as pages:
+            monkeypatch.setattr(SyncPrefectClient, "update_artifact", slow)
+            pages._progress_due_s = 0.0
+            pages.show(8, {"loss": 1.0})
+            pages.show(9, {"loss": 1.0})
+
+    save_steps(run_dir, 1)
+    watched()
+    assert next(failures, None) is None
+    assert str(newest()[1]["late-progress"].description).startswith("step 9 of 9")
 
 
 def test_our_own_errors_show(run_dir: Path) -> None:

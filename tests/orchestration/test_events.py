@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from urllib.request import Request, urlopen
 
 import pytest
 from prefect.assets import Asset
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.orchestration.events import asset_key
+from ckpt_tasks.orchestration.events import asset_key, delivers_events
 from ckpt_tasks.saving.listening import Listener
 from tests.support.tiny import Tiny
 
@@ -167,3 +171,21 @@ def test_a_checkpoints_key_is_one_that_prefect_takes(run_dir: Path, place: str, 
 
 def moment(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture) -> None:
+    """The end waits a bounded time for the events that are queued; then it drops them, and says how many."""
+
+    def stop_within() -> None:
+        with delivers_events():
+            for step in range(30):
+                emit_event("ckpt.committed", resource={"prefect.resource.id": "gone"}, payload={"step": step})
+            raise KeyboardInterrupt
+
+    EventsWorker.drain_all()
+    gone = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
+    with temporary_settings(gone):
+        with pytest.raises(KeyboardInterrupt):
+            stop_within()
+        assert EventsWorker.instance()._queue.empty()
+    assert re.search(r"did not take (29|30) events", caplog.text)

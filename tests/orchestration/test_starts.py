@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import flow, task
+from prefect import task
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, LogFilter, LogFilterFlowRunId
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import AwaitingRetry, Cancelled, Running, Scheduled
+from prefect.states import AwaitingRetry, Completed, Pending, Running, Scheduled
 
 from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import train
-from ckpt_tasks.orchestration.starts import name_declined_starts
+from tests.support.owner_child import OwnerChild
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -75,32 +86,57 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
         assert sum(line.startswith(f"Saved step {step}: ") for line in lines) == 1, lines
 
 
-def test_a_declined_start_has_a_name(run_dir: Path) -> None:
-    """A flow run that was cancelled since one was at work says so by its name; one that had begun keeps its own."""
+def test_a_run_has_one_follower(run_dir: Path) -> None:
+    """The second follower of a run ends and leaves no row; another run, or another suite, is none of its business."""
     tiny: dict[str, Any] = {"run_key": "tiny", "program": "tests.support.tiny:Tiny"}
     train(**tiny, total_steps=1, checkpoint=CheckpointConfig(checkpoint_dir=str(run_dir)))
-    parameters = {**tiny, "checkpoint_dir": str(run_dir)}
+    following = {**tiny, "checkpoint_dir": str(run_dir), "which": "pending", "suite": "quick", "follow_s": 0.01}
     with get_client(sync_client=True) as client:
-        deployment = client.create_deployment(flow_id=client.create_flow(evaluate), name="declined")
-        runs = [client.create_flow_run_from_deployment(deployment, parameters=parameters).id for _ in range(3)]
-        client.set_flow_run_state(runs[0], Cancelled(message="Deployment concurrency limit reached."))
-        client.set_flow_run_state(runs[1], Running(), force=True)
-        client.set_flow_run_state(runs[1], Cancelled(), force=True)
-        own = client.read_flow_run(runs[1]).name
-        run_flow(evaluate, flow_run=client.read_flow_run(runs[2]), parameters=parameters)
-        names = [client.read_flow_run(run).name for run in runs[:2]]
-    assert names == ["tiny: not needed, one is at work", own]
+        deployment = client.create_deployment(flow_id=client.create_flow(evaluate), name="follower")
+
+        def started(**changed: Any) -> FlowRun:
+            return client.create_flow_run_from_deployment(deployment, parameters={**following, **changed})
+
+        others = [started(checkpoint_dir=f"{run_dir}-2"), started(suite="full")]
+        at_work = started(checkpoint_dir=str(run_dir.parent / run_dir.name))
+        for run in (*others, at_work):
+            client.set_flow_run_state(run.id, Running(), force=True)
+        second = started()
+        with pytest.raises(Abort, match="is at work"):
+            run_flow(evaluate, flow_run=second, parameters=following)
+        with pytest.raises(ObjectNotFound):
+            client.read_flow_run(second.id)
+        client.set_flow_run_state(at_work.id, Completed(), force=True)
+        results: Any = run_flow(evaluate, flow_run=started(), parameters=following)
+    assert [result.new for result in results] == [True, True]
 
 
-def test_an_api_that_is_away_leaves_the_names_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """A random name is not a reason to fail: a warning says that it stays, and the flow goes on."""
-
-    @flow(name="away", persist_result=False)
-    def away() -> int:
-        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
-            return name_declined_starts("tiny")
-
-    with caplog.at_level("WARNING", logger="prefect.flow_runs"):
-        assert away() == 0
-    (said,) = caplog.messages
-    assert "keep their random names" in said
+def test_a_schedule_that_fires_while_the_run_trains(run_dir: Path) -> None:
+    """It is no failure: the flow run ends as skipped and says who trains; one that a person starts fails, as before."""
+    parameters = {
+        "run_key": run_dir.name,
+        "total_steps": 10,
+        "program": "tests.support.tiny:Tiny",
+        "checkpoint": {"checkpoint_dir": str(run_dir)},
+    }
+    other = OwnerChild(run_dir, "another")
+    assert other.ask("save 1") == "ok 1"
+    with get_client(sync_client=True) as client:
+        hourly = DeploymentScheduleCreate(schedule=IntervalSchedule(interval=timedelta(hours=1)))
+        deployment = client.create_deployment(
+            client.create_flow(train), "skips", schedules=[hourly], parameters=parameters
+        )
+        one: dict[str, Any] = {"min_runs": 1, "max_runs": 1}
+        client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment}, json=one)
+        of_schedule = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+        run = client.read_flow_runs(flow_run_filter=of_schedule)[0]
+        client.set_flow_run_state(run.id, Pending(), force=True)
+        with pytest.raises(Abort, match=f"trains already: process {other.process.pid} on "):
+            run_flow(train, flow_run=run, parameters=parameters)
+        state = client.read_flow_run(run.id).state
+        assert state is not None
+        assert (state.name, state.type.value) == ("Skipped", "CANCELLED")
+        run = client.create_flow_run_from_deployment(deployment, parameters=parameters)
+        with pytest.raises(OwnedError):
+            run_flow(train, flow_run=run, parameters=parameters)
+    other.kill()

@@ -1,0 +1,44 @@
+"""Lines for people, which must not end training: their reader may have left, or their disk be full.
+
+A handler may raise: logging itself if stderr is closed, a handler of the user's, and rich's, which raises SystemExit
+when its reader has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["guard_log", "unread", "write_line"]
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Go on if what the block writes for people cannot be written."""
+    with suppress(Exception):  # whatever a handler raises
+        try:
+            yield
+        except SystemExit as end:
+            if not isinstance(end.__context__, BrokenPipeError):  # a signal that comes meanwhile may end the process
+                raise
+
+
+def guard_log() -> None:
+    """Let no handler of the logger `ckpt_tasks`, or of those above it, raise into the code that logs."""
+    log = logging.getLogger("ckpt_tasks")
+    handle: Callable[[logging.LogRecord], None] = log.handle
+
+    def guarded(record: logging.LogRecord) -> None:
+        with unread():
+            handle(record)
+
+    log.handle = guarded  # type: ignore[method-assign]
+
+
+def write_line(line: str) -> None:
+    """Write a line on stderr, if there is one that takes it."""
+    with unread():
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

@@ -1,0 +1,186 @@
+"""Find the flow runs that nobody works at, and start them again: by their states, which are stored, not by events.
+
+A worker leaves out a flow run that waits for a retry in its own process (`retry_type`), also when that process is gone
+and in later waits of any kind; only leaving a final state ends that [3.8.8, their issue 22847]. So such a flow run is
+marked as crashed before it is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import AwaitingRetry, Crashed
+
+from ckpt_tasks.orchestration.early_stop import RESUMED
+from ckpt_tasks.policy.health import Check
+
+__all__ = ["Abandoned", "Limits", "check_flow_runs", "find_abandoned", "start_again"]
+
+_MOST_UNBEGUN = 10  # resumes of a flow run that has never begun
+_PAGE = 200  # the server's limit for one answer
+_SKEW = timedelta(minutes=1)  # what lies further in the future was written before the clock was set back
+_NAMED = 5
+_LATEST_LOOK_S = 900.0  # three times the interval of its schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """After how many seconds nobody works at a flow run, and how often it is started."""
+
+    crashed_s: float = 120.0
+    silent_s: float = 300.0
+    pending_s: float = 3600.0
+    max_runs: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abandoned:
+    """A flow run that nobody works at, why that is known, and what is due.
+
+    "resume": it has crashed. "crash", "cancel": its process is gone. "worker": no worker takes it.
+    """
+
+    run: FlowRun
+    why: str
+    due: Literal["resume", "crash", "cancel", "worker"]
+
+
+def find_abandoned(client: SyncPrefectClient, tag: str, limits: Limits) -> Iterator[Abandoned]:
+    """Yield the flow runs with `tag` that nobody works at; of crashed ones those of the last day."""
+    look = _Look(client, tag, limits)
+    yield from look.crashed()
+    yield from look.started()
+    yield from look.waiting()
+
+
+class _Look:
+    def __init__(self, client: SyncPrefectClient, tag: str, limits: Limits):
+        self._client, self._tag, self._limits = client, tag, limits
+        self._now = datetime.now(UTC)
+        self._quiet = f"no heartbeat for {limits.silent_s:.0f} s"
+
+    def crashed(self) -> Iterator[Abandoned]:
+        today = FlowRunFilterEndTime.model_validate({"after_": self._now - timedelta(days=1)})
+        for run in self._runs(StateType.CRASHED, end_time=today):
+            if self._long_ago(_since(run), self._limits.crashed_s) and self._may_start(run):
+                yield Abandoned(run=run, why=f"crashed {self._age(_since(run))} ago", due="resume")
+
+    def started(self) -> Iterator[Abandoned]:
+        for run in self._runs(StateType.RUNNING):
+            if self._silent(run, _since(run)):
+                yield Abandoned(run=run, why=self._quiet, due="crash")
+        for run in self._runs(StateType.CANCELLING):
+            if self._silent(run, _since(run)):
+                yield Abandoned(run=run, why="it was being cancelled, and its process is gone", due="cancel")
+
+    def waiting(self) -> Iterator[Abandoned]:
+        for run in self._runs(StateType.PENDING):
+            if self._long_ago(_since(run), self._limits.pending_s):
+                yield Abandoned(run=run, why=f"pending for {self._limits.pending_s:.0f} s", due="crash")
+        before = self._now - timedelta(seconds=self._limits.silent_s)
+        overdue = FlowRunFilterNextScheduledStartTime.model_validate({"before_": before})
+        for run in self._runs(StateType.SCHEDULED, next_scheduled_start_time=overdue):
+            due = run.next_scheduled_start_time or before
+            if run.empirical_policy.retry_type != "in_process":
+                yield Abandoned(run=run, why=f"due {self._age(due)} ago, and no worker takes it", due="worker")
+            elif self._silent(run, due):
+                yield Abandoned(run=run, why=f"it waited for its retry, and {self._quiet}", due="crash")
+
+    def _long_ago(self, when: datetime, age_s: float) -> bool:
+        return not self._now - timedelta(seconds=age_s) <= when <= self._now + _SKEW
+
+    def _silent(self, run: FlowRun, since: datetime) -> bool:
+        return self._long_ago(since, self._limits.silent_s) and not self._sends_heartbeats(run)
+
+    def _age(self, when: datetime) -> str:
+        return f"{(self._now - when).total_seconds():.0f} s"
+
+    def _runs(self, state: StateType, **more: Any) -> list[FlowRun]:
+        with_tag = FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[self._tag]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
+            **more,
+        )
+        runs: list[FlowRun] = []
+        while True:
+            page = self._client.read_flow_runs(flow_run_filter=with_tag, limit=_PAGE, offset=len(runs))
+            runs += page
+            if len(page) < _PAGE:
+                return runs
+
+    def _may_start(self, run: FlowRun) -> bool:
+        if run.run_count:
+            return run.run_count < self._limits.max_runs
+        return sum(state.is_crashed() for state in self._client.read_flow_run_states(run.id)) <= _MOST_UNBEGUN
+
+    def _sends_heartbeats(self, run: FlowRun) -> bool:
+        since, until = self._now - timedelta(seconds=self._limits.silent_s), self._now + _SKEW
+        heartbeats = {
+            "event": {"name": ["prefect.flow-run.heartbeat"]},
+            "resource": {"id": [f"prefect.flow-run.{run.id}"]},
+            "occurred": {"since": since.isoformat(), "until": until.isoformat()},
+        }
+        answer = self._client.request("POST", "/events/filter", json={"filter": heartbeats, "limit": 1})
+        return bool(answer.json()["events"])
+
+
+def start_again(client: SyncPrefectClient, run_id: UUID, why: str) -> bool:
+    """Schedule a flow run that nobody works at, as crashed; return False if the server refuses it.
+
+    Does nothing to one that waits, has ended otherwise, or is a person's to start, and returns False.
+    """
+    state = client.read_flow_run(run_id).state
+    if state is None or state.type not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING):
+        return False
+    if not state.is_crashed():
+        client.set_flow_run_state(run_id, Crashed(message=why))
+    scheduled: State[None] = AwaitingRetry(message=RESUMED)
+    return client.set_flow_run_state(run_id, scheduled).status is SetStateStatus.ACCEPT
+
+
+def check_flow_runs(client: SyncPrefectClient, tag: str, limits: Limits = Limits()) -> Check:
+    """Return the doctor's check: are there flow runs that nobody works at, and is the next look of `watch` soon?"""
+    abandoned = [*find_abandoned(client, tag, limits)]
+    named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
+    seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
+    if any(each.due != "worker" for each in abandoned):
+        return Check("flow runs", "wrong", seen, "Start the deployment `watch` once; its schedule should do it.")
+    if abandoned:
+        return Check("flow runs", "warning", seen, "Start a worker of their work pool, or resume the pool.")
+    planned = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=["watch"])),
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+        limit=1,
+    )
+    now = datetime.now(UTC)
+    next_s = max(((run.expected_start_time or now) - now).total_seconds() for run in planned) if planned else 0.0
+    if next_s > _LATEST_LOOK_S:
+        seen = f"`watch` looks at them in {next_s / 60:.0f} minutes: was the server's clock set back?"
+        return Check("flow runs", "warning", seen, "Deploy again (`ckpt up`), which plans its schedule anew.")
+    return Check("flow runs", "ok", "none waits for a process that is gone")
+
+
+def _since(run: FlowRun) -> datetime:
+    assert run.state is not None
+    return run.state.timestamp

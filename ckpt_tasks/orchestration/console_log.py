@@ -1,0 +1,33 @@
+"""Prefect's log on the screen or in a pipe: who reads it, or stops to read it, must not end training."""
+
+from __future__ import annotations
+
+import logging
+
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from ckpt_tasks.logs import unread
+
+__all__ = ["UnreadConsole", "keep_log_readers_out"]
+
+
+class UnreadConsole(PrefectConsoleHandler):
+    """Prefect's console, which goes on when its reader has left: rich would end the process.
+
+    PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS names it in the jobs of our deployments, so that `prefect flow-run execute`
+    outlives the worker that reads its output.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, if it can be printed."""
+        self.console.on_broken_pipe = lambda: None  # type: ignore[method-assign]
+        with unread():
+            super().emit(record)
+
+
+def keep_log_readers_out() -> None:
+    """Make Prefect's consoles in this process an `UnreadConsole`: who reads the log must not end training."""
+    for log in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+        for handler in getattr(log, "handlers", ()):
+            if type(handler) is PrefectConsoleHandler:
+                handler.__class__ = UnreadConsole
