@@ -101,7 +101,7 @@ class Progress(Started):
         self._samplers = [*samplers_of(loader)]
         self._epoch_steps = epoch_steps if has_length(loader) else math.inf
         schedule = None if trainer._created_lr_scheduler else trainer.lr_scheduler
-        kind = args.lr_scheduler_type.value if schedule is None else type(schedule).__name__
+        kind = str(args.lr_scheduler_type.value) if schedule is None else type(schedule).__name__
         self._started = {
             "data": outline_of(trainer.train_dataset),
             **{name: getattr(args, name) for name in _ARGUMENTS},

@@ -129,7 +129,6 @@ def test_adalora_takes_the_same_ranks_away(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.messages == []
     train("without", 3, with_ranks=False)
     assert "'ranks': AdaLoraRanks(model)" in caplog.text
-    assert not all(map(torch.equal, train("eight", 8), train("without", 8, with_ranks=False)))
 
 
 def test_an_optimizer_in_train_mode_has_taken_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

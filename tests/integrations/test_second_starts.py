@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Sampler, WeightedRandomSampler
 from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import ExportableState
@@ -65,6 +66,7 @@ def start(
     callbacks: list[Any] | None = None,
     kind: type[CkptTrainer] = CkptTrainer,
     most: int | None = None,
+    step_size: int | None = None,
     **options: Any,
 ) -> tuple[list[int], Any]:
     """Train two epochs of 24 samples from the run in `folder`; return the samples of this start, and its trainer."""
@@ -74,11 +76,14 @@ def start(
     )
     set_seed(args.seed)
     net = Net(most)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    schedule = StepLR(optimizer, step_size) if step_size else None
     trainer = kind(
         model=net,
         args=args,
         train_dataset=data or rows(),
         callbacks=[Stopping(stop), *(callbacks or [])],
+        optimizers=(optimizer, schedule) if schedule else (None, None),
         checkpoint=CheckpointConfig(checkpoint_dir=folder / "run", step_interval=1),
     )
     try:
@@ -248,6 +253,19 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(
     more, trainer = start(tmp_path, num_train_epochs=3)
     assert seen + more == whole(tmp_path, 3)
     assert trainer.state.global_step == 18
+
+
+def test_a_schedule_of_the_users_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule that is given to Trainer is restored as it was, and a setting that it has lost by that is said."""
+    _, reference = start(tmp_path / "whole", step_size=4)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        for stop in (3, 7):
+            start(tmp_path, stop=stop, step_size=4)
+        assert caplog.messages == []
+        _, trainer = start(tmp_path, step_size=9)
+    assert said(caplog, "\n  schedule step_size: 4 → 9. 4 is restored.\n") == caplog.messages
+    assert trainer.lr_scheduler.get_last_lr() == reference.lr_scheduler.get_last_lr() != [0.001]
+    assert torch.equal(trainer.model.layer.weight, reference.model.layer.weight)
 
 
 def test_an_early_stop_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
