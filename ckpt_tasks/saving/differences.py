@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ckpt_tasks.errors import StateError
@@ -14,7 +15,7 @@ from ckpt_tasks.snapshot.samples import Samples
 __all__ = ["compared", "refuse_differences"]
 
 _MOST_ITEMS = 32  # of a container: one with more has one digest
-_MOST_TENSORS = 256  # of values that are one for all: of more, several have one digest
+_MOST_LEAVES = _MOST_TENSORS = 256  # of a group: one with more has one digest; of tensors, several have one then
 _SHOWN = 80  # characters of a value: a longer one has a digest
 
 
@@ -27,7 +28,8 @@ def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicate
     for name, group in groups.items():
         if "by_rank" not in group:
             same[f"{name}:"] = _short([group["kind"], group.get("buffers")])
-            same.update(_leaves(group["tree"], name))
+            leaves = [*islice(_leaves(group["tree"], name), _MOST_LEAVES + 1)]
+            same.update(leaves if len(leaves) <= _MOST_LEAVES else {name: _short(group["tree"])})
     digests = [*values.digests().items()]
     several = -(-len(digests) // _MOST_TENSORS) or 1
     for part in (digests[at : at + several] for at in range(0, len(digests), several)):

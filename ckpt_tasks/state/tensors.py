@@ -134,24 +134,13 @@ class TensorSet:
     def _take(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> str:
         first = key if key not in self._keys and not key.endswith(_RESERVED) else self._free_key(key)
         self._keys.add(first)
-        whole, rule = local is tensor, self._rule
-        if self._shares is None or self.world is None or ((self._alone or rule is Rule.BY_RANK) and whole):
+        if self._shares is None or self.world is None or (self._alone and local is tensor):
             self.tensors[first] = tensor
             return first
-        if rule is Rule.BY_RANK:
-            hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
-            raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
-        held = local.detach() if local.requires_grad else local
-        if rule is Rule.BUFFER and place_of(tensor, first, self.world).replicas == self.world.size:
-            self.tensors[key_of_rank(first, self.world.rank) if self.world.rank else first] = held
-            self.buffers.append(first)
-            return first
-        if rule is Rule.ONE and whole:
-            self.one_for_all[first] = tensor
-            if self.world.rank == 0:
-                self.tensors[first] = tensor
+        if self._rule is not Rule.REPLICATED and self._is_undivided(tensor, local, first, self.world):
             return first
         share, begin = self._shares.of(tensor, local, first)
+        held = local.detach() if local.requires_grad else local
         if begin is not None:
             self.replicated[first] = held, begin
         if share is not None:
@@ -159,6 +148,25 @@ class TensorSet:
             if share.offset is not None:
                 self.places[first] = share.full_shape, share.offset
         return first
+
+    def _is_undivided(self, tensor: torch.Tensor, local: torch.Tensor, key: str, world: World) -> bool:
+        """Add a tensor that the ranks do not divide among them; return False if they do."""
+        whole, held = local is tensor, local.detach() if local.requires_grad else local
+        if self._rule is Rule.BY_RANK:
+            if not whole:
+                hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
+                raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
+            self.tensors[key] = held
+        elif self._rule is Rule.BUFFER and place_of(tensor, key, world).replicas == world.size:
+            self.tensors[key_of_rank(key, world.rank) if world.rank else key] = held
+            self.buffers.append(key)
+        elif self._rule is Rule.ONE and whole:
+            self.one_for_all[key] = tensor
+            if world.rank == 0:
+                self.tensors[key] = tensor
+        else:
+            return False
+        return True
 
     def _free_key(self, key: str) -> str:
         number = 2
