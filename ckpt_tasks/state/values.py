@@ -102,7 +102,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
             item if type(item) in SCALARS else pack(item, f"{path}/{n}", tensors, depth + 1)
             for n, item in enumerate(value)
         ]
-        return items if kind is list else like(value, items)
+        return items if kind is list else tuple(items) if kind is tuple else like(value, items)
     if kind in _SETS:
         return kind(_pack_key(item, path) for item in value)
     if kind is np.ndarray and _is_ordinary(value):
