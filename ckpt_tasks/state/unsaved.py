@@ -160,11 +160,11 @@ def _has_stepped(of_parameter: object) -> bool:
 def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
     """Warn of optimizers that train the state's parameters but are not in the state."""
     of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(modules_of(state))}
-    for value in state.values():
-        if isinstance(value, Optimizer):
-            of_module = {number: name for number, name in of_module.items() if number not in _parameters(value)}
+    for number in (n for value in state.values() if isinstance(value, Optimizer) for n in _parameters(value)):
+        of_module.pop(number, None)
     for value in _new(value for value in optimizers if not _parameters(value).isdisjoint(of_module)):
-        module = next(name for number, name in of_module.items() if number in _parameters(value))
+        own = _parameters(value)
+        module = next(name for number, name in of_module.items() if number in own)
         _log.warning(
             "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
             "Save it too: state={..., 'optimizer': optimizer}",
