@@ -32,6 +32,7 @@ from ckpt_tasks.state.groups import objects_of, refuse_fsdp1
 from ckpt_tasks.state.loader import check_dealt
 from ckpt_tasks.state.optimizers import note_frozen
 from ckpt_tasks.state.selection import Only, Selection
+from ckpt_tasks.state.started import Started
 from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
 from ckpt_tasks.system import system
 
@@ -47,6 +48,11 @@ _REPLACED = (
     " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
     " the run: ckpt fork DIR NEW --set NAME=VALUE"
 )
+_NOTHING_LEFT = (
+    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
+    "training (another fold or seed) needs a directory of its own"
+)
+_UNSAVED = "Steps %s are not saved: no save was due. Call save(step, state) after the last step."
 Metrics = Mapping[str, float]
 
 
@@ -85,6 +91,7 @@ class Checkpointer(HeldRun):
         self._steps = StepLog()
         self._left_out = LeftOut()
         self._unsaved = Unsaved()
+        self._restored: Mapping[str, Any] = {}  # the state, until the block ends
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -99,8 +106,13 @@ class Checkpointer(HeldRun):
             return
         self._entered, self._interrupt.is_failing = False, error is not None
         self._interrupt.install()  # hold_signals may have uninstalled it; with it a second signal waits for the release
-        if error is None and self._interrupt.pending is None and (steps := self._at.unsaved):
-            _log.warning("Steps %s are not saved: no save was due. Call save(step, state) after the last step.", steps)
+        if error is None and self._interrupt.pending is None:
+            if steps := self._at.unsaved:
+                _log.warning(_UNSAVED, steps)
+            idle = self.last_restore is not None and self._at.step == self.last_restore.step
+            if idle and any(isinstance(value, Started) and value.nothing_left for value in self._restored.values()):
+                _log.warning(_NOTHING_LEFT, self.config.checkpoint_dir, self._at.step)
+        self._restored = {}
         try:
             # After an error or a signal, a retry on this host resumes from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
@@ -162,7 +174,7 @@ class Checkpointer(HeldRun):
         rollback = self._note(chosen, report, state, newest=step is None) or rollback
         _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
         self._warn_of_replaced(chosen, report)
-        self.last_restore, self._knows_line = report, True
+        self.last_restore, self._restored, self._knows_line = report, state, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)

@@ -1,8 +1,8 @@
 """Lightning: a callback that saves, and resumes by itself.
 
-A checkpoint of step k is taken at the start of the batch after it: validation, epoch ends, schedules and the decisions
-of other callbacks are then all part of it, and only the current batch has to be fetched again. The random streams are
-restored at the same point, since Lightning draws from them before (a sanity check, workers' seeds).
+A checkpoint of step k is taken just before the next batch is fetched: validation, epoch ends, schedules and the
+decisions of other callbacks are then all part of it. The random streams are restored at the same point: Lightning draws
+from them before (a sanity check, workers' seeds), the data set and the hooks around the transfer of a batch after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
-from ckpt_tasks.integrations.lightning_state import LightningState, LoaderPositions, begin_streams
+from ckpt_tasks.integrations.lightning_state import (
+    LightningState,
+    LoaderPositions,
+    begin_streams,
+    fetches_in_step,
+    logged_values,
+)
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.state.rng import current_streams, set_streams
 
@@ -81,12 +87,22 @@ class CkptCallback(Callback):
         if self._resuming:
             self._streams = current_streams()
             self._lightning.apply()
+        else:
+            self._lightning.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold signals back from here on; Lightning has its own handlers by now."""
+        """Hold signals back from here on; Lightning has its own handlers by now. Listen for fetches of batches."""
         assert self.ckpt is not None
-        if self._resuming:
-            self._lightning.at_train_start()
+        self._lightning.at_train_start()
+        loop: Any = trainer.fit_loop.epoch_loop
+        fetching = loop._on_before_fetch
+
+        def before_fetch() -> None:
+            if not fetches_in_step(trainer):
+                self._between_batches(trainer)
+            fetching()
+
+        loop._on_before_fetch = before_fetch  # no hook is called there
         self.ckpt.__enter__()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -95,17 +111,28 @@ class CkptCallback(Callback):
             begin_streams(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Report the step before, which is complete; or put the streams back, if this is the first batch."""
+        """Report the step before, if it is `training_step` that fetches batches."""
+        if fetches_in_step(trainer):
+            self._between_batches(trainer)
+
+    def _between_batches(self, trainer: Trainer) -> None:
+        """Report the step before, which is complete; or restore the streams, if this is the first batch."""
         assert self.ckpt is not None
-        self._positions.note(trainer, batch_idx)
-        # In the middle of an accumulation there are gradients, which no checkpoint holds.
-        stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
+        loaders = self._lightning.loaders = self._positions.before_next(trainer)
         if self._streams is not None:
             self._lightning.at_first_batch()
             set_streams(self._streams)
-            self._streams = None
-        elif stepped and trainer.global_step > self.ckpt.position:
-            self._report(trainer)
+            self._streams, self._seen_step = None, trainer.global_step
+            return
+        if loaders is None:
+            return  # this fetch looks ahead
+        # In the middle of an accumulation the optimizer has not stepped: its gradients are in no checkpoint.
+        stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
+        if stepped and trainer.global_step > self.ckpt.position:
+            metrics = numbers(logged_values(trainer))
+            self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
+            if trainer.received_sigterm:  # Lightning's own handler has it now
+                raise SIGTERMException
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -121,37 +148,30 @@ class CkptCallback(Callback):
         self._lightning.loaders = None
         if trainer.global_step > self.ckpt.position:
             self.ckpt.save(trainer.global_step, self._state, metrics=numbers(trainer.callback_metrics))
-        self._end(None)
+        self._end(trainer, None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put averages of weights into the module if nothing was left to train: Lightning ends without that then."""
+        """Say that nothing was left to train; put averages of weights into the module, as Lightning does not then."""
         if self._streams is not None:
+            self._lightning.nothing_left = True
             for callback in _callbacks(trainer):
                 if isinstance(callback, WeightAveraging):
                     callback.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the run; snapshots in memory stay for a restart."""
-        self._end(exception)
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the run if nothing was left to train."""
-        self._end(None)
+        self._end(trainer, None)
 
-    def _report(self, trainer: Trainer) -> None:
-        assert self.ckpt is not None
-        self._lightning.loaders = self._positions.before(trainer)
-        if self._lightning.loaders is None:
-            return  # an epoch's first batches: the next one is reported
-        metrics = numbers(trainer.callback_metrics)
-        self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
-        if trainer.received_sigterm:  # Lightning's own handler has it now
-            raise SIGTERMException
-
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, trainer: Trainer, error: BaseException | None) -> None:
         ckpt, self.ckpt = self.ckpt, None
         if ckpt is not None:
             self._state = {}
+            loop: Any = trainer.fit_loop.epoch_loop
+            vars(loop).pop("_on_before_fetch", None)
             ckpt.__exit__(type(error) if error else None, error, None)
 
 

@@ -1,54 +1,68 @@
 """Lightning's own part of a checkpoint, as one stateful: loops, callbacks, schedules, scaler, hooks, loaders.
 
 Lightning's `dump_checkpoint` calls every hook, so it has all that a module, data module or callback adds. Weights and
-optimizers are separate groups; the dump keeps weights only if a hook has replaced them. It is taken at the start of a
-batch that is not trained yet, so restored loops begin with that batch.
+optimizers are separate groups; the dump keeps weights only if a hook has replaced them. It is taken between two
+batches, and has the counters of Lightning's loops as they are once the second one is fetched: restored loops begin with
+that batch.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric, MetricCollection
 
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.state.loader import ResumableLoader
+from ckpt_tasks.state.modules import Gradients
+from ckpt_tasks.state.restore_parts import Differences
+from ckpt_tasks.state.started import Started, note_changes, outline_of
 
 __all__ = ["LightningState", "LoaderPositions", "begin_streams"]
 
+_log = logging.getLogger("ckpt_tasks")
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 class LoaderPositions:
-    """The positions of the training loaders before the current batch.
+    """The positions of the training loaders before the next batch is fetched.
 
-    A loader's own state counts the batches handed out: the current batch, and one more if Lightning fetches ahead. So
-    the states of the last batches are kept.
+    If a loader has no length, Lightning fetches a batch ahead: the position of the next batch is then one fetch older.
     """
 
     def __init__(self) -> None:
-        self._seen: deque[list[Any]] = deque(maxlen=3)
+        self._seen: deque[list[Any]] = deque(maxlen=2)
 
-    def note(self, trainer: Trainer, batch_idx: int) -> None:
-        """Remember the positions of the loaders, after a batch was fetched."""
-        if batch_idx == 0:
-            self._seen.clear()
-        if not all(isinstance(loader, ResumableLoader) for loader in _stateful(trainer)):
-            self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
-
-    def before(self, trainer: Trainer) -> list[Any] | None:
-        """Return the states before the current batch; None if they are not known (an epoch's first batches)."""
-        loaders = _stateful(trainer)
-        if all(isinstance(loader, ResumableLoader) for loader in loaders):
-            return [loader.state_before() for loader in loaders]
+    def before_next(self, trainer: Trainer) -> list[Any] | None:
+        """Remember the positions before a fetch; return those before the next batch, None if they are not known."""
         fetcher: Any = trainer.fit_loop._data_fetcher
-        ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
-        return self._seen[-2 - ahead] if len(self._seen) >= 2 + ahead else None
+        ahead = 0 if fetches_in_step(trainer) or fetcher.length is not None else 1
+        if not fetcher.fetched:
+            self._seen.clear()
+            if ahead:
+                return None  # a stream does not go on from where an epoch begins
+        self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
+        return self._seen[-1 - ahead] if len(self._seen) > ahead else None
+
+
+def fetches_in_step(trainer: Trainer) -> bool:
+    """Return True if the module's `training_step` takes an iterator, and fetches its batches itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def logged_values(trainer: Trainer) -> dict[str, Any]:
+    """Return what was logged; `trainer.callback_metrics` would compute means of no batches where an epoch begins."""
+    return trainer._logger_connector._callback_metrics
 
 
 def begin_streams(trainer: Trainer) -> None:
@@ -71,8 +85,17 @@ def _stateful(trainer: Trainer) -> list[Any]:
     return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
 
 
-class LightningState:
+class LightningState(Started):
     """A stateful over a Trainer; `apply` applies a restored state, after the weights are restored."""
+
+    effects: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("max_epochs", "max_steps"), "Training ends there, and a schedule that depends on it jumps at this step."
+        ),
+        "lr_schedulers": "A new one goes on at the run's step, and the rate may jump.",
+        "seed": "The run's random streams are restored.",
+        "data": "Where the order of samples depends on them, some come twice, others not at all.",
+    }
 
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
@@ -80,16 +103,26 @@ class LightningState:
         self.loaders: list[Any] | None = None  # positions to save; None: the loaders' own states
         self._given: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
+        self._begun = False
+        self._started: dict[str, Any] = {
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            "lr_schedulers": [type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs],
+            "seed": os.environ.get("PL_GLOBAL_SEED"),
+        }
+
+    def begin(self) -> None:
+        """Take the dump from now on: nothing is restored, or all of it."""
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dump without the other groups' parts; before training begins, return the restored state.
+        """Return the dump without the other groups' parts; before training begins, return the restored state, if any.
 
-        A restore from memory saves to storage at once, before Lightning's loops are restored.
+        A restore from memory saves to storage at once, before Lightning's loops are restored; and callbacks may have no
+        state before their `on_fit_start`.
         """
         if not self._begun:
-            assert self._given is not None
-            return self._given
+            return self._given or {"started": self._started}
         trainer = self._trainer
         dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in ("optimizer_states", *_HYPER):
@@ -97,11 +130,15 @@ class LightningState:
         if _same(dump["state_dict"], self._module.state_dict()):
             del dump["state_dict"]
         loop = dump["loops"]["fit_loop"]
+        progress = loop["epoch_loop.batch_progress"]
         if self.loaders is not None:
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
-        # The batch in hand may be the epoch's last one: the restored loop would regard the epoch as done.
-        loop["epoch_loop.batch_progress"] = {**loop["epoch_loop.batch_progress"], "is_last_batch": False}
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            for counts in (progress["total"], progress["current"]):
+                counts["ready"] = counts["started"] + 1
+        # The next batch may be the epoch's last one: the restored loop would regard the epoch as done.
+        progress["is_last_batch"] = False
+        logged = {name: float(value) for name, value in logged_values(trainer).items()}
+        dump["started"] = self._started
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
             # Values that are not reduced over ranks are each rank's own.
@@ -110,6 +147,8 @@ class LightningState:
             ),
             **self._set_at_epoch_start(),
         }
+        if not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module):
+            dump["ckpt_tasks"]["gradients"] = Gradients(self._module).state_dict()  # one optimizer may accumulate
         return dump
 
     def _set_at_epoch_start(self) -> dict[str, Any]:
@@ -124,7 +163,7 @@ class LightningState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember the saved state for `apply`."""
-        self._given, self._begun = state, False
+        self._given = state
 
     def apply(self) -> None:
         """Restore through Lightning's own functions, as `ckpt_path` does; ignore its own checkpoint, if any.
@@ -141,6 +180,11 @@ class LightningState:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_loops()
+        if (fetcher := trainer.fit_loop._data_fetcher) is not None:
+            # Something like `estimated_stepping_batches` in configure_optimizers has begun the first epoch's batches:
+            # Lightning sets loaders to a restored position only where it sets the data up.
+            fetcher.teardown()
+            trainer.fit_loop._combined_loader = None
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
@@ -155,19 +199,66 @@ class LightningState:
         )
 
     def at_train_start(self) -> None:
-        """Undo the count of the current batch, which is fetched again."""
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        """Compare the data with the run's; make Lightning's count of batches fit the restored position."""
+        loop: Any = self._trainer.fit_loop
+        loaders = loop._combined_loader.flattened
+        own = {
+            "data": [outline_of(getattr(loader, "dataset", None)) for loader in loaders],
+            "batch_sizes": [getattr(loader, "batch_size", None) for loader in loaders],
+            "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
+        }
+        self._started |= own
+        if self._given is None:
+            return
+        # The next batch is counted where it is fetched.
+        progress = loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
+        noting = Differences({})
+        note_changes(self, {"started": own}, self._given, noting)
+        if "batch_sizes" in (was := self._given.get("started", {})):
+            self._fit_batches(was, own, noting)
+        if noting.replaced:
+            lines = "\n  ".join(noting.replaced)
+            _log.warning(
+                "The data differ from the run's at step %d (was → is):\n  %s", self._trainer.global_step, lines
+            )
+
+    def _fit_batches(self, was: dict[str, Any], own: dict[str, Any], noting: Differences) -> None:
+        """Count the batches that are done in batches of the present size; note what another size changes."""
+        loop: Any = self._trainer.fit_loop
+        sizes, steps = zip(*((one["batch_sizes"], one["accumulate_grad_batches"]) for one in (was, own)), strict=True)
+        if sizes[0] == sizes[1] and steps[0] == steps[1]:
+            return
+        in_a_step = [[size and size * every for size in of] for of, every in zip(sizes, steps, strict=True)]
+        loaders, current, effect = loop._combined_loader.flattened, loop.epoch_loop.batch_progress.current, ""
+        epochs = loop.epoch_progress.total
+        if epochs.started == epochs.processed:
+            current.completed = 0  # the run is at the end of an epoch
+        elif len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
+            sampler = loaders[0].sampler
+            current.completed = sampler.epoch_batches - len(sampler)
+        elif sizes[0] != sizes[1]:
+            effect = (
+                f"The run has trained {current.completed} batches of the epoch, and its loader goes on behind as many "
+                "of the present size: the samples between come twice, or not at all. A ResumableLoader counts samples."
+            )
+        if rest := current.completed % steps[1]:
+            effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
+        if effect or in_a_step[0] != in_a_step[1]:
+            effect = effect or "The epoch goes on behind the samples trained."
+            noting.change("samples in a step", in_a_step[0], in_a_step[1], effect)
 
     def at_first_batch(self) -> None:
         """Restore the counters that Lightning resets when training begins; call it at the first batch."""
         assert self._given is not None
-        self._begun = True
+        self.begin()
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
         epoch_loop._batches_that_stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
         epoch_loop.val_loop.batch_progress.load_state_dict(loop["epoch_loop.val_loop.batch_progress"])
         own = self._given["ckpt_tasks"]
         self._trainer.accumulate_grad_batches = own.get("accumulate", self._trainer.accumulate_grad_batches)
+        if "gradients" in own:
+            Gradients(self._module).load_state_dict(own["gradients"])
         _set_metric_states(self._module, self._own.get("metrics", {}))
         # At the end of a restarted epoch Lightning leaves out the schedules that need metrics: it has lost the metrics.
         self._trainer.fit_loop._restarting = False

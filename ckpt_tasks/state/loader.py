@@ -12,8 +12,14 @@ Invariants, beside those of the sampler:
 
 from __future__ import annotations
 
+import ast
+import inspect
+import linecache
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -23,16 +29,25 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.state.placements import cut_beside_data
 from ckpt_tasks.state.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
+from ckpt_tasks.state.started import Started, outline_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ResumableLoader", "check_dealt"]
 
+_log = logging.getLogger("ckpt_tasks")
+_TOO_MANY = (
+    "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "
+    "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
+)
+# A loop with a `break` or a `return` may end in time.
+_WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
+_STEP = "samples in a step"
 _OURS = {"batch_sampler", "sampler", "generator"}
 
 
-class ResumableLoader:
+class ResumableLoader(Started):
     """Load a data set as DataLoader does, and continue in the middle of an epoch after a restore.
 
     ::
@@ -54,6 +69,11 @@ class ResumableLoader:
 
     Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
     """
+
+    effects: ClassVar[Mapping[str, str]] = {
+        _STEP: "The epoch goes on behind the samples that the run has trained.",
+        "data": "The order is the same, and its samples are others.",
+    }
 
     @checked
     def __init__(
@@ -90,17 +110,19 @@ class ResumableLoader:
         )
         self._has_place = mesh is not None or world_size is not None
         self.sampler.name_epochs()
+        self._outline = outline_of(dataset)
         batches = _Batches(dataset, collate_fn or default_collate, seed)
         self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
-        self._in_hand = self.sampler.state_dict()
         self._restored = False
         self._ending: int | None = None  # the epoch that has no batch left and has not ended
         self._ends_again = False
+        self._asked = False  # the loop knows how many epochs are done
         self._moves = 0  # counts restores and skips: a running iterator then starts again, at the new position
 
     @property
     def epoch(self) -> int:
         """Epochs completed, by their batches."""
+        self._asked = True
         return self.sampler.epoch
 
     @checked
@@ -110,6 +132,7 @@ class ResumableLoader:
         What follows that inner loop is the end of the epoch. After a restore at an epoch's last batch this epoch comes
         once more, without batches, so that its end is not lost.
         """
+        self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
         if self._restored and self._ending is not None and self._ending < count:
             self._ends_again = True
             yield self._ending
@@ -136,28 +159,26 @@ class ResumableLoader:
             return iter(())
         if not self._restored:
             self.sampler.begin_epoch()
+        elif self.sampler.epoch and not self._asked and _counts_anew(inspect.currentframe()):
+            _log.warning(_TOO_MANY, self.sampler.epoch)
         self._ending = None
-        self._in_hand = self.sampler.state_dict()
         return self._hand_out(self.sampler.iterate(self._loader))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches handed out."""
-        state = self.sampler.state_dict()
+        self._take_place()
+        started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
+        state = {**self.sampler.state_dict(), "started": started}
         if self._ending is None or self.sampler.samples:  # behind batches that were skipped
             return state
         return {**state, "epoch": self._ending, "samples": self.sampler.size}
 
-    def state_before(self) -> dict[str, Any]:
-        """Return the position before the last batch handed out, for a save before that batch is trained."""
-        return self._in_hand
-
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
-        self.sampler.load_state_dict(state_dict)
+        self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
-        self._ends_again = False
-        self._in_hand = self.state_dict()
+        self._ends_again = self._asked = False
         self._restored = True
         self._moves += 1
 
@@ -177,7 +198,6 @@ class ResumableLoader:
         while True:
             for batch in batches:
                 self._restored = False
-                self._in_hand = self.sampler.state_dict()
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
@@ -210,6 +230,23 @@ def check_dealt(state: Mapping[str, Any]) -> None:
                     hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
                     "data parallelism: rank=0, world_size=1 where there is none.",
                 )
+
+
+def _counts_anew(iterating: FrameType | None) -> bool:
+    """Return True if a `for` over the loader is within loops over range(N) alone, which a restore does not change."""
+    caller = iterating and iterating.f_back
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("tqdm"):
+        caller = caller.f_back
+    if caller is None:
+        return False
+    try:
+        source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
+    except (SyntaxError, ValueError):  # not Python's own
+        return False
+    statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
+    loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
+    around = [ast.unparse(loop) for loop in loops[:-1]]
+    return around != [] and loops[-1].lineno == caller.f_lineno and all(map(_WHOLE_RANGE.match, around))
 
 
 class _Batches(Dataset[Any]):

@@ -155,6 +155,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
+        self._stands = False  # the caller moves the position with each batch that it hands out
         generator = torch.Generator()
         generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
         theirs, loader.generator = loader.generator, generator

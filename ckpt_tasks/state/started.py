@@ -34,6 +34,7 @@ class Started:
     """
 
     effects: ClassVar[Mapping[str, str]] = {}
+    nothing_left = False  # to train, in this start: the end of a Checkpointer's block warns of it
 
 
 class Noting(Protocol):

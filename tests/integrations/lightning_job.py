@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import warnings
 from typing import Any
 
 import lightning
 import torch
-import torchmetrics
 from datasets import Dataset
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -25,7 +22,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,82 +29,10 @@ from ckpt_tasks import CheckpointConfig, ResumableLoader
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.integrations.lightning import CkptCallback
 from ckpt_tasks.integrations.lightning_io import CkptCheckpointIO
+from tests.integrations.lightning_modules import MODULES, LateAverage, Net, Noisy, Unfreezing
 from tests.support.legs import Leg
 
 SAMPLES = 46  # 12 batches of 4, the last one of 2
-
-
-class Noisy(TensorDataset):
-    """Augments from the global streams."""
-
-    def __getitem__(self, index: Any) -> Any:
-        x, y = (tensor[index] for tensor in self.tensors)
-        return x + 0.1 * torch.randn(4) + random.random(), y
-
-
-class Unfreezing(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
-
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.net[0])
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            module.net[0].requires_grad_(True)
-
-
-class Net(lightning.LightningModule):
-    saving: CkptCallback
-
-    def __init__(self, leg: Leg):
-        super().__init__()
-        self.leg = leg
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-        # In a tuple it is no submodule: it is saved as an object of one's own.
-        self.average = (AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),)  # type: ignore[no-untyped-call]
-
-        self.metric = torchmetrics.MeanMetric() if leg.options.get("metric") else None
-
-    def on_train_start(self) -> None:
-        self.leg.record("begin", self.global_step, "")
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
-        loss: torch.Tensor = (self.net(x) - y).square().mean() * (1 + random.random())
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        if self.metric is not None:
-            self.metric(loss)
-            self.log("mean", self.metric, on_step=False, on_epoch=True)
-        self.leg.record("loss", self.trainer.fit_loop.total_batch_idx, loss.item())
-        assert self.saving.ckpt is not None
-        self.leg.settle = self.saving.ckpt.wait
-        self.leg.within(self.global_step)
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.average[0].update_parameters(self.net)
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        x, y = batch
-        self.log("val", (self.net(x) - y).square().mean() + torch.rand(()))
-
-    def on_validation_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            self.leg.record("val", self.global_step, self.trainer.callback_metrics["val"].item())
-
-    def on_train_epoch_end(self) -> None:
-        self.leg.record("epoch", self.current_epoch, self.trainer.callback_metrics["loss_epoch"].item())
-        if self.metric is not None:
-            self.leg.record("mean", self.current_epoch, self.trainer.callback_metrics["mean"].item())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        if self.leg.options.get("plateau"):
-            # No loss is good enough for this threshold: every epoch halves the rate, so that a lost step shows.
-            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 36)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def loader(kind: str, data: TensorDataset, workers: int) -> Any:
@@ -116,6 +40,8 @@ def loader(kind: str, data: TensorDataset, workers: int) -> Any:
         return ResumableLoader(data, batch_size=4, shuffle=True, num_workers=workers)
     if kind == "stateful":
         return StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+    if kind == "pairs":
+        return [loader("ours", data, workers), loader("ours", TensorDataset(*data[:22]), workers)]
     assert kind == "stream"
     rows = Dataset.from_dict({"x": data.tensors[0].tolist(), "y": data.tensors[1].tolist()}).with_format("torch")
     stream = rows.to_iterable_dataset(num_shards=4)  # a shuffle buffer is not in the state of a stream
@@ -130,19 +56,23 @@ def train(leg: Leg) -> None:
     lightning.seed_everything(7, verbose=False)
     x = torch.randn(SAMPLES, 4)
     kind = options.get("loader", "ours")
-    data = (Noisy if kind == "ours" else TensorDataset)(x, x.sum(1, keepdim=True))
+    data = (TensorDataset if kind == "stream" or (kind, options.get("workers")) == ("stateful", 2) else Noisy)(
+        x, x.sum(1, keepdim=True)
+    )
     config = CheckpointConfig(
         checkpoint_dir=leg.folder / "run",
         step_interval=options.get("interval", 1),
         memory_dir=leg.folder / "memory",
     )
-    net = Net(leg)
+    net = MODULES.get(options.get("module", ""), Net)(leg)
     net.saving = saving = CkptCallback(config, state={"average": net.average[0]})
     callbacks: list[Any] = [saving]
     if options.get("early"):
         callbacks.append(EarlyStopping("val", patience=0, min_delta=0.05))
     if options.get("ema"):
         callbacks.append(EMAWeightAveraging(decay=0.9))
+    if options.get("late"):
+        callbacks.append(LateAverage())
     if options.get("unfreezing"):
         callbacks.append(Unfreezing())
     if options.get("accumulates"):

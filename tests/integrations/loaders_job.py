@@ -10,15 +10,18 @@ import torch
 from datasets import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from tests.support.legs import Leg
 
 SAMPLES = 46  # 12 batches of 4, the last one of 2
 
 
-def loaders(options: Any) -> tuple[StatefulDataLoader, Any]:
+def loaders(options: Any) -> tuple[StatefulDataLoader | ResumableLoader, Any]:
     """Return a loader, and its stream if it has one: what a user has before he knows of us."""
     workers = options.get("workers", 0)
+    if options["over"] == "ours":
+        data: Any = [*range(SAMPLES)]
+        return ResumableLoader(data, batch_size=4, shuffle=True, num_workers=workers), None
     if options["over"] == "dataset":
         return StatefulDataLoader(range(SAMPLES), batch_size=4, shuffle=True, num_workers=workers), None
     rows = Dataset.from_dict({"n": [*range(SAMPLES)]})

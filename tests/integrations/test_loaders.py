@@ -47,3 +47,43 @@ def test_workers_of_a_stream_know_the_epoch_of_its_state(tmp_path: Path) -> None
     reference, legs, statuses = compared(JOB, tmp_path, {"over": "stream", "workers": 2}, within(stops))
     assert statuses == [0, *[-9] * len(stops), 0]
     assert_equal(reference, legs)
+
+
+# What warnings of a program and its state say; others are of a store or a machine that is slow.
+OF_PROGRAMS = (
+    "position",
+    "state",
+    "DataLoader",
+    "differ",
+    "settings",
+    "range(N)",
+    "left to train",
+    "not saved",
+    "seed",
+)
+QUIET: list[tuple[str, dict[str, Any]]] = [
+    (JOB, {"over": "ours"}),
+    (JOB, {"over": "dataset"}),
+    ("tests.integrations.lightning_job:train", {"ema": True}),
+    ("tests.integrations.lightning_job:train", {"loader": "stateful"}),
+    ("tests.integrations.huggingface_job:train", {"epochs": 2}),
+]
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("job", "options"), QUIET, ids=str)
+def test_a_right_program_is_warned_of_nothing(job: str, options: dict[str, Any], workers: int, tmp_path: Path) -> None:
+    """Killed and resumed with and without workers, in each framework, no line of a program that goes on is a warning.
+
+    Started once more, the finished ones of Lightning and Hugging Face are told that nothing was left.
+    """
+    options = {**options, "workers": workers, "args": {"dataloader_num_workers": workers}}
+    reference, legs, statuses = compared(job, tmp_path, options, [("step", 5), ("step", 17), ("step", 100)])
+    assert statuses == [0, -9, -9, 0, 0]
+    warned = [
+        [told for what, _, told in leg if what == "warned" and any(one in told for one in OF_PROGRAMS)]
+        for leg in (reference, *legs)
+    ]
+    assert warned[:4] == [[]] * 4
+    assert all("left to train" in told for told in warned[4])
+    assert len(warned[4]) == (job != JOB)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterator
+from itertools import combinations, count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ckpt_tasks import ResumableLoader
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.format.tree import decode, encode
 
+# What a bar around a loader is: a generator in a module called tqdm.
+BARS: dict[str, Any] = {"__name__": "tqdm.std"}
+exec("def bar(of, **options):\n    for one in of:\n        yield one", BARS)
 SAMPLES = 22  # 6 batches of 4, the last one of 2
 
 
@@ -162,14 +166,145 @@ def test_batches_are_skipped_within_a_loop_too(workers: int) -> None:
     assert seen == whole[:8] + whole[3:12]
 
 
-def test_the_position_before_the_batch_in_hand() -> None:
-    """A save before that batch is trained goes on with it; the other position goes on after it."""
-    one, whole = loader(), trained(loader(), 6)
-    trained(one, 3)
-    for state, begin in ((one.state_before(), 2), (one.state_dict(), 3)):
-        resumed = loader()
-        resumed.load_state_dict(state)
-        assert trained(resumed, 2) == whole[begin : begin + 2]
+# Loops that go on right: each has what a restored loader and the number of its epoch need. Then loops that do not.
+def by_the_loader(one: ResumableLoader, at: int) -> None:
+    for _ in one.epochs(3):
+        for _ in one:
+            pass
+
+
+def by_its_epoch(one: ResumableLoader, at: int) -> None:
+    for _ in range(one.epoch, 3):
+        for _ in one:
+            pass
+
+
+def by_a_count_of_ones_own(one: ResumableLoader, at: int) -> None:
+    for epoch in range(at, 3):
+        for _ in one:
+            assert epoch == one.sampler.epoch - (one.sampler.samples == 0)
+
+
+def by_steps(one: ResumableLoader, at: int) -> None:
+    step = 6 * at
+    while step < 18:
+        for _ in one:
+            step += 1
+
+
+def with_a_break(one: ResumableLoader, at: int) -> None:
+    step = 6 * at
+    for _ in range(1000):
+        for _ in one:
+            step += 1
+        if step >= 18:
+            break
+
+
+def with_passes_within(one: ResumableLoader, at: int) -> None:
+    for _ in range(at, 3):
+        for _ in range(2):
+            for _ in one:
+                pass
+
+
+def batch_by_batch(one: ResumableLoader, at: int) -> None:
+    while one.sampler.epoch < 3:
+        for _ in range(2):
+            next(iter(one))
+
+
+def anew(one: ResumableLoader, at: int) -> None:
+    for _ in range(3):
+        for _ in one:
+            pass
+
+
+def anew_with_bars(one: ResumableLoader, at: int) -> None:
+    for _ in BARS["bar"](range(3), disable=True):
+        for _ in BARS["bar"](one, disable=True):
+            pass
+
+
+def anew_in_folds(one: ResumableLoader, at: int) -> None:
+    for fold in range(1):
+        for _ in range(1, 1 + len(range(3)) + fold):
+            with torch.enable_grad():
+                for _ in one:
+                    pass
+
+
+RIGHT = [
+    by_the_loader,
+    by_its_epoch,
+    by_a_count_of_ones_own,
+    by_steps,
+    with_a_break,
+    with_passes_within,
+    batch_by_batch,
+]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("loop", [*RIGHT, anew, anew_with_bars, anew_in_folds], ids=lambda loop: loop.__name__)
+def test_a_loop_that_counts_its_epochs_anew_is_told(
+    loop: Callable[[ResumableLoader, int], None], workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop over range(N) would train the epochs again that are done, and is told once; loops that know are not.
+
+    In the first epoch nothing is done yet: every loop is right.
+    """
+    for at in (0, 2):
+        one = loader(workers)
+        one.load_state_dict(loader().state_dict() | {"epoch": at, "samples": 0 if at else 8})
+        caplog.clear()
+        loop(one, at)
+        assert len(caplog.messages) == (at > 0 and loop not in RIGHT)
+        assert all("restored position is in epoch 2" in told and "loader.epochs(N)" in told for told in caplog.messages)
+
+
+@pytest.mark.parametrize("sizes", [*combinations((3, 4, 8), 2), (8, 3), (4, 4)], ids=str)
+def test_another_batch_size_is_told_and_goes_on_at_the_same_sample(
+    sizes: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every sample of the epoch comes once, in its order, whatever the batch size was; a line says what differs."""
+    data: Any = [*range(SAMPLES)]
+    before, after = (ResumableLoader(data, size, shuffle=True) for size in sizes)
+    order = [n for batch in ResumableLoader(data, 1, shuffle=True) for n in batch.tolist()]
+    seen = [n for batch in islice(before, 2) for n in batch.tolist()]
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as ckpt:
+        ckpt.save(2, {"data": before})
+        ckpt.restore({"data": after})
+    assert seen + [n for batch in after for n in batch.tolist()] == order
+    line = f"samples in a step: {sizes[0]} → {sizes[1]}. The epoch goes on behind the samples"
+    assert [line in told for told in caplog.messages] == [True] * (sizes[0] != sizes[1])
+
+
+def test_a_start_with_nothing_left_to_train_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another fold in the same directory trains nothing, and a warning says so; a phase that is over does not.
+
+    Saved at the last batch the end of the epoch is done again, and nothing is trained either.
+    """
+
+    def fold(name: str, phases: list[int], interval: int = 4) -> list[str]:
+        caplog.clear()
+        one = loader()
+        state, config = {"data": one}, CheckpointConfig(checkpoint_dir=tmp_path / name, step_interval=interval)
+        with Checkpointer(config) as ckpt:
+            step = ckpt.restore(state)
+            for count in phases:
+                for _ in one.epochs(count):
+                    for _ in one:
+                        step += 1
+                        ckpt.step(step, state)
+            ckpt.save(step, state)
+        return caplog.messages
+
+    for name, interval in (("saved", 100), ("reported", 6)):
+        assert fold(name, [2], interval) == []
+        (told,) = fold(name, [2], interval)
+        assert f"Nothing was left to train: the run in {tmp_path / name} has ended at step 12. To train on," in told
+        assert fold(name, [2, 3], interval) == []
 
 
 class Endless(IterableDataset[int]):

@@ -1,0 +1,165 @@
+"""Lightning: a run that is started again with other arguments says what differs, and trains no sample in silence."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import suppress
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckpt_tasks import CheckpointConfig, ResumableLoader
+from ckpt_tasks.integrations.lightning import CkptCallback
+
+SAMPLES = 24
+
+
+class Stop(Exception):  # noqa: N818 (no error)
+    """Ends a training as a kill does, after a step."""
+
+
+class Ids(lightning.LightningModule):
+    """Keeps the samples of every batch; leaves at a step."""
+
+    def __init__(self, stop: int | None, kind: str):
+        super().__init__()
+        self.stop, self.kind = stop, kind
+        self.seen: list[list[int]] = []
+        self.ends: list[int] = []  # batches before the ends of optimizer steps
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        if self.global_step == self.stop:
+            raise Stop
+        self.seen.append(batch[0].flatten().int().tolist())
+        return self.net(batch[0]).sum()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.ends.append(len(self.seen))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append([])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.001)
+        return [optimizer], [getattr(torch.optim.lr_scheduler, self.kind)(optimizer, 0.5)]
+
+
+def fit(
+    folder: Path,
+    stop: int | None,
+    batch_size: int = 4,
+    accumulate: int = 1,
+    *,
+    loader: Any = ResumableLoader,
+    data: torch.Tensor | None = None,
+    epochs: int = 2,
+    kind: str = "ConstantLR",
+    seed: int = 1,
+) -> Ids:
+    """Train epochs of 24 samples with Lightning from the run in `folder`, up to a step."""
+    lightning.seed_everything(seed, verbose=False)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    net = Ids(stop, kind)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        callbacks=[CkptCallback(CheckpointConfig(checkpoint_dir=folder / "run", step_interval=1, memory_dir=None))],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        logger=False,
+        max_epochs=epochs,
+    )
+    rows = torch.arange(24.0)[:, None] if data is None else data
+    with suppress(Stop), warnings.catch_warnings(action="ignore"):  # Lightning's own
+        trainer.fit(net, loader(TensorDataset(rows), batch_size=batch_size, shuffle=True))
+    return net
+
+
+# Batch size and accumulation of the first start and of the second one.
+SIZES = [((4, 1), (8, 1)), ((8, 1), (4, 1)), ((8, 1), (4, 2)), ((2, 2), (4, 1)), ((4, 1), (5, 1)), ((2, 3), (2, 2))]
+ALL_SIZES = [*product(product((2, 3, 8), (1, 2, 3)), repeat=2)]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [*SIZES, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL_SIZES)],
+    ids=lambda one: f"{one[0]}x{one[1]}",
+)
+def test_lightning_goes_on_behind_the_samples_that_it_has_trained(
+    was: tuple[int, int], now: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With another batch size or accumulation every sample of an epoch is trained once, up to the last optimizer step.
+
+    Only a step with another number of samples is told, and a step that takes fewer batches.
+    """
+    whole = [*chain.from_iterable(fit(tmp_path / "whole", None).seen)]
+    before = fit(tmp_path, 2 if was[0] * was[1] < 12 else 1, *was)
+    trained = before.seen[: before.ends[-1]]
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        after = fit(tmp_path, None, *now)
+    assert [*chain.from_iterable(trained + after.seen)] == whole
+    assert after.ends[-1] == len(after.seen) - 1
+    done = sum(map(len, trained)) % SAMPLES
+    batches = -(-SAMPLES // now[0]) - -(-(SAMPLES - done) // now[0])
+    fewer = was != now and batches % now[1] > 0
+    assert len(caplog.messages) == (was[0] * was[1] != now[0] * now[1] or fewer)
+    assert [f"takes {now[1] - batches % now[1]} of its {now[1]}" in message for message in caplog.messages] == [
+        fewer
+    ] * len(caplog.messages)
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"epochs": 3}, "max_epochs: 2 → 3. Training ends there"),
+    ({"kind": "LinearLR"}, "lr_schedulers: ['ConstantLR'] → ['LinearLR']. A new one goes on"),
+    ({"seed": 2}, "seed: '1' → '2'. The run's random streams are restored."),
+    ({"data": -torch.arange(24.0)[:, None]}, "data: ['24 samples ("),
+    ({"batch_size": 6}, "samples in a step: [4] → [6]. The epoch goes on behind the samples trained."),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES, ids=[says.partition(":")[0] for _, says in CHANGES])
+def test_what_differs_is_said(
+    change: dict[str, Any], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each changed argument is one line of one warning: what it was, what it is, what that does; no other is."""
+    fit(tmp_path, 3)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        fit(tmp_path, 4)
+        assert caplog.messages == []
+        fit(tmp_path, 5, **change)
+    (block,) = caplog.messages
+    lines = [line for line in block.splitlines() if line.startswith("  ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"  {says}")
+
+
+def test_a_loader_that_counts_batches_is_told_with_its_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The position of a StatefulDataLoader is a number of batches: with another size samples come twice, as is said."""
+    fit(tmp_path, 3, loader=StatefulDataLoader)
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        fit(tmp_path, None, 2, loader=StatefulDataLoader)
+    (block,) = caplog.messages
+    assert "The run has trained 3 batches of the epoch, and its loader goes on behind as many of the present" in block
+
+
+def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first fold's end is restored, no batch is trained, and a warning says so."""
+    fit(tmp_path, None)
+    with caplog.at_level(logging.INFO, "ckpt_tasks"):
+        assert fit(tmp_path, None).seen == []
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "Nothing was left to train: the run in" in warned[0]
+    assert "The run goes on at step 12, restored from" in caplog.text
