@@ -99,6 +99,10 @@ class Typed:
     def __hash__(self) -> int:
         return hash((self.tag, self.head, *self.parts.values()))
 
+    def __repr__(self) -> str:
+        parts = (f"{name}={part!r}" for name, part in self.parts.items())
+        return f"{self.tag[1:]}({', '.join([*map(repr, self.head), *parts])})"
+
 
 class Kind(NamedTuple):
     """A row of the vocabulary: tag, first version of the format that has it, type in a tree, writer and reader."""
@@ -160,8 +164,8 @@ def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: 
     kind = value.tag[1:] if type(value) is Typed else type(value).__name__
     if count := len(dict(children(value))):
         return f"{kind} of {count}"
-    text = repr(value.head if type(value) is Typed else value)
-    return f"{kind} {text if len(text) <= most else f'{text[: most - 1]}…'}"
+    text = repr(value) if len(repr(value)) <= most else f"{repr(value)[: most - 1]}…"
+    return text if type(value) is Typed else f"{kind} {text}"
 
 
 def since(data: bytes) -> int:
