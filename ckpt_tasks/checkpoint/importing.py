@@ -2,7 +2,8 @@
 
 Invariants
 
-1. The file has been checked as a whole before the run directory is taken; until then nothing is written.
+1. The file has been checked as a whole before the run directory is taken, sizes and CRCs included, and so has the
+   checkpoint that it will become; until then nothing is written.
 2. Every byte is read back from the store and compared with the digest of what was read from the file before the
    checkpoint is committed. A file that changes meanwhile is an error, and nothing is committed.
 3. An imported checkpoint follows only imported ones: a trained run has a history that no file tells.
@@ -26,17 +27,19 @@ from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.commit import prepare_checkpoint
-from ckpt_tasks.saving.committer import Committer
-from ckpt_tasks.saving.parts import RankPart, Stored, joined
-from ckpt_tasks.snapshot.snapshot import MAX_SHARD_BYTES, storable
+from ckpt_tasks.saving.committer import Committer, Follower, Line
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, joined
+from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 __all__ = ["IMPORTED_FROM", "ImportedRun"]
 
 IMPORTED_FROM = "imported_from"  # in the environment of a manifest
+_SHARD_BYTES = 256 << 20  # a file's tensors are in memory while they are written
 OnProgress = Callable[[int], None]
 
 
@@ -51,6 +54,9 @@ class ImportedRun(HeldRun):
         IntegrityError if the file changes meanwhile, and StoreError. Nothing is committed then.
         """
         self._newest(plan.step)  # before the directory is made
+        for file in plan.source.opened:
+            file.check(on_progress)
+        _check_bounds(plan)
         try:
             self._own()
             newest = self._newest(plan.step)
@@ -82,17 +88,17 @@ class ImportedRun(HeldRun):
 
     def _write(self, committer: Committer, plan: ImportPlan, on_progress: OnProgress) -> Checkpoint:
         admitted = committer.admit()
-        saving = committer.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
-        saving = replace(saving, environment={IMPORTED_FROM: plan.source.name})
+        saving = _new_saving(committer, plan)
         store = self._history.store
         try:
             prepared = prepare_checkpoint(saving, [_Writer(store, saving.attempt, plan, on_progress).write()])
             committer.put_manifest(prepared)
             new = prepared.checkpoint(parent=None, n=admitted[0].next_n, cost_s=0.0)
             faults = verify_checkpoint(WatchedStore(store, on_progress), new)
-            if faults:
+            if faults or any(file.has_changed() for file in plan.source.opened):
+                what = f"what was written is not what was read: {faults[0]}" if faults else "the file has changed"
                 raise IntegrityError(
-                    f"what was written is not what was read: {faults[0]}",
+                    what,
                     step=plan.step,
                     hint=f"Does another process write {plan.source.name}? Import it again when nothing does.",
                 )
@@ -104,36 +110,51 @@ class ImportedRun(HeldRun):
         return entry.state.live[-1]
 
 
-class _Writer:
-    """Write tensors into a store, in the same files as a save."""
+def _new_saving(committer: Follower, plan: ImportPlan) -> Saving:
+    saving = committer.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
+    return replace(saving, environment={IMPORTED_FROM: plan.source.name})
 
-    def __init__(self, store: Store, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress):
-        self._store, self._attempt, self._tensors, self._on_progress = store, attempt, plan.tensors, on_progress
+
+def _check_bounds(plan: ImportPlan) -> None:
+    """Make index and manifest without a store or a byte of a tensor: raise what a save and a reader would refuse."""
+    saving = _new_saving(Follower(identify(None), "run", Line()), plan)
+    prepare_checkpoint(saving, [_Writer(None, saving.attempt, plan).write()])
+
+
+class _Writer:
+    """Write tensors into a store, in the same files as a save; without a store, only say what they would be."""
+
+    def __init__(
+        self, store: Store | None, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None
+    ):
+        self._store, self._attempt, self._plan, self._on_progress = store, attempt, plan, on_progress
 
     def write(self) -> RankPart:
         """Write all tensors, group by group."""
         groups: dict[str, list[TensorSpec]] = {}
-        for key, tensor in self._tensors.items():
+        for key, tensor in self._plan.tensors.items():
             groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))
         return joined(
             [
                 self._shard(group, shard_name(group, 0, 1, number), part)
                 for group, specs in groups.items()
-                for number, part in enumerate(plan_parts(specs, MAX_SHARD_BYTES))
+                for number, part in enumerate(plan_parts(specs, _SHARD_BYTES))
             ]
         )
 
     def _shard(self, group: str, last: str, specs: list[TensorSpec]) -> RankPart:
         layout, name = plan_image(specs), attempt_prefix(self._attempt) + last
-        # Views of the file; only what is not in C order is copied.
-        data = {slot.spec.name: _data(self._tensors[f"{group}/{slot.spec.name}"]) for slot in layout.slots}
-        begins = {slot.spec.name: slot.begin for slot in layout.slots}
         digests, regions = list[bytes](), layout.regions
-        for spec, _, begin, end in regions:
-            start = begins[spec.name]
-            digests.append(digest_bytes(data[spec.name][begin - start : end - start]))
-            self._on_progress(end - begin)
-        self._store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
+        if self._store is None:
+            digests = [digest_bytes(b"")] * len(regions)
+        else:
+            data = {slot.spec.name: self._data(f"{group}/{slot.spec.name}") for slot in layout.slots}
+            begins = {slot.spec.name: slot.begin for slot in layout.slots}
+            for spec, _, begin, end in regions:
+                start = begins[spec.name]
+                digests.append(digest_bytes(data[spec.name][begin - start : end - start]))
+                self._on_progress(end - begin)
+            self._store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
         index = Index.of_columns(
             [group] * len(regions),
             [spec.name for spec, *_ in regions],
@@ -149,10 +170,10 @@ class _Writer:
         header = layout.header
         return RankPart(0, index, (ObjectRecord(name, layout.size_bytes, digest_hex(header), len(header)),))
 
-
-def _data(tensor: torch.Tensor | SourceTensor) -> memoryview:
-    """Return a tensor's bytes in C order."""
-    if isinstance(tensor, SourceTensor):
-        return tensor.data
-    dense = storable(tensor).contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")
+    def _data(self, key: str) -> memoryview:
+        """Return a tensor's bytes in C order."""
+        tensor = self._plan.tensors[key]
+        if isinstance(tensor, SourceTensor):
+            return tensor.file.read(tensor.begin, tensor.end)
+        dense = storable(self._plan.source.copied(tensor)).contiguous()
+        return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")

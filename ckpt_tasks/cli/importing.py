@@ -58,8 +58,8 @@ def import_(
     """Make a checkpoint from a file of torch.save or others.
 
     SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, or a directory of them. Weights become the
-    group `model`, or the groups of --group; what cannot be imported is listed. A pickle is read by torch's weights-only
-    unpickler, never by another. The whole file is checked before anything is written; every byte is read back.
+    group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed: what it may
+    name are tensors and plain values. The whole file is checked before anything is written; every byte is read back.
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun
@@ -70,7 +70,7 @@ def import_(
         plan = plan_import(source, step=step, groups=group or ())
         place = Location(run, single_writer=single_writer)
         config = CheckpointConfig(checkpoint_dir=place, run_key=run_key, max_num_checkpoints=None, memory_dir=None)
-        with reading(out, "importing", 2 * plan.size_bytes) as on_progress:
+        with reading(out, "importing", 3 * plan.size_bytes) as on_progress:
             checkpoint = ImportedRun(config).add(plan, on_progress)
         out.data(_facts(plan, config.location.resolve(run_key).url, checkpoint))
         if not as_json:

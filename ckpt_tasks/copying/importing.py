@@ -11,9 +11,11 @@ import torch
 
 from ckpt_tasks.copying.sources import Source, SourceTensor, open_source
 from ckpt_tasks.copying.taking import Taken, take
-from ckpt_tasks.errors import ConfigError, IntegrityError
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError
+from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.image import TensorSpec
 from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.parsing import MALFORMED
 from ckpt_tasks.state.tensors import DTYPES
 
 __all__ = ["ImportPlan", "plan_import", "spec_of"]
@@ -39,6 +41,7 @@ class ImportPlan:
         return sum(spec_of(key, tensor).size_bytes for key, tensor in self.tensors.items())
 
 
+@gc_paused()
 def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups: Sequence[str] = ()) -> ImportPlan:
     """Open a file or a directory and decide which part becomes which group; write nothing.
 
@@ -48,8 +51,13 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
     step or group.
     """
     source = open_source(path)
-    taking = take(source, groups)
-    number = _step_of(source) if step is None else step
+    try:
+        taking = take(source, groups)
+        number = _step_of(source) if step is None else step
+    except CkptError:
+        raise
+    except (RuntimeError, *MALFORMED) as error:  # what a state_dict should hold, and this one does not
+        raise IntegrityError(f"its values do not fit each other: {error!r:.200}", key=source.name) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")
     plan = ImportPlan(
@@ -80,7 +88,7 @@ def _step_of(source: Source) -> int:
     for name in ("global_step", "step"):
         value = (source.about or source.values).get(name)
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and value.layout == torch.strided:
-            value = value.item()
+            value = source.copied(value).item()
         if type(value) is int or (isinstance(value, float) and value.is_integer()):
             return int(value)
     return 0

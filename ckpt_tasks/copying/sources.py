@@ -2,29 +2,29 @@
 
 Invariants
 
-1. Nothing in a file is executed or imported: only torch's weights-only unpickler reads a pickle. A pickle with a name
-   that this unpickler does not know is refused, and the error has the name.
+1. Nothing in a file is executed or imported: `unpickling.py` reads a pickle. A pickle with a name that torch.save does
+   not write is refused, and the error has the name.
 2. A file is refused before anything is written. Sizes, offsets, names, and the number of values and bytes are checked
    before they become memory, paths or loops.
-3. Tensors are views of the mapped files, so a file of any size needs little memory.
+3. Tensors are views of the mapped files, so a file of any size needs little memory; `source_file.py` reads the bytes.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-import stat
 import struct
-import zipfile
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.copying.source_file import SourceFile
+from ckpt_tasks.copying.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError
 from ckpt_tasks.format.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
 from ckpt_tasks.format.parsing import MALFORMED, parse_json
 
@@ -32,13 +32,11 @@ __all__ = ["Source", "SourceTensor", "open_source"]
 
 _MAX_PICKLE_BYTES = 256 << 20  # per file, without the tensors
 _MAX_INDEX_BYTES = 64 << 20
-_MAX_ENTRIES = 1 << 20  # in a zip file: one for each tensor
-_MAX_VALUES = 1 << 21
+_FREE_TEXT_BYTES = 32 << 20  # beyond the size of the file, for texts that values share
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
 # Of several dtypes with the same code the first: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
-_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,200})")
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}\.")
 # In this order: a directory that has its weights twice has them as safetensors, too.
 _WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
@@ -48,11 +46,18 @@ _OF_TRAINER = re.compile(
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a safetensors file: torch's name of the dtype, the shape, and the bytes in C order."""
+    """A tensor of a safetensors file: torch's name of the dtype, the shape, and where its bytes lie in C order."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    file: SourceFile
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,28 @@ class Source:
     """The contents of a file or a directory: tensors and values by name.
 
     `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps names of
-    what cannot be taken to the reason; `files` are the files that were opened, `size_bytes` is their size in all.
+    what cannot be taken to the reason; `opened` are the files.
     """
 
     name: str
     kind: str
     values: Mapping[Any, Any]
-    size_bytes: int
-    files: tuple[str, ...]
+    opened: tuple[SourceFile, ...]
     left: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files."""
+        return tuple(file.name for file in self.opened)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.opened)
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with its bytes read from its file; raise IntegrityError if the file has been cut."""
+        return next((copy for file in self.opened if (copy := file.copied(tensor)) is not None), tensor)
 
     @property
     def is_lightning(self) -> bool:
@@ -99,18 +117,14 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def _file(path: Path) -> Source:
-    head, size_bytes = _head(path)
+    file = SourceFile(path)
+    head = bytes(file.read(0, min(16, file.size_bytes)))
     if head[:2] == b"PK":
-        values = _torch_values(path)
-        source = Source(path.name, "torch.save file", values, size_bytes, (path.name,))
-        return (
-            Source(path.name, "Lightning checkpoint", values, size_bytes, (path.name,))
-            if source.is_lightning
-            else source
-        )
+        source = Source(path.name, "torch.save file", _torch_values(file), (file,))
+        return replace(source, kind="Lightning checkpoint") if source.is_lightning else source
     if len(head) > 8 and head[8:9] == b"{":
-        values, left = _safetensors(path)
-        return Source(path.name, "safetensors file", values, size_bytes, (path.name,), left)
+        values, left = _safetensors(file)
+        return Source(path.name, "safetensors file", values, (file,), left)
     if head[:1] == b"\x80":
         raise ConfigError(
             f"{path.name} was written in the format of torch before 1.6, which cannot be mapped",
@@ -122,32 +136,16 @@ def _file(path: Path) -> Source:
     )
 
 
-def _head(path: Path) -> tuple[bytes, int]:
-    """Return the first bytes of a regular file, and its size; raise ConfigError for anything else, such as a pipe."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a regular file")
-        return os.pread(fd, 16, 0), status.st_size
-    finally:
-        os.close(fd)
-
-
 # ── directories ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _directory(directory: Path) -> Source:
     names = sorted(os.listdir(directory))
     chosen = _weights(directory, names)
-    if chosen.endswith(".index.json"):
-        values, left, files = _shards(directory, chosen)
-    else:
-        source = _file(directory / chosen)
-        values, left, files = dict(source.values), dict(source.left), (chosen,)
-    left |= {name: "only weights are taken from a directory" for name in names if _OF_TRAINER.fullmatch(name)}
-    size_bytes = sum(os.stat(directory / name).st_size for name in files)
-    return Source(directory.name, "directory of weights", values, size_bytes, files, left)
+    is_index = chosen.endswith(".index.json")
+    source = _shards(directory, chosen) if is_index else _file(directory / chosen)
+    others = {name: "only weights are taken from a directory" for name in names if _OF_TRAINER.fullmatch(name)}
+    return replace(source, name=directory.name, kind="directory of weights", left={**source.left, **others})
 
 
 def _weights(directory: Path, names: Iterable[str]) -> str:
@@ -167,16 +165,16 @@ def _weights(directory: Path, names: Iterable[str]) -> str:
     raise ConfigError(f"{directory} holds no weights", hint="Name a file, or a directory with a model in it.")
 
 
-def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Read the weights that an index names; return them by name, reasons for what is left, and the opened files.
+def _shards(directory: Path, index_name: str) -> Source:
+    """Read the weights that an index names.
 
     Raises IntegrityError if the index is malformed, or a file or a tensor is not where it says.
     """
-    _, size_bytes = _head(directory / index_name)
-    if size_bytes > _MAX_INDEX_BYTES:
-        raise IntegrityError(f"the index has {size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
+    index = SourceFile(directory / index_name)
+    if index.size_bytes > _MAX_INDEX_BYTES:
+        raise IntegrityError(f"the index has {index.size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
     try:
-        body = parse_json((directory / index_name).read_bytes(), encoding="utf-8")
+        body = parse_json(index.read(0, index.size_bytes).tobytes(), encoding="utf-8")
         weight_map = {str(name): str(file) for name, file in body["weight_map"].items()}
         about = body.get("metadata") or {}
         tied, dtypes = _about(about, about.get(_OURS))
@@ -189,47 +187,44 @@ def _shards(directory: Path, index_name: str) -> tuple[dict[str, Any], dict[str,
             raise IntegrityError(f"the index names {file!r:.200}, which is not a file beside it", key=index_name)
         if not (directory / file).is_file():
             raise IntegrityError(f"the index names {file}, which is not there", key=index_name)
-    tensors: dict[str, Any] = {}
+    sources = {file: _file(directory / file) for file in files}
     left: dict[str, str] = {}
-    for file in files:
-        source = _file(directory / file)
+    for source in sources.values():
         left |= source.left
-        for name in (name for name, of in weight_map.items() if of == file):
-            if name not in source.values:
-                raise IntegrityError(f"{file} does not hold the tensor that the index says it does", key=name)
-            tensors[name] = source.values[name]
         left |= {str(name): f"{index_name} does not name it" for name in source.values if name not in weight_map}
-    ordered = {name: tensors[name] for name in weight_map}
-    return _with_views(ordered, tied, dtypes, index_name), left, files
+    for name, file in weight_map.items():
+        if name not in sources[file].values:
+            raise IntegrityError(f"{file} does not hold the tensor that the index says it does", key=name)
+    ordered = {name: sources[file].values[name] for name, file in weight_map.items()}
+    opened = tuple(file for source in sources.values() for file in source.opened)
+    return Source(index_name, "", _with_views(ordered, tied, dtypes, index_name), opened, left)
 
 
 # ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    with path.open("rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise IntegrityError(
-                f"the safetensors header claims {length} bytes, more than {MAX_HEADER_BYTES}", key=path.name
-            )
-        prefix = struct.pack("<Q", length) + file.read(length)
-        try:
-            entries = parse_header(prefix, size_bytes)
-            metadata = parse_json(prefix[8:], encoding="utf-8").get("__metadata__") or {}
-            ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
-            tied, dtypes = _about(metadata, ours)
-        except IntegrityError as error:
-            error.key = error.key or path.name
-            raise
-        except MALFORMED as error:
-            raise IntegrityError(f"the metadata is malformed: {error!r:.200}", key=path.name) from error
-        data = memoryview(mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ))
+def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
+    (length,) = struct.unpack("<Q", file.read(0, 8))
+    if length > MAX_HEADER_BYTES:
+        raise IntegrityError(
+            f"the safetensors header claims {length} bytes, more than {MAX_HEADER_BYTES}", key=file.name
+        )
+    prefix = file.read(0, min(8 + length, file.size_bytes)).tobytes()
+    try:
+        entries = parse_header(prefix, file.size_bytes)
+        metadata = parse_json(prefix[8:], encoding="utf-8").get("__metadata__") or {}
+        ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
+        tied, dtypes = _about(metadata, ours)
+    except IntegrityError as error:
+        error.key = error.key or file.name
+        raise
+    except MALFORMED as error:
+        raise IntegrityError(f"the metadata is malformed: {error!r:.200}", key=file.name) from error
     values = {
-        name: SourceTensor(_DTYPES[code], shape, data[begin:end]) for name, (code, shape, begin, end) in entries.items()
+        name: SourceTensor(_DTYPES[code], shape, file, begin, end)
+        for name, (code, shape, begin, end) in entries.items()
     }
-    return _with_views(values, tied, dtypes, path.name), {}
+    return _with_views(values, tied, dtypes, file.name), {}
 
 
 def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -252,86 +247,69 @@ def _with_views(
             raise IntegrityError(
                 f"the metadata says that it is {dtype:.40}, and its bytes are not", key=f"{where}: {name}"
             )
-        values[name] = SourceTensor(dtype, tensor.shape[:cut], tensor.data)
+        values[name] = tensor._replace(dtype=dtype, shape=tensor.shape[:cut])
     return values | {name: values[kept] for name, kept in tied.items() if kept in values and name not in values}
 
 
 # ── torch.save ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _torch_values(path: Path) -> Mapping[Any, Any]:
-    """Read a torch.save file with the weights-only unpickler; its tensors are views of the file."""
-    _check_zip(path)
+def _torch_values(file: SourceFile) -> Mapping[Any, Any]:
+    """Read a torch.save file; its tensors are views of the file."""
+    records = file.records()
+    if not {"data.pkl", "version"} <= records.keys():
+        raise IntegrityError("the zip file is not one that torch.save writes", key=file.name)
+    if records["data.pkl"].nbytes > _MAX_PICKLE_BYTES:
+        raise IntegrityError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes, without the tensors", key=file.name)
+    order = file.record("byteorder").decode("latin1") if "byteorder" in records else "little"
+    if order not in ("little", "big"):
+        raise IntegrityError("its byte order is neither little nor big", key=file.name)
+    storages: dict[str, torch.UntypedStorage] = {}
+
+    def storage_of(key: str, dtype: torch.dtype, elements: int) -> torch.UntypedStorage:
+        record, size_bytes = records.get(f"data/{key}"), elements * dtype.itemsize
+        if record is None or record.nbytes != size_bytes:
+            raise IntegrityError(f"a tensor's bytes are not the {size_bytes} that its pickle says", key=file.name)
+        if key not in storages:
+            storages[key] = file.mapped(record.begin, record.end)
+            if order != sys.byteorder:
+                data = file.read(record.begin, record.end)
+                storages[key] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+                storages[key].byteswap(dtype)  # type: ignore[no-untyped-call]
+        return storages[key]
+
     try:
-        forbidden = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        if forbidden:
-            raise _forbidden(path, forbidden)
-        value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except UnsupportedStateError:
+        value = unpickle(file.record("data.pkl"), storage_of, file.size_bytes)
+    except CkptError as error:
+        error.key = error.key or file.name
         raise
     except Exception as error:  # foreign bytes make torch raise all kinds of errors
-        text = str(error)
-        if refused := _GLOBAL.search(text):
-            raise _forbidden(path, [refused[1]]) from error
-        first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-        raise IntegrityError(f"torch cannot read the file: {first:.300}", key=path.name) from error
+        raise IntegrityError(f"the pickle is malformed: {error!r:.300}", key=file.name) from error
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{path.name} holds a value of type {type(value).__name__}, and not a dict of tensors and values",
+            f"{file.name} holds a value of type {type(value).__name__}, and not a dict of tensors and values",
             hint="Save a state_dict, or a dict that holds some.",
         )
-    _check_values(value, path.name)
+    _check_values(value, file)
     return value
 
 
-def _forbidden(path: Path, names: list[str]) -> UnsupportedStateError:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return UnsupportedStateError(
-        f"the pickle names {', '.join(names[:5])}{more}, and only tensors and plain values are unpickled",
-        key=path.name,
-        hint="Where you trust the file, load it and save its state_dicts alone: torch.save({'model': …}, name).",
-    )
-
-
-def _check_zip(path: Path) -> None:
-    """Raise if the file is not a whole zip file of stored entries: a compressed one could inflate without limit."""
-    size_bytes = os.stat(path).st_size
-    try:
-        with zipfile.ZipFile(path) as file:
-            entries = file.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeDecodeError) as error:
-        raise IntegrityError(f"the file is cut or damaged: {error}", key=path.name) from error
-    names = {entry.filename.partition("/")[2] for entry in entries}
-    if "constants.pkl" in names:
-        raise ConfigError(f"{path.name} is a TorchScript archive", hint="Save the module's state_dict() instead.")
-    pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
-    if len(pickles) != 1 or len(entries) > _MAX_ENTRIES:
-        raise IntegrityError("the zip file is not one that torch.save writes", key=path.name)
-    if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
-        raise IntegrityError("the zip file is compressed or encrypted, which torch.save never does", key=path.name)
-    claimed = sum(entry.file_size for entry in entries)
-    if claimed > size_bytes:
-        raise IntegrityError(f"the zip file claims {claimed} bytes, and has {size_bytes}", key=path.name)
-    if pickles[0].file_size > _MAX_PICKLE_BYTES:
-        raise IntegrityError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes, without the tensors", key=path.name)
-
-
-def _check_values(value: Any, name: str) -> None:
-    """Raise IntegrityError if there are too many values, counted at every place: a pickle can repeat a value."""
-    count, waiting = 0, [iter([value])]
+def _check_values(value: Any, file: SourceFile) -> None:
+    """Raise IntegrityError if there are too many values or too much text, counted at every place where they repeat."""
+    count, text, waiting = 0, 0, [iter([value])]
     while waiting:
         item = next(waiting[-1], _END)
         if item is _END:
             waiting.pop()
             continue
         count += 1
-        if count > _MAX_VALUES or len(waiting) > _MAX_DEPTH:
-            raise IntegrityError(f"there are more than {_MAX_VALUES} values, or a cycle of them", key=name)
+        text += len(item) if isinstance(item, str | bytes | bytearray) else 0
+        if count > MAX_VALUES or len(waiting) > MAX_DEPTH or text > file.size_bytes + _FREE_TEXT_BYTES:
+            raise IntegrityError(f"there are more than {MAX_VALUES} values, or a cycle of them", key=file.name)
         if isinstance(item, Mapping):
-            waiting.append(iter(item.values()))
+            waiting += [iter(item.values()), iter(item)]
         elif isinstance(item, (list, tuple, set, frozenset)):
             waiting.append(iter(item))
 
 
 _END: Any = object()
-_MAX_DEPTH = 200

@@ -263,6 +263,7 @@ class _Taker:
     def __init__(self, left: dict[str, str]):
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
+        self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts in one
         self._keys: dict[int, str] = {}  # keys of safetensors tensors, by id()
         self._modules: dict[str, dict[str, Any]] = {}  # group → clean name → tensor, in the model's order
 
@@ -277,9 +278,8 @@ class _Taker:
             self.taking.left[name] = error.message + where  # the hint is for a state, not for a file
             return
         self.taking.groups[part.group] = encoded
-        self.taking.tensors |= self._set.tensors
         keys = {ref.key for ref in tensor_refs(tree)}
-        size_bytes = sum(_nbytes(self.taking.tensors[key]) for key in keys)
+        size_bytes = sum(self.taking.tensors[key].nbytes for key in keys)
         self.taking.taken.append(Taken(part.group, part.name, part.kind, len(keys), size_bytes, note))
 
     def add_streams(self) -> None:
@@ -365,7 +365,3 @@ class _Taker:
 
         packed(TensorSet(None))  # what cannot be packed as a whole leaves no tensor behind
         return packed(self._set), note
-
-
-def _nbytes(tensor: torch.Tensor | SourceTensor) -> int:
-    return tensor.data.nbytes if isinstance(tensor, SourceTensor) else tensor.nbytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import struct
 import zipfile
 from collections.abc import Callable
@@ -42,10 +41,6 @@ def repacked(path: Path, change: Callable[[bytes], bytes], how: int = zipfile.ZI
         for name, data in entries.items():
             file.writestr(name, change(data) if name.endswith("data.pkl") else data)
     return path
-
-
-def _first(new: bytes, _: bytes) -> bytes:
-    return new
 
 
 def _replaced(old: bytes, new: bytes, data: bytes) -> bytes:
@@ -185,29 +180,6 @@ def test_an_index_whose_tensor_is_elsewhere(tmp_path: Path, run_dir: Path) -> No
     refused(directory, run_dir, IntegrityError, "bias", "a.safetensors")
 
 
-def nested(levels: int) -> bytes:
-    """Pickle a list that holds the one below it twice, level by level."""
-    value: list[Any] = [1, 2]
-    for _ in range(levels):
-        value = [value, value]
-    return pickle.dumps({"a": value}, protocol=2)
-
-
-def cyclic() -> bytes:
-    value: list[Any] = []
-    value += [value, value]
-    return pickle.dumps({"a": value}, protocol=2)
-
-
-def test_a_pickle_that_repeats_itself(tmp_path: Path) -> None:
-    """A small pickle whose values are 2⁵⁰, or a cycle, is refused at a bound instead of being walked through."""
-    for data in (nested(50), cyclic()):
-        source = tmp_path / "a.pt"
-        torch.save({}, source)
-        with pytest.raises(IntegrityError, match="values"):
-            plan_import(repacked(source, partial(_first, data)))
-
-
 def test_a_pickle_of_a_huge_tensor(tmp_path: Path, run_dir: Path) -> None:
     """A tensor that repeats one element 2⁵⁰ times claims more than the file has."""
     source = tmp_path / "a.pt"
@@ -248,6 +220,9 @@ def test_a_zip_that_claims_a_size(tmp_path: Path, run_dir: Path, name: bytes, si
     with source.open("wb") as file:
         file.write(data[:listing])
         file.seek(size_bytes if name == b"data.pkl" else listing)  # a hole: as long as it says
+        moved = file.tell() - listing
+        for at, form in ((-50, "<Q"), (-34, "<Q"), (-6, "<L")):  # where the listing begins, and ends; and begins
+            struct.pack_into(form, data, len(data) + at, struct.unpack_from(form, data, len(data) + at)[0] + moved)
         file.write(data[listing:])
     refused(source, run_dir, IntegrityError, words)
 
@@ -275,21 +250,3 @@ def test_what_is_no_file(tmp_path: Path, run_dir: Path) -> None:
     refused(tmp_path / "script.pt", run_dir, ConfigError, "TorchScript")
     torch.save([1, 2], tmp_path / "list.pt")
     refused(tmp_path / "list.pt", run_dir, ConfigError, "a value of type list")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_flipped_bits_raise_only_ours(tmp_path: Path, run_dir: Path, seed: int) -> None:
-    """P49: whatever bits of a torch.save file are flipped, it is imported or refused by an error of ours."""
-    source = tmp_path / "a.pt"
-    torch.save({"model": WEIGHTS, "step": 3}, source)
-    whole = source.read_bytes()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(40):
-        data = bytearray(whole)
-        for at in torch.randint(len(data), (4,), generator=generator).tolist():
-            data[at] ^= 1 << (at % 8)
-        source.write_bytes(data)
-        try:
-            plan_import(source)
-        except CkptError:
-            continue

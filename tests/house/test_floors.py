@@ -150,17 +150,7 @@ def test_importing_the_pure_floors_brings_in_neither() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """P21: what pickles is used in one place: files of others are imported by torch's weights-only unpickler."""
-    found = {
-        where(path, node.lineno): ast.unparse(node)
-        for path in SHIPPED
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "torch.save", "np.load", "np.save"}
-    }
-    calls = [ast.unparse(node) for path in SHIPPED for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
-    assert {place.partition(":")[0]: name for place, name in found.items()} == {
-        "ckpt_tasks/copying/sources.py": "torch.load"
-    }
-    assert [call for call in calls if call.startswith("torch.load(")] == [
-        "torch.load(path, map_location='cpu', mmap=True, weights_only=True)"
-    ]
+    """P21: nothing pickles or unpickles: files of others are read by a machine of our own that calls what it knows."""
+    banned = {"torch.load", "torch.save", "np.load", "np.save"}
+    nodes = [(path, node) for path in SHIPPED for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
+    assert [where(path, node.lineno) for path, node in nodes if ast.unparse(node) in banned] == []
