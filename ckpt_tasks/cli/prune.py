@@ -95,15 +95,20 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
     rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
     stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]
+    undeleted = [] if dry_run else sorted(filter(run.head().state.has_retired, store.names("")))
+    swept = [name for name in swept if name not in undeleted]
     facts = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
-    out.data({**facts, "checkpoints": rows, "swept": swept})
+    out.data({**facts, "checkpoints": rows, "swept": swept, "undeleted": undeleted})
     if not out.as_json:
         _print(out, run, rows, swept, dry_run)
+        if undeleted:
+            what = f"{count(len(undeleted), 'object')} of removed checkpoints could not be deleted, and take up room."
+            out.print(f"{what} Allow this process to delete, and prune again.")
         if freed_bytes:
             out.print(f"Freed {size(freed_bytes)} of this host's memory: snapshots of the run, which storage has.")
         elif not swept and all(row["verdict"] == "stays" for row in rows):
             out.print("There is nothing to remove.")
-    if stuck:
+    if stuck or undeleted:
         out.fail()
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
-    FencedError,
     IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -41,6 +40,7 @@ from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Entry, State
 from ckpt_tasks.format.live import cut
 from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
 from ckpt_tasks.format.records import Owner
+from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
@@ -56,6 +56,7 @@ _LONGEST_WAIT_S = 30.0
 _LOOKED_AT = 1000  # names that are searched for runs below a wrong directory
 _NAMED = 5
 _FOLLOWED = 8  # entries read one by one before names are listed
+_LATE = "which is there: it is older than the last write. Use a store that lists at once what was written."
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -195,6 +196,11 @@ class History:
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
             above = tuple(name for name in head.damaged if (parse_ledger_name(name) or 0) > known.entry.n)
             head = replace(known, next_n=head.next_n, damaged=above)
+        if known and not head.damaged and head.next_n < known.next_n and self._stands(known):
+            head = self._followed(known) or known
+            if self._warned != (_LATE,):
+                self._warned = (_LATE,)
+                _log.warning("%s: its listing lacks ledger entry %d, %s", self.store.url, known.next_n - 1, _LATE)
         if not head.damaged:
             self._known = head if head.entry else None
         elif head.damaged != self._warned:
@@ -324,11 +330,14 @@ class History:
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None
+        refused = True  # every try, so far
         for _ in range(_SAME_NUMBER_TRIES):
             try:
                 self.store.put_if_absent(name, data)
             except StoreError as error:
-                failure = error
+                failure, refused = error, refused and error.refused
+            else:
+                refused = False
             try:
                 stands = read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
@@ -340,8 +349,10 @@ class History:
             except IntegrityError:
                 return False  # something foreign has the name: use the next number
             except StoreError as error:
+                if failure is not None and refused:
+                    raise failure from None
                 raise CommitUncertainError(
-                    "whether the commit landed cannot be known: its ledger entry cannot be read back",
+                    f"whether the commit landed cannot be known: its ledger entry cannot be read back ({error})",
                     key=name,
                     hint="All data is durable; start again, and the run goes on from what the ledger then says.",
                 ) from error
@@ -376,23 +387,6 @@ def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Ent
 
 def _numbered(names: list[str]) -> list[tuple[int, str]]:
     return [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
-
-
-def check_owner(current: Owner | None, mine: Owner) -> None:
-    """Raise FencedError if the directory has another owner, or none any more."""
-    if current is None:
-        raise FencedError(
-            "the run directory has no owner any more: it was moved, emptied or damaged",
-            hint="This process must stop. Find the directory, or put it back, and start again.",
-        )
-    if current.id != mine.id or current.epoch != mine.epoch:
-        same = (current.host, current.pid, current.process_start) == (mine.host, mine.pid, mine.process_start)
-        who = "another Checkpointer of this process" if same else f"process {current.pid} on {current.host}"
-        who += f", owner epoch {current.epoch}"
-        raise FencedError(
-            f"the run directory has been taken over by {who}",
-            hint="This process must stop: what it trained since its last commit is not part of the run.",
-        )
 
 
 def now_iso() -> str:

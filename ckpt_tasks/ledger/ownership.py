@@ -33,7 +33,8 @@ from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.ledger.history import Head, History, check_owner, now_iso
+from ckpt_tasks.ledger.fencing import check_owner
+from ckpt_tasks.ledger.history import Head, History, now_iso
 from ckpt_tasks.system import boot_id, has_ended, process_start, system
 
 __all__ = [

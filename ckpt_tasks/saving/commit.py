@@ -70,6 +70,13 @@ class PreparedCheckpoint:
         own = attempt_prefix(self.saving.attempt)
         return tuple(record.name for record in self.manifest.objects if not record.name.startswith(own))
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of the objects that this attempt wrote, manifest first."""
+        own = attempt_prefix(self.saving.attempt)
+        objects = (record.name for record in self.manifest.objects if record.name.startswith(own))
+        return (own + MANIFEST_NAME, self.manifest.index.name, *objects)
+
     def checkpoint(self, *, parent: str | None, n: int, cost_s: float) -> Checkpoint:
         """Return the checkpoint as the ledger holds it, committed by entry `n`."""
         manifest = self.manifest

@@ -15,7 +15,8 @@ from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.format.steps import StepMetrics
-from ckpt_tasks.ledger.history import Head, History, check_owner
+from ckpt_tasks.ledger.fencing import check_owner
+from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.metrics import checked_metrics
 from ckpt_tasks.ledger.ownership import release
 from ckpt_tasks.ledger.steps import put_steps
@@ -214,6 +215,9 @@ class Committer(Follower):
         retirement = self._pruner.with_commit(state, new)
         entry = commit(self._history, prepared, parent=parent, cost_s=cost_s, retirement=retirement, observed=observed)
         self._pruner.deleted -= retirement.deleted
+        named = {c.manifest_digest: self._pruner.named.get(c.manifest_digest) for c in entry.state.live}
+        self._pruner.named = {digest: names for digest, names in named.items() if names is not None}
+        self._pruner.named[prepared.digest] = prepared.own_names
         self.line.committed(entry.state.live[-1], stored)
         return entry, steps
 

@@ -7,17 +7,31 @@ SIGKILL and a signal without a handler call none.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
+from datetime import datetime
 from typing import Protocol
 
 from ckpt_tasks.logs import write_line
+from ckpt_tasks.saving.parts import Saving
+from ckpt_tasks.system import system
 
-__all__ = ["end_with_interpreter", "report_lost"]
+__all__ = ["end_with_interpreter", "report_lost", "say_wait"]
+
+_SILENT_S = 20.0
+_log = logging.getLogger("ckpt_tasks")
 
 
 class Ending(Protocol):
     def end(self) -> None: ...
+
+
+class UnderWay(Protocol):
+    """A snapshot that is being committed."""
+
+    @property
+    def saving(self) -> Saving: ...
 
 
 def end_with_interpreter(ending: Ending) -> None:
@@ -28,6 +42,22 @@ def end_with_interpreter(ending: Ending) -> None:
         atexit.unregister(_end_all)
         atexit.register(_end_all)
     _endings.add(ending)
+
+
+def say_wait(flushing: UnderWay | None, moved_s: float, timeout_s: float) -> bool:
+    """Log what a thread waits for, until when, and how to leave, if the store is silent; return True if it was said."""
+    silent_s = system().monotonic() - moved_s
+    if flushing is None or silent_s < min(_SILENT_S, timeout_s / 2):
+        return False
+    until = datetime.fromtimestamp(system().time() + timeout_s - silent_s).astimezone()
+    _log.warning(
+        "Waiting until step %d is committed: the store has taken nothing for %.0f s. The wait ends at %s if it takes"
+        " nothing more (flush_timeout_s); Ctrl-C, or a second one, ends it at once.",
+        flushing.saving.attempt.step,
+        silent_s,
+        f"{until:%H:%M:%S}",
+    )
+    return True
 
 
 def report_lost(failure: BaseException, *, kept: bool) -> None:

@@ -24,6 +24,7 @@ from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
 from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.committer import Committer, Follower
+from ckpt_tasks.saving.ending import say_wait
 from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
@@ -120,9 +121,9 @@ class Snapshot:
 class Pipeline:
     """Run `seal` and `flush` for every snapshot, each in a thread; a flush is stuck after `timeout_s` without progress.
 
-    `seal` also gets the snapshot in the other slot if storage does not have it. `sealed` is called afterwards, when
-    the slot may be filled again. `flush` returns the checkpoint that it committed, or raises. `tells_superseded`: it is
-    called for a snapshot that was replaced, too, which other ranks may be about to commit.
+    `seal` also gets the snapshot in the other slot if storage lacks it. `sealed` is called when the slot may be filled
+    again. `flush` returns the checkpoint that it committed, or raises. `tells_superseded`: it is called for a replaced
+    snapshot, too, which other ranks may be about to commit.
     """
 
     def __init__(
@@ -290,11 +291,13 @@ class Pipeline:
 
     def wait_idle(self) -> bool:
         """Wait until no snapshot is under way; return False if the running flush is stuck."""
+        said = False
         with self._changed:
             while self._flushing or self._waiting:
                 if self.stuck:
                     return False
                 self._changed.wait(min(_LOOK_S, self._timeout_s))
+                said = said or say_wait(self._flushing, self._moved_s, self._timeout_s)
             return True
 
     def take_failure(self) -> BaseException | None:

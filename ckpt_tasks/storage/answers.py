@@ -22,6 +22,7 @@ _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequ
 # A new session can be made after these; an upload that was under way may be lost or half done.
 _AGAIN = _OVERLOADED | _EXPIRED | {"OperationAborted", "ConditionalRequestConflict", "NoSuchUpload", "InternalError"}
 
+_ANOTHER_REGION = "The bucket is in another region: name it (AWS_REGION, or region_name in client_kwargs)."
 _HINTS = {
     "NoSuchBucket": "Create the bucket first, or check its name and the endpoint.",
     "NoSuchContainer": "Create the container first, or check its name and the account.",
@@ -32,14 +33,21 @@ _HINTS = {
     "RequestTimeTooSkewed": "The clock of this host is wrong: set it.",
     "EntityTooLarge": "The store takes no object so large.",
     "NotImplemented": "The store does not know this request; one without conditions needs single_writer=True.",
-    "PermanentRedirect": "The bucket is in another region: name it (region_name in client_kwargs).",
+    "PermanentRedirect": _ANOTHER_REGION,
+    "AuthorizationHeaderMalformed": _ANOTHER_REGION,
+    "QuotaExceeded": "The quota of the bucket or its user is used up: raise it, prune runs, or use another bucket.",
+    "StorageFull": "The store has no room left: free some, prune runs, or use another store.",
 }
 # What fsspec's file systems raise instead of an answer.
 _SAID: dict[type[BaseException], tuple[int, str]] = {
     FileNotFoundError: (404, "NotFound"),
     FileExistsError: (412, "PreconditionFailed"),
     PermissionError: (403, "AccessDenied"),
+    RecursionError: (301, "PermanentRedirect"),  # botocore follows a redirect without a region for ever
 }
+_CODES = {"XMinioAdminBucketQuotaExceeded": "QuotaExceeded", "XMinioStorageFull": "StorageFull"}  # MinIO's own
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+_UNTRUSTED_HINT = "Name the file of the authority that signed it: AWS_CA_BUNDLE, or verify in client_kwargs."
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
 # Raised by clients without credentials, or with bad options; by name, since no client is imported here.
@@ -86,11 +94,11 @@ def of_listing(error: BaseException, prefix: str) -> CkptError:
 
 def _refusal(error: BaseException, name: str, status: int, code: str) -> StoreError:
     expired = is_expired(error)
-    hint = _EXPIRED_HINT if expired else _HINTS.get(code or ("AccessDenied" if status == 403 else ""))
+    hint = _EXPIRED_HINT if expired else _HINTS.get(_CODES.get(code, code) or ("AccessDenied" if status == 403 else ""))
     failure = StoreError(f"the store answered {status} {code}".rstrip(), key=name, hint=hint)
-    failure.refused = code in _OVERLOADED | _EXPIRED or status in (409, 429, 503)
-    again = expired or code in _AGAIN or status == 408
-    failure.transient = failure.refused or again or (status >= 500 and status != 501)
+    waits = code in _OVERLOADED | _EXPIRED or status in (409, 429, 503)
+    failure.refused = waits or (300 <= status < 500 and status != 408 and code not in _AGAIN)
+    failure.transient = waits or expired or code in _AGAIN or status == 408 or (status >= 500 and status != 501)
     failure.denied = status == 403 and not failure.transient
     return failure
 
@@ -120,6 +128,7 @@ def _without_answer(error: BaseException, name: str) -> StoreError:
     names = {kind.__name__ for cause in _behind(error) for kind in type(cause).__mro__}
     roots = {type(cause).__module__.partition(".")[0] for cause in _behind(error)}
     mend = bool(names & _OURS_TO_MEND)
+    untrusted = any(_UNTRUSTED in str(cause) for cause in _behind(error))
     known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))
     words = " ".join(without_secrets(str(error)).split())[:300]
     message = words or type(error).__name__
@@ -128,8 +137,8 @@ def _without_answer(error: BaseException, name: str) -> StoreError:
             f"no answer from the store ({message})" if known else f"the request failed: {type(error).__name__} {words}"
         )
     hint = "Give credentials: a profile, the environment, an instance role, or storage_options." if mend else None
-    failure = StoreError(message.rstrip(), key=name, hint=hint)
-    failure.transient = known and not mend
+    failure = StoreError(message.rstrip(), key=name, hint=_UNTRUSTED_HINT if untrusted else hint)
+    failure.transient = known and not mend and not untrusted
     return failure
 
 

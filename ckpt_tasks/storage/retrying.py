@@ -11,6 +11,7 @@ that were refused together do not return together.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ _DEADLINE_S = (
 _FIRST_S = 0.2
 _MOST_S = 10.0
 _QUIET_TRIES = 2  # a refusal or two is normal, and not logged
+_QUIET_S = 60.0  # a store that goes and comes is logged once in so many seconds
 _PART_TRIES = 5
 _LOOK_BYTES = 16 << 20
 _READS = 3
@@ -45,6 +47,7 @@ class RetryingStore(WrappedStore):
     def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
         super().__init__(inner)
         self._deadline_s = deadline_s
+        self._told_s = -math.inf  # when a line about an outage was logged last; infinite while one goes on
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         failed = False
@@ -116,6 +119,7 @@ class RetryingStore(WrappedStore):
 
     def _again(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
         failed_s: float | None = None
+        tells = False  # of all requests in an outage one logs its begin and its end
 
         def left_s() -> float:
             # An upload may take longer than the deadline before it fails for the first time.
@@ -128,14 +132,24 @@ class RetryingStore(WrappedStore):
             return state.upcoming_sleep > left_s()
 
         def say(state: tenacity.RetryCallState) -> None:
-            if state.attempt_number > _QUIET_TRIES and state.outcome is not None:
+            nonlocal tells
+            is_new = system().monotonic() - self._told_s > _QUIET_S
+            if state.attempt_number > _QUIET_TRIES and state.outcome is not None and is_new:
+                tells, self._told_s = True, math.inf
                 _log.warning("%s: %s; trying again for %.0f s more", self.url, state.outcome.exception(), left_s())
 
         retry = tenacity.retry_if_exception(worth or _is_transient)
         again = tenacity.Retrying(
             retry=retry, wait=_wait_s, stop=over, before_sleep=say, sleep=system().sleep, reraise=True
         )
-        return again(request)
+        try:
+            result = again(request)
+        finally:
+            if tells:
+                self._told_s = system().monotonic()
+        if tells and failed_s is not None:
+            _log.warning("%s: it answers again, after %.0f s", self.url, system().monotonic() - failed_s)
+        return result
 
 
 async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
@@ -154,7 +168,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _was_refused(error: BaseException) -> bool:
-    return isinstance(error, StoreError) and error.refused
+    return isinstance(error, StoreError) and error.refused and error.transient
 
 
 def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:

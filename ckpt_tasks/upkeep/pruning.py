@@ -23,7 +23,8 @@ from ckpt_tasks.format.folding import unfold
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.ledger.history import History, check_owner
+from ckpt_tasks.ledger.fencing import check_owner
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run, put_pin
 from ckpt_tasks.system import system
@@ -52,13 +53,15 @@ class Pruner:
 
     `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
     next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait to be
-    recorded until the store takes a checkpoint again. `in_use` returns the checkpoints whose objects saves under way
+    recorded until the store takes a checkpoint again. `named` has the objects of checkpoints that this process
+    committed, manifest first, so that nobody lists them. `in_use` returns the checkpoints whose objects saves under way
     may reuse; a save holds `retiring` while it chooses one.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):
         self.verified: set[str] = set()
         self.deleted: frozenset[str] = frozenset()
+        self.named: dict[str, tuple[str, ...]] = {}
         self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
         self.in_use: Callable[[], frozenset[str]] = frozenset
         self.retiring = system().lock()
@@ -67,6 +70,7 @@ class Pruner:
         self._swept = False
         self._warned = False
         self._failed = False
+        self._warned_of_refusal = False
         self._one = system().lock()  # prune() and the thread take turns
         self._behind = Background(self._follow, "ckpt-prune")
 
@@ -92,7 +96,7 @@ class Pruner:
         store, after = self._history.store, state.with_checkpoint(checkpoint, frozenset())
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
-            return Retirement(store, after, plan, self.deleted)
+            return Retirement(store, after, plan, self.deleted, named=self.named)
         except CkptError:  # for example a list that fails: the prune after the commit meets that too, and logs it
             return Retirement(store, after, lambda state: (), self.deleted)
 
@@ -169,7 +173,7 @@ class Pruner:
         with self.retiring:
             check()
             plan = partial(self._agreed, going_on_from=going_on_from)
-            retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed)
+            retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
                 # Before the first delete: if this process stalls here, others may commit what it is about to delete.
                 given_up = retire(self._history, owner, retirement)
@@ -182,7 +186,12 @@ class Pruner:
     def _delete(self, retired: Iterable[str], check: Callable[[], None]) -> None:
         """Delete objects that an entry has given up."""
         left = [name for name in unfold(retired) if name not in self.deleted]
-        self.deleted |= delete_retired(self._history.store, left, check)
+        refusals: list[CkptError] = []
+        self.deleted |= delete_retired(self._history.store, left, check, refusals.append)
+        if refusals and not self._warned_of_refusal:
+            self._warned_of_refusal = True
+            what = f"{len(refusals)} of {len(left)} objects of removed checkpoints are not deleted, and take up room"
+            _log.warning("%s: %s: %s. This is tried again after each save.", self._history.store.url, what, refusals[0])
         if left:
             check()  # a cancelled prune may no longer own the directory
             self._history.store.keep_room()  # the entry above may have used it

@@ -122,10 +122,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 
 
 def verify_run_directory(history: History) -> RunFaults:
-    """Verify every live checkpoint and look for damaged ledger entries and orphans.
-
-    The run may be training: a checkpoint that is pruned meanwhile is left out.
-    """
+    """Verify every live checkpoint (not one that is pruned meanwhile); look for damaged ledger entries and orphans."""
     head = history.head()
     results = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
     if any(faults for _, faults in results.values()):
@@ -168,10 +165,7 @@ def record_faults(history: History) -> list[str]:
 
 
 def orphans(store: Store, state: State) -> list[str]:
-    """List orphans: objects of attempts that are not live, and that no live checkpoint reuses.
-
-    Attempts of the present owner's epoch may be under way and are left out, as are foreign names.
-    """
+    """List objects of attempts that are not live nor reused; without those of the present owner, and foreign names."""
     epoch = state.owner.epoch if state.owner else 0
     names = []
     for name in store.names(""):
@@ -265,9 +259,9 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
 class Retirement:
     """What one ledger entry removes from a run: the checkpoints that `plan` removes from `state`, and their objects.
 
-    Making one lists these objects. `unnamed` objects, which no checkpoint names, are given up with them. `deleted`
-    names objects that were given up before and are deleted by now. An entry lists at most `MAX_RETIRED` objects that
-    are given up and not deleted: the oldest checkpoints that fit go, and a later entry removes the others.
+    Making one lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are given up
+    with them. `deleted` names objects that were given up before and are deleted by now. An entry lists at most
+    `MAX_RETIRED` objects that are given up and not deleted: the oldest checkpoints that fit go, the others later.
     """
 
     def __init__(
@@ -277,12 +271,15 @@ class Retirement:
         plan: Callable[[State], Iterable[Verdict]],
         deleted: frozenset[str],
         unnamed: Sequence[str] = (),
+        *,
+        named: Mapping[str, Sequence[str]] | None = None,
     ):
         self.deleted = deleted
         self.given_up: tuple[str, ...] = ()
         going = _going(plan(state))
         self._plan = plan
-        objects = {c.manifest_digest: _objects_of(store, c) for c in state.live if c.manifest_digest in going}
+        named = named or {}
+        objects = {c.manifest_digest: _objects_of(store, c, named) for c in state.live if c.manifest_digest in going}
         self._unnamed = unnamed
         fitting, _ = _fitting(objects, unnamed, self._room(state))
         self._objects = {digest: names for digest, names in objects.items() if digest in fitting}  # oldest first
@@ -337,17 +334,20 @@ def retire(history: History, owner: Owner, retirement: Retirement) -> tuple[str,
     return retirement.given_up
 
 
-def delete_retired(store: Store, names: Iterable[str], check: Callable[[], None] = lambda: None) -> frozenset[str]:
-    """Delete retired objects, manifests first; return those that are deleted. A later call tries the others again.
-
-    What `check` raises stops it.
-    """
+def delete_retired(
+    store: Store,
+    names: Iterable[str],
+    check: Callable[[], None] = lambda: None,
+    on_refusal: Callable[[CkptError], None] = lambda error: None,
+) -> frozenset[str]:
+    """Delete retired objects, manifests first; return those that are deleted; `on_refusal` gets the others' errors."""
 
     def delete(name: str) -> str | None:
         check()
         try:
             store.delete(name)
-        except CkptError:
+        except CkptError as error:
+            on_refusal(error)
             return None
         return name
 
@@ -370,8 +370,10 @@ def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
     return frozenset(v.manifest_digest for v in verdicts if not v.keep)
 
 
-def _objects_of(store: Store, checkpoint: Checkpoint) -> list[str]:
+def _objects_of(store: Store, checkpoint: Checkpoint, named: Mapping[str, Sequence[str]]) -> list[str]:
     """List a checkpoint's objects, manifest first, those of other attempts as folded names."""
+    if checkpoint.manifest_digest in named:
+        return [*named[checkpoint.manifest_digest], *checkpoint.reuses]
     attempt = parse_attempt(checkpoint.manifest)
     assert attempt is not None
     prefix = attempt_prefix(attempt)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.storage.conformance import pattern
 from tests.support import answers
 from tests.support.answers import Answer
+from tests.support.cli_runs import ckpt as ckpt_command
 from tests.support.ledgers import commit
 from tests.support.rules import Fault
 
+Records = pytest.LogCaptureFixture
 LARGE = pattern(1_000_003)
 
 
@@ -181,19 +185,69 @@ def test_permission_that_is_taken_within_a_run_and_given_back(place: Place, oper
     assert is_state(state, 3)
 
 
-def test_who_may_not_delete_may_save(place: Place) -> None:
-    """P67: pruning is denied: saves go on, the ledger remembers what is to go, and it goes once it may."""
-    denied = place.chaos.on(Fault(answer=answers.ACCESS_DENIED), method="DELETE", key="/checkpoint_")
-    with place.run(max_num_checkpoints=1) as ckpt:
+VERBS = ["ListObjects", "GetObject", "PutObject", "HeadObject GetObject", "PutObject GetObject", "DeleteObject"]
+
+
+@pytest.mark.parametrize("verbs", VERBS)
+@pytest.mark.parametrize("answer", [answers.ACCESS_DENIED, answers.TIME_TOO_SKEWED], ids=["denied", "clock"])
+def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, answer: Answer) -> None:
+    """Rights or the clock change in mid-run: the answer and what to do are logged once, training goes on, and commits.
+
+    An answer that says no is a no: it is not called unknown whether the entry is there, though it cannot be read.
+    """
+    said = r"403 .*(may not do this|clock of this host)"
+    with place.run(on_flush_failure="warn", step_interval=1, max_num_checkpoints=1) as ckpt:
+        ckpt.save(1, state_of(1))
+        for operation in verbs.split():
+            place.chaos.on(Fault(answer=answer), operation=operation)
+        for step in (2, 3):
+            ckpt.step(step, state_of(step))
+            with suppress(StoreError):  # CommitUncertainError is none
+                ckpt.wait()
+                ckpt._pruner.finish(60)
+        told = [record.getMessage() for record in caplog.records if re.search(said, record.getMessage())]
+        if verbs == "DeleteObject":
+            assert len(told) == 1
+            assert "objects of removed checkpoints are not deleted" in told[0]
+            assert any("checkpoint_000000000001" in name for name in place.past.names())
+        else:
+            failed = place.truth.head().state.live[-1].step
+            assert failed == 1 or verbs == "GetObject"
+        place.chaos.off()
+        ckpt.save(4, state_of(4))
+    assert commits(place.truth)[-1] == 4
+    if verbs != "GetObject":  # the next owner sweeps what those two have put
+        left = {name.split("/")[0] for name in place.past.names() if "checkpoint_" in name}
+        assert left == {"checkpoint_000000000004"}
+
+
+def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P67: `ckpt prune` names how many objects stay, and exits with 1; once it may delete, it deletes them."""
+    with place.run() as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
-        ckpt._pruner.finish(60)
-        assert [one.step for one in ckpt.checkpoints()] == [3]
-        assert any("checkpoint_000000000001" in name for name in place.past.names())
-        place.chaos.off(denied)
-        ckpt.save(4, state_of(4))
-    left = {name.split("/")[0] for name in place.past.names() if name.startswith("checkpoint_")}
-    assert left == {"checkpoint_000000000004"}
+    for name, value in place.server.through(place.chaos.endpoint).environment.items():
+        monkeypatch.setenv(name, value)
+    place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="DeleteObject", key="/checkpoint_")
+    told = ckpt_command("prune", place.url, "--max-num-checkpoints", "1")
+    assert told.status == 1
+    assert "8 objects of removed checkpoints could not be deleted" in told.out
+    place.chaos.off()
+    assert ckpt_command("prune", place.url, "--max-num-checkpoints", "1").status == 0
+    assert {name.split("/")[0] for name in place.past.names() if "checkpoint_" in name} == {"checkpoint_000000000003"}
+
+
+def test_a_listing_that_is_old_is_named(place: Place, caplog: Records) -> None:
+    """A store that lists late does not fence its owner: what is there is read by its name, and the listing is named."""
+    with place.run() as ckpt:
+        ckpt.save(1, state_of(1))
+        place.chaos.on(Fault(replay=True), operation="ListObjects", query={"prefix": "ledger"})
+        for step in (2, 3, 4):
+            ckpt.save(step, state_of(step))
+        place.chaos.off()
+    told = [record.getMessage() for record in caplog.records if "its listing lacks ledger entry" in record.getMessage()]
+    assert len(told) == 1
+    assert commits(place.truth) == [1, 2, 3, 4]
 
 
 # ── options that are wrong ───────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import ssl
 import traceback
 from typing import Any
 
@@ -71,13 +72,14 @@ TABLE: list[tuple[int, str, type[CkptError], bool, bool]] = [
     (501, "NotImplemented", StoreError, False, False),
     (400, "ExpiredToken", StoreError, True, True),
     (403, "ExpiredToken", StoreError, True, True),
-    (400, "", StoreError, False, False),
-    (403, "AccessDenied", StoreError, False, False),
-    (403, "RequestTimeTooSkewed", StoreError, False, False),
-    (403, "SignatureDoesNotMatch", StoreError, False, False),
-    (400, "InvalidArgument", StoreError, False, False),
-    (400, "EntityTooLarge", StoreError, False, False),
-    (301, "PermanentRedirect", StoreError, False, False),
+    (400, "", StoreError, False, True),
+    (403, "AccessDenied", StoreError, False, True),
+    (403, "RequestTimeTooSkewed", StoreError, False, True),
+    (403, "SignatureDoesNotMatch", StoreError, False, True),
+    (400, "InvalidArgument", StoreError, False, True),
+    (400, "EntityTooLarge", StoreError, False, True),
+    (301, "PermanentRedirect", StoreError, False, True),
+    (403, "QuotaExceeded", StoreError, False, True),
 ]
 
 
@@ -190,6 +192,29 @@ def test_what_the_user_has_to_mend_is_said_and_not_tried_again(error: BaseExcept
     assert isinstance(found, StoreError)
     assert not found.transient
     assert "Give credentials" in str(found)
+
+
+UNTRUSTED = ssl.SSLCertVerificationError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate (_ssl.c:1006)")
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (boto.SSLError(endpoint_url="https://host", error=UNTRUSTED), "AWS_CA_BUNDLE"),
+        (aiohttp.ClientConnectionError(str(UNTRUSTED)), "AWS_CA_BUNDLE"),
+        (RecursionError("maximum recursion depth exceeded"), "another region"),
+        (answered(400, "AuthorizationHeaderMalformed"), "another region"),
+        (answered(403, "XMinioAdminBucketQuotaExceeded"), "quota .* raise it"),
+        (answered(507, "XMinioStorageFull"), "no room left"),
+    ],
+    ids=lambda it: type(it).__name__,
+)
+def test_what_never_passes_has_a_hint(error: BaseException, hint: str) -> None:
+    """An unknown authority, another region, a used up quota: what to do is said, and no certificate is tried again."""
+    found = as_ours(error, NAME)
+    assert isinstance(found, StoreError)
+    assert re.search(hint, str(found))
+    assert not found.transient or "507" in str(found)
 
 
 @pytest.mark.parametrize("error", [KeyError("ContentLength"), TypeError("oops"), MemoryError(), RuntimeError("closed")])

@@ -210,7 +210,7 @@ def test_the_deadline_ends_it(flaky: Flaky, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="ckpt_tasks"), pytest.raises(StoreError, match="on purpose"):
         RetryingStore(flaky, deadline_s=1.0).size("there")
     assert 4 < len(flaky.asked) < 100
-    assert len(caplog.records) == len(flaky.asked) - 3
+    assert len(caplog.records) == 1
     assert "trying again for 0 s more" in caplog.text
     assert flaky.url in caplog.text
 
