@@ -73,15 +73,8 @@ _NAMED: dict[str, Any] = {
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }
-_NEW: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": set,
-}
+_NEW: dict[str, Callable[[], Any]] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_NEW |= {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}
 _PLAIN = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
 _POPS = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "BINPERSID": 1, "BUILD": 1}
 _POPS |= {"PROTO": 0, "STOP": 0}
