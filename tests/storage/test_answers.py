@@ -53,7 +53,7 @@ def of_google(status: int) -> Exception:
 TABLE: list[tuple[int, str, type[CkptError], bool, bool]] = [
     (404, "NoSuchKey", ObjectNotFoundError, False, False),
     (404, "", ObjectNotFoundError, False, False),
-    (404, "NoSuchBucket", StoreError, False, False),
+    (404, "NoSuchBucket", StoreError, False, True),
     (404, "NoSuchUpload", StoreError, True, False),
     (412, "PreconditionFailed", ObjectExistsError, False, False),
     (412, "", ObjectExistsError, False, False),

@@ -71,15 +71,15 @@ def test_a_prune_that_stands_still_fails_no_save(run_dir: Path) -> None:
     assert committed(run_dir) == [4]
 
 
-class NoNames(WrappedStore):
-    """A store that lists no checkpoint's objects until `good` is set."""
+class NoReads(WrappedStore):
+    """A store that gives no part of an object until `good` is set."""
 
     good = False
 
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        if prefix.startswith("checkpoint_") and not self.good:
-            raise StoreError("no list, on purpose", key=prefix)
-        return super().names(prefix, limit)
+    def read(self, name: str, begin: int, into: memoryview) -> None:
+        if not self.good:
+            raise StoreError("no reading, on purpose", key=name)
+        super().read(name, begin, into)
 
 
 def test_a_prune_that_fails_is_logged_once_and_tried_after_the_next_commit(
@@ -87,7 +87,7 @@ def test_a_prune_that_fails_is_logged_once_and_tried_after_the_next_commit(
 ) -> None:
     """P28: what prune meets is not a failure of the save; it is said once, and made good by a later prune."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        store = NoNames(ckpt._history.store)
+        store = NoReads(ckpt._history.store)
         ckpt._history.store = store
         for step in (1, 2, 3, 4):
             ckpt.save(step, state_at(step))
