@@ -201,7 +201,7 @@ def test_a_source_that_is_cut_meanwhile(tmp_path: Path, run_dir: Path, suffix: s
         assert not run_dir.exists() or open_run(str(run_dir)).checkpoints() == []
 
 
-@pytest.mark.parametrize("end", ["two directories", "a comment", "a prefix"])
+@pytest.mark.parametrize("end", ["two directories", "a comment"])
 def test_a_zip_file_has_one_directory(tmp_path: Path, run_dir: Path, end: str) -> None:
     """A file of which one reader sees other records than another one is refused."""
     torch.save({"bias": torch.ones(3), "weight": torch.arange(5.0)}, tmp_path / "a.pt")
