@@ -92,7 +92,10 @@ def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]
 
     Of scalers, and of averages of the state's modules, only if the state has none.
     """
-    known = {id(one) for holder in (*parts, *loaders) for _, one in held_in(holder, _GENERATORS)} | {*map(id, parts)}
+    known = {*map(id, parts)}
+    for holder in (*parts, *loaders):  # of modules, which are many, only the attributes
+        level = 2 if isinstance(holder, nn.Module) else 0
+        known |= {id(one) for _, one in held_in(holder, _GENERATORS, level=level)}
     shapes = [[p.shape for p in module.parameters()] for module in modules_of(state).values()]
     for variable, value in _variables():
         for name, one in held_in(value, _KINDS, variable, lambda one: id(one) in known or kind_of(one) != "plain"):
