@@ -300,12 +300,10 @@ class Checkpointer(HeldRun):
         started_s = system().monotonic()
         try:
             if not self._unsaved.has_looked:
-                refuse_fsdp1(state)
+                _refuse_wrong(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
                 groups = encode_groups(captured)  # raises for an unsupported value before anything is written
-                if not self._unsaved.has_looked:
-                    check_dealt(state)
                 self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
