@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,12 +26,12 @@ from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
 
-__all__ = ["DownloadedTensors"]
+__all__ = ["DownloadedTensors", "Laid", "Read"]
 
 _IN_FLIGHT = 8
 _PAGE = 4096
 
-_Read = tuple[str, Span, list[IndexRow]]
+Read = tuple[str, Span, list[IndexRow]]
 _Pair = tuple[torch.Tensor, str]
 
 
@@ -48,7 +49,7 @@ class DownloadedTensors:
         self._by_key: dict[str, list[IndexRow]] = {}
         for row in self._rows:
             self._by_key.setdefault(row.full_key, []).append(row)
-        self._memory = {name: _Laid(rows) for name, rows in by_object(self._rows).items()}
+        self._memory = {name: _laid(rows) for name, rows in by_object(self._rows).items()}
         self._fetched: set[IndexRow] = set()  # into that memory
         self._share: Share | None = None
         self._fills: list[_Pair] = []
@@ -110,7 +111,7 @@ class DownloadedTensors:
         if self._share is None:
             self._fetched.update(rows)
 
-    def _read(self, read: _Read) -> None:
+    def _read(self, read: Read) -> None:
         name, span, rows = read
         memory, begin = self._place(rows[0])
         begin -= rows[0].begin - span.begin
@@ -124,15 +125,20 @@ class DownloadedTensors:
                 raise IntegrityError(faults[0])
 
 
-class _Laid:
-    """Memory for an object's bytes from `base` on; pages that are never touched take no memory."""
+class Laid(NamedTuple):
+    """An object's bytes from `base` on."""
 
-    def __init__(self, rows: Sequence[IndexRow]):
-        self.base = rows[0].begin // _PAGE * _PAGE
-        self.memory = memoryview(mmap.mmap(-1, max(1, max(row.end for row in rows) - self.base)))
+    base: int
+    memory: memoryview
 
 
-def _reads(rows: Iterable[IndexRow], gap_bytes: int) -> Iterator[_Read]:
+def _laid(rows: Sequence[IndexRow]) -> Laid:
+    """Return memory for rows of an object; pages that are never touched take no memory."""
+    base = rows[0].begin // _PAGE * _PAGE
+    return Laid(base, memoryview(mmap.mmap(-1, max(1, max(row.end for row in rows) - base))))
+
+
+def _reads(rows: Iterable[IndexRow], gap_bytes: int) -> Iterator[Read]:
     for name, here in by_object(rows).items():
         spans = merge_spans((Span(row.begin, row.end) for row in here), gap_bytes=gap_bytes, max_bytes=READ_BYTES)
         left = iter(sorted(here, key=lambda row: (row.begin, row.end)))

@@ -21,8 +21,8 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.format.regions import Box, intersection
 from ckpt_tasks.format.tiling import untiled
-from ckpt_tasks.reading.download import DownloadedTensors
-from ckpt_tasks.reading.opening import Opened, SavedGroup
+from ckpt_tasks.reading.download import DownloadedTensors, Laid, Read
+from ckpt_tasks.reading.opening import Opened, SavedGroup, verify_run
 from ckpt_tasks.state.placements import ALONE, place_of
 from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.storage.port import ReadableStore
@@ -108,6 +108,12 @@ class _PartsStore:
     def size(self, name: str) -> int:
         return self._store(name).size(name)
 
+    def map(self, name: str) -> memoryview | None:
+        """Map an object in memory; None for one in a local directory."""
+        store = self._store(name)
+        mapped: memoryview | None = store.map(name) if hasattr(store, "map") else None
+        return mapped
+
     def _store(self, name: str) -> ReadableStore:
         if not self._of:
             for part in self._parts.values():
@@ -116,10 +122,16 @@ class _PartsStore:
 
 
 class _CoveredTensors(DownloadedTensors):
-    """The tensors of `rows`, which may be a part of a checkpoint; they must cover every tensor that is read."""
+    """The tensors of `rows`, which may be a part of a checkpoint; they must cover every tensor that is read.
 
-    def __init__(self, store: ReadableStore, rows: Iterable[IndexRow]):
+    Objects in memory are verified there and copied from there: no rank may fill its slot again before all have copied.
+    """
+
+    def __init__(self, store: _PartsStore, rows: Sequence[IndexRow]):
         super().__init__(store, rows)
+        maps = {name: store.map(name) for name in self._memory}
+        self._mapped = {name: memory for name, memory in maps.items() if memory is not None}
+        self._memory |= {name: Laid(0, memory) for name, memory in self._mapped.items()}
         self._regions: dict[str, list[IndexRow]] = {}
         for row in rows:
             self._regions.setdefault(row.full_key, []).append(row)
@@ -128,7 +140,7 @@ class _CoveredTensors(DownloadedTensors):
     def read(self, key: str) -> torch.Tensor:
         shape = self.like(key).shape
         self._check(key, Box((0,) * len(shape), tuple(shape)))
-        return super().read(key)
+        return super().read(key).clone()  # the slot is filled again while the program may hold it
 
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._asked.append((into, key))
@@ -139,6 +151,13 @@ class _CoveredTensors(DownloadedTensors):
         for into, key in (*asked, *pairs):
             self._check(key, place_of(into, key, ALONE).box)
         super().fetch(pairs)
+
+    def _read(self, read: Read) -> None:
+        name, _, rows = read
+        if name not in self._mapped:
+            super()._read(read)
+        elif faults := [fault for row in rows for fault in verify_run([row], self._mapped[name][row.begin :])]:
+            raise IntegrityError(faults[0])
 
     def _check(self, key: str, box: Box) -> None:
         rows = self._regions[key]
