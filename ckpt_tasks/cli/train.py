@@ -68,7 +68,7 @@ def train(
         if of_gang := gang_rank():
             raise ConfigError(
                 f"{of_gang}, and ckpt train trains in one process",
-                hint="Start it without torchrun, or use a Checkpointer in a script of your own (docs/RANKS.md).",
+                hint="Start it without torchrun, or use a Checkpointer in a script of your own.",
             )
         config, given = config_of(settings, name), params_of(param, params, seed)
         with importing_prefect():

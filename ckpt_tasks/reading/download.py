@@ -107,11 +107,12 @@ class DownloadedTensors:
 
     def _get(self, rows: Sequence[IndexRow]) -> None:
         reads = [*_reads([row for row in rows if row not in self._fetched], self._store.gap_bytes)]
-        in_threads(self._read, reads, _IN_FLIGHT, "ckpt-download")
+        in_threads(self.read_span, reads, _IN_FLIGHT, "ckpt-download")
         if self._share is None:
             self._fetched.update(rows)
 
-    def _read(self, read: Read) -> None:
+    def read_span(self, read: Read) -> None:
+        """Read and verify bytes of an object; raise IntegrityError if they have changed."""
         name, span, rows = read
         memory, begin = self._place(rows[0])
         begin -= rows[0].begin - span.begin

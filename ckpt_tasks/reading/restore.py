@@ -140,6 +140,8 @@ def restore_newest(
                     snapshot=cached,
                     together=together,
                 )
+                if cached is not None:
+                    together()  # no rank may fill a slot again from which another one copies
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
@@ -230,8 +232,6 @@ def restore_one(
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
     with _naming(checkpoint.step):  # for errors of the user's load_state_dict
         plan.apply(source, together)
-    if snapshot is not None:
-        together()  # no rank may fill a slot again from which another one copies
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         _derive_streams(opened.manifest.groups[RNG], rank)

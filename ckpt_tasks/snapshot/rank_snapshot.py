@@ -152,10 +152,10 @@ class _CoveredTensors(DownloadedTensors):
             self._check(key, place_of(into, key, ALONE).box)
         super().fetch(pairs)
 
-    def _read(self, read: Read) -> None:
+    def read_span(self, read: Read) -> None:
         name, _, rows = read
         if name not in self._mapped:
-            super()._read(read)
+            super().read_span(read)
         elif faults := [fault for row in rows for fault in verify_run([row], self._mapped[name][row.begin :])]:
             raise IntegrityError(faults[0])
 

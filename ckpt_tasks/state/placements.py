@@ -248,7 +248,7 @@ def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
 
     Only what is certain counts: parameters of fully_shard and of parallelize_module.
     """
-    fsdp, found, degree = sys.modules.get("torch.distributed.fsdp"), None, 1
+    fsdp, cut, degree = sys.modules.get("torch.distributed.fsdp"), None, 1
     of_fsdp, of_plan = set[int](), set[int]()
     for inner in module.modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel):
@@ -264,8 +264,8 @@ def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
             data = 1 + placements[0].is_replicate() if id(parameter) in of_fsdp else 0
             degree = max(degree, math.prod(shape[:data]))
             if math.prod(shape[data:]) > 1 and (data or not all(one.is_replicate() for one in placements)):
-                found = found or name
-    return found if degree < ranks else None
+                cut = cut or name
+    return cut if degree < ranks else None
 
 
 def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:

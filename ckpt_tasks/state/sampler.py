@@ -292,6 +292,8 @@ class ResumableSampler(Sampler[list[int]]):
 
 
 def _place_in(mesh: DeviceMesh) -> tuple[int, int]:
+    if not hasattr(mesh, "get_coordinate"):
+        raise ConfigError(f"mesh must be a DeviceMesh, not {mesh!r:.80}", key="mesh", hint='Write mesh=mesh["dp"].')
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError("this rank is not in the mesh of its data", key="mesh")
