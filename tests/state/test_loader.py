@@ -143,6 +143,17 @@ def test_an_epoch_ends_with_its_loop() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_its_position_always_moves(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Workers that draw ahead, for an iterator that is made anew before its first batch too, are no mistake."""
+    one = loader(workers)
+    for _ in range(3):
+        batches = iter(one)
+        one.state_dict()
+    assert len([*batches]) == 6
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_skipped_within_a_loop_too(workers: int) -> None:
     """A rollback leaves them out when their turn comes: in the middle of an epoch, over its end, and at its end."""
     whole = trained(loader(), 18)
