@@ -211,7 +211,7 @@ def test_the_deadline_ends_it(flaky: Flaky, caplog: pytest.LogCaptureFixture) ->
         RetryingStore(flaky, deadline_s=1.0).size("there")
     assert 4 < len(flaky.asked) < 100
     assert len(caplog.records) == 1
-    assert "trying again for 0 s more" in caplog.text
+    assert "trying again for" in caplog.text
     assert flaky.url in caplog.text
 
 
