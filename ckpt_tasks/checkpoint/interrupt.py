@@ -37,11 +37,10 @@ _ONCE_S = 2.0  # a terminal and a launcher both send Ctrl-C, within moments
 class Interrupt:
     """Remember a signal until the step boundary, then raise it again for the handler that was there before.
 
-    Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. The
-    same signal again within 2 s is one signal. A later second Ctrl-C acts at once; a second SIGTERM does not, since
-    schedulers send several. The alarm of a flow's timeout
-    is held back for at most 30 s, since it may have to end a step that hangs. A forked child holds nothing back: it
-    gets the previous handlers.
+    Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. Ctrl-C
+    again within 2 s is one signal; a later second one acts at once. A second SIGTERM does not, since schedulers send
+    several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a step that hangs. A
+    forked child holds nothing back: it gets the previous handlers.
     """
 
     def __init__(self) -> None:
@@ -110,8 +109,8 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = system().monotonic()
-        if now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            return
+        if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
+            return  # a second SIGTERM changes nothing before the first is delivered; after it, it is a new one
         self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)
