@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, wraps
 from inspect import Parameter, signature, unwrap
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
 
 from ckpt_tasks.errors import ConfigError
 
@@ -63,7 +63,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return callable(value)
     if origin is Any or not isinstance(origin, type):
         return True
-    if getattr(origin, "_is_protocol", False) or origin.__module__.startswith("torch.utils.data"):  # any dataset serves
+    if Protocol in origin.__bases__ or origin.__module__.startswith("torch.utils.data"):  # any dataset serves
         return all(hasattr(value, name) for name in vars(origin) if not name.startswith("_"))
     if not isinstance(value, origin):
         return origin is tuple and isinstance(value, list) and _fits(tuple(value), kind)

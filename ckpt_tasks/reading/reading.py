@@ -93,7 +93,6 @@ class Run:
             )
         raise ConfigError(f"{which!r} is not a checkpoint", hint="Name a step, 'latest' or 'best'.")
 
-    @checked
     def restore(
         self,
         checkpoint: Checkpoint,
@@ -115,6 +114,8 @@ class Run:
         from ckpt_tasks.state.selection import Selection
 
         selection = Selection.of(only, missing, leave)
+        if not isinstance(partial, bool):
+            raise ConfigError(f"partial is True or False, not {partial!r:.80}")
         if not isinstance(checkpoint, Checkpoint):
             raise ConfigError(
                 f"a checkpoint is wanted first, not a value of type {type(checkpoint).__name__}",

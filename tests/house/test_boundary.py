@@ -74,6 +74,7 @@ class World:
             "Checkpointer.rollback": (held.rollback, {"step": self.newest_step}),
             "Checkpointer.prune": (held.prune, {"dry_run": True}),
             "Checkpointer.listen": (held.listen, {"listener": Listener()}),
+            "ByRank": (ckpt_tasks.ByRank, {"value": 1}),
             "CheckpointConfig": (ckpt_tasks.CheckpointConfig, {"checkpoint_dir": str(self.place / "free")}),
             "open_run": (open_run, {"checkpoint_dir": str(self.place / "free")}),
             "Run.find": (run.find, {"which": 1}),
