@@ -113,7 +113,6 @@ class HeldRun:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
         self._own()
 
-    @checked
     def listen(self, listener: Listener) -> None:
         """Call a listener after every commit, failed save and restore from now on."""
         self._saver.listeners.add(listener)

@@ -243,7 +243,7 @@ class _Loader:
         is_seeded = isinstance(sampler, SeedableRandomSampler) and not loader.num_workers
         if isinstance(sampler, RandomSampler) and not (self.has_state and is_seeded):
             raise ConfigError(
-                f"a prepared loader with a {type(sampler).__name__} goes on with other batches after a resume",
+                f"a prepared loader that draws by {type(sampler).__name__} goes on with other batches after a resume",
                 hint="Take a ResumableLoader, without prepare, or prepare one without workers with "
                 "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True).",
             )
