@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import chdir, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -118,7 +118,9 @@ _OF_USERS = {("ResumableLoader", "dataset"), ("ResumableLoader", "collate_fn")} 
 @pytest.fixture(scope="module")
 def world(fast_dir: Path) -> Iterator[World]:
     made = World(fast_dir)
-    yield made
+    (fast_dir / "here").mkdir()
+    with chdir(fast_dir / "here"):  # some wrong values are names of files
+        yield made
     with suppress(CkptError):
         made.held.close()
 
