@@ -39,7 +39,7 @@ from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 __all__ = ["IMPORTED_FROM", "ImportedRun"]
 
 IMPORTED_FROM = "imported_from"  # in the environment of a manifest
-_SHARD_BYTES = 256 << 20  # a file's tensors are in memory while they are written
+_SHARD_BYTES = 32 << 20  # a file's tensors are in memory while they are written
 OnProgress = Callable[[int], None]
 
 

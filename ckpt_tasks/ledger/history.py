@@ -188,19 +188,22 @@ class History:
         A server lists the newest few as fast as that, and might cache the answer that n + 1 is missing.
         """
         known = self._known
-        return self._truth((self.store.near and known and self._followed(known)) or self._listed(known))
+        return self._truth((self.store.near and known and self._followed(known)) or self._listed(known), known)
 
-    def _truth(self, head: Head) -> Head:
-        """Prefer what this process has read before, even if it has been damaged since; warn of damage."""
+    def _truth(self, head: Head, before: Head | None) -> Head:
+        """Prefer what this process has read before, even if it has been damaged since; warn of damage.
+
+        `before` is what it knew before it read `head`: another thread may know more by now.
+        """
         known = self._known
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
             above = tuple(name for name in head.damaged if (parse_ledger_name(name) or 0) > known.entry.n)
             head = replace(known, next_n=head.next_n, damaged=above)
-        if known and not head.damaged and head.next_n < known.next_n and self._stands(known):
-            head = self._followed(known) or known
+        if before and not head.damaged and head.next_n < before.next_n and self._stands(before):
+            head = self._followed(before) or before
             if self._warned != (_LATE,):
                 self._warned = (_LATE,)
-                _log.warning("%s: its listing lacks ledger entry %d, %s", self.store.url, known.next_n - 1, _LATE)
+                _log.warning("%s: its listing lacks ledger entry %d, %s", self.store.url, before.next_n - 1, _LATE)
         if not head.damaged:
             self._known = head if head.entry else None
         elif head.damaged != self._warned:
@@ -289,7 +292,8 @@ class History:
         CommitUncertainError if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
         """
         # A list cannot show that a remote store was emptied and filled anew: so the entry is read again here.
-        nonce, head = system().token_hex(16), self.head() if self.store.near else self._truth(self._listed())
+        nonce, known = system().token_hex(16), self._known
+        head = self.head() if self.store.near else self._truth(self._listed(), known)
         for lost in range(_NUMBERS_TRIED):
             if owner is not None:
                 check_owner(head.state.owner, owner)

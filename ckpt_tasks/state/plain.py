@@ -263,7 +263,9 @@ class PlainPart:
         if kind in MAPPINGS or kind in SEQUENCES or (kind is Typed and tree.parts and not KINDS[tree.tag].reads):
             within = inside(tree, live)
             content = {key: self._made(part, within.get(key), (*place, key), make) for key, part in parts_of(tree)}
-            same = len(within) == len(content) and all(content[key] is part for key, part in within.items())
+            same = len(within) == len(content) and all(
+                content.get(key, content) is part for key, part in within.items()
+            )
             if same and (kind is Typed or kind is type(live) is tuple):
                 return live
             made = finished(tree, content, live)

@@ -87,11 +87,11 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_one(tmp_path: Path) -> None:
-    """Below a file nothing can be written: exit status 1, and the verdict says why."""
+    """Below a file there can be no run: exit status 1, and the file is named."""
     (tmp_path / "file").write_text("mine")
     answer = ckpt("doctor-store", tmp_path / "file" / "run")
     assert answer.status == 1
-    assert "Not fit: it cannot be written to" in answer.out
+    assert f"{tmp_path / 'file'} is a file" in answer.err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
