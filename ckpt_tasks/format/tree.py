@@ -149,9 +149,12 @@ def tensor_refs(value: Any) -> list[TensorRef]:
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if type(item) is TensorRef:
+        kind = type(item)
+        if kind is TensorRef:
             refs.append(item)
-        else:
+        elif kind in SEQUENCES:
+            waiting.extend(reversed(item))
+        elif kind in MAPPINGS or kind is Typed:
             waiting.extend(reversed([part for _, part in children(item)]))
     return refs
 
