@@ -23,13 +23,14 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from rich.console import Console
 from rich.table import Table
 
-from ckpt_tasks.orchestration.doctor import read_automations
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-__all__ = ["PREFIX", "TAG", "Outcome", "apply", "build_automations", "main", "remove"]
+__all__ = ["PREFIX", "TAG", "Outcome", "apply", "build_automations", "main", "read_automations", "remove"]
 
 TAG = "ckpt-tasks"
 PREFIX = "ckpt-tasks: "
+# The server's limit for one answer.
+_PAGE = 200
 
 _BEATS = 3  # a flow run that misses this many heartbeats counts as dead
 _RESUME_AFTER_S = 20  # time for others to act on the crash first: a worker that retries, a person
@@ -149,6 +150,14 @@ def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
             outcomes.append(Outcome(name=automation.name, status=status))
         outcomes += _delete(client, existing)
     return outcomes
+
+
+def read_automations(client: SyncPrefectClient) -> list[Automation]:
+    """Read all automations of the server, page by page."""
+    automations: list[Automation] = []
+    while page := client.read_automations(limit=_PAGE, offset=len(automations)):
+        automations += page
+    return automations
 
 
 def remove() -> list[Outcome]:

@@ -15,8 +15,6 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterNextScheduledStartTime,
@@ -26,19 +24,15 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import AwaitingRetry, Crashed
 
 from ckpt_tasks.orchestration.early_stop import RESUMED
-from ckpt_tasks.policy.health import Check
 
-__all__ = ["Abandoned", "Limits", "check_flow_runs", "find_abandoned", "start_again"]
+__all__ = ["Abandoned", "Limits", "find_abandoned", "start_again"]
 
 _MOST_UNBEGUN = 10  # resumes of a flow run that has never begun
 _PAGE = 200  # the server's limit for one answer
 _SKEW = timedelta(minutes=1)  # what lies further in the future was written before the clock was set back
-_NAMED = 5
-_LATEST_LOOK_S = 900.0  # three times the interval of its schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,31 +148,6 @@ def start_again(client: SyncPrefectClient, run_id: UUID, why: str) -> bool:
         client.set_flow_run_state(run_id, Crashed(message=why))
     scheduled: State[None] = AwaitingRetry(message=RESUMED)
     return client.set_flow_run_state(run_id, scheduled).status is SetStateStatus.ACCEPT
-
-
-def check_flow_runs(client: SyncPrefectClient, tag: str, limits: Limits = Limits()) -> Check:
-    """Return the doctor's check: are there flow runs that nobody works at, and is the next look of `watch` soon?"""
-    abandoned = [*find_abandoned(client, tag, limits)]
-    named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
-    seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
-    if any(each.due != "worker" for each in abandoned):
-        return Check("flow runs", "wrong", seen, "Start the deployment `watch` once; its schedule should do it.")
-    if abandoned:
-        return Check("flow runs", "warning", seen, "Start a worker of their work pool, or resume the pool.")
-    planned = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=["watch"])),
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
-        ),
-        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-        limit=1,
-    )
-    now = datetime.now(UTC)
-    next_s = max(((run.expected_start_time or now) - now).total_seconds() for run in planned) if planned else 0.0
-    if next_s > _LATEST_LOOK_S:
-        seen = f"`watch` looks at them in {next_s / 60:.0f} minutes: was the server's clock set back?"
-        return Check("flow runs", "warning", seen, "Deploy again (`ckpt up`), which plans its schedule anew.")
-    return Check("flow runs", "ok", "none waits for a process that is gone")
 
 
 def _since(run: FlowRun) -> datetime:

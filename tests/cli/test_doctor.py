@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import app
-from ckpt_tasks.cli.doctor import _holds
-from ckpt_tasks.orchestration.doctor import ask_server, check_prefect, clock_of
+from ckpt_tasks.doctor.host import holds
+from ckpt_tasks.doctor.server import ask_server, check_prefect, clock_of
 from ckpt_tasks.storage.locations import Location
 from tests.servers.s3 import S3Server
 
@@ -227,20 +227,20 @@ def test_a_lock_is_not_read_as_a_whole(run_dir: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ckpt-tasks-locks-", dir="/dev/shm") as made:
         lock, url = Path(made, "lock"), str(run_dir).encode()
         lock.write_bytes(url)
-        assert _holds(lock, url)
+        assert holds(lock, url)
         os.truncate(lock, 4 << 30)
         tracemalloc.start()
-        assert not _holds(lock, url)
+        assert not holds(lock, url)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()
         lock.unlink()
         os.mkfifo(lock)
-        assert not _holds(lock, url)
+        assert not holds(lock, url)
         lock.unlink()
         lock.write_bytes(url)
         if os.geteuid() == 0:
             os.chown(lock, 65534, 65534)
-            assert not _holds(lock, url)
+            assert not holds(lock, url)
 
 
 @pytest.mark.parametrize("verb", ["doctor", "train", "evaluate", "up", "down"])

@@ -25,8 +25,9 @@ from prefect.states import (
     Suspended,
 )
 
+from ckpt_tasks.doctor.server import check_flow_runs
 from ckpt_tasks.flows.watch import watch
-from ckpt_tasks.orchestration.abandoned import Limits, check_flow_runs
+from ckpt_tasks.orchestration.abandoned import Limits
 
 
 @flow

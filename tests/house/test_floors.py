@@ -22,7 +22,7 @@ TOP = max(LEVELS.values()) + 1  # what a checkout has above the package
 
 # Who may import what; a name that is not listed may be imported anywhere.
 ALLOWED = {
-    "prefect": ("ckpt_tasks.orchestration", "ckpt_tasks.flows", "ckpt_tasks.deploying"),
+    "prefect": ("ckpt_tasks.orchestration", "ckpt_tasks.flows", "ckpt_tasks.deploying", "ckpt_tasks.doctor"),
     "fsspec": ("ckpt_tasks.storage.objects",),
     "s3fs": ("ckpt_tasks.storage.objects",),
     "tenacity": ("ckpt_tasks.storage.retrying",),

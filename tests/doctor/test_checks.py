@@ -9,13 +9,29 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt_tasks.policy import health
-from ckpt_tasks.policy.health import AutomationFacts, Check, DiskFacts, JobFacts, MemoryFacts, PoolFacts, ServerFacts
+from ckpt_tasks.doctor.checks import (
+    AutomationFacts,
+    Check,
+    JobFacts,
+    PoolFacts,
+    PrefectFacts,
+    judge_clock,
+    judge_disk,
+    judge_memory,
+    judge_prefect,
+)
 from ckpt_tasks.policy.space import Forecast
 
 ZOMBIES = AutomationFacts(name="ckpt-tasks: zombie flow runs are crashed", within_s=90)
 RESUMES = AutomationFacts(name="ckpt-tasks: crashed flow runs are resumed", within_s=20)
-GOOD = ServerFacts(
+ENV = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
+    "OMP_WAIT_POLICY": "passive",
+}
+JOB = JobFacts(name="train/lm", command="prefect flow-run execute", env=ENV, tags=("ckpt-tasks",))
+POOL = PoolFacts(name="p", type="process", online=1, jobs=(JOB,))
+GOOD = PrefectFacts(
     url="http://h/api",
     client_version="3.8.8",
     fastapi_version="0.150.0",
@@ -24,14 +40,10 @@ GOOD = ServerFacts(
     automations=(ZOMBIES, RESUMES),
     ahead_s=0.2,
     within_s=0.5,
+    pool=POOL,
+    asked=True,
+    own_beat_s=180,
 )
-ENV = {
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-    "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
-    "OMP_WAIT_POLICY": "passive",
-}
-JOB = JobFacts(name="train/lm", command="prefect flow-run execute", env=ENV, tags=("ckpt-tasks",))
-POOL = PoolFacts(name="p", type="process", online=1, jobs=(JOB,))
 GIB = 1 << 30
 SEEN = {
     "server": "http://h/api, version 3.8.8; this client has 3.8.8",
@@ -48,23 +60,24 @@ SEEN = {
 }
 
 
-def verdict(check: Check | None) -> str:
-    assert check is not None
+def verdict(check: Check) -> str:
     assert check.seen
     assert check.do or check.verdict in ("ok", "not checked")  # whoever is told that it is wrong is told what to do
     return check.verdict
 
 
+def judged(facts: PrefectFacts, *jobs: JobFacts, **pool: Any) -> dict[str, str]:
+    """Return the verdict of each check, with other jobs of the pool, or other facts of it."""
+    assert facts.pool is not None
+    facts = replace(facts, pool=replace(facts.pool, jobs=jobs or facts.pool.jobs, **pool))
+    return {check.name: verdict(check) for check in judge_prefect(facts)}
+
+
 def test_where_all_is_well_nothing_is_said_to_be_done() -> None:
     """Every check of a server, a pool and a host as docs/OPERATING.md wants them is ok, and says what was seen."""
-    checks = [health.judge_server(GOOD), health.judge_fastapi(GOOD), health.judge_leases(GOOD, (JOB,))]
-    checks += [*health.judge_automations(GOOD), health.judge_heartbeat(GOOD, (JOB,), 180)]
-    checks += [health.judge_pool(POOL, asked=True), health.judge_stopping(POOL, (JOB,)), health.judge_threads((JOB,))]
-    checks += [health.judge_clock("clock", 0.2, 1.0, "the server")]
-    tags = health.judge_tags(GOOD, (JOB,))
-    assert tags is not None
-    assert {(check.verdict, check.do) for check in [*checks, tags]} == {("ok", "")}
-    assert {check.name: check.seen for check in [*checks, tags]} == SEEN
+    checks = [*judge_prefect(GOOD), judge_clock("clock", 0.2, 1.0, "the server")]
+    assert {(check.verdict, check.do) for check in checks} == {("ok", "")}
+    assert {check.name: check.seen for check in checks} == SEEN
 
 
 @pytest.mark.parametrize(
@@ -79,8 +92,10 @@ def test_where_all_is_well_nothing_is_said_to_be_done() -> None:
     ],
 )
 def test_the_server(facts: dict[str, Any], expected: str) -> None:
-    """None, one that does not answer, an older one and one of another age."""
-    assert verdict(health.judge_server(replace(GOOD, **facts))) == expected
+    """None, one that does not answer, an older one and one of another age; nothing is judged without an answer."""
+    found = judged(replace(GOOD, **facts))
+    assert found["server"] == expected
+    assert (len(found) == 2) == ("version" not in facts)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +115,18 @@ def test_the_server(facts: dict[str, Any], expected: str) -> None:
 def test_fastapi(version: str | None, there: bool, expected: str) -> None:
     """A server of 3.8.8 runs with fastapi up to 0.150; where one runs already, what is installed here counts less."""
     facts = replace(GOOD, fastapi_version=version, url="http://h/api" if there else None)
-    assert verdict(health.judge_fastapi(facts)) == expected
+    assert judged(facts)["fastapi"] == expected
 
 
 def test_leases_in_the_servers_memory() -> None:
     """A warning, and wrong where a deployment has a limit; a server that does not say is not judged."""
     storage = {"lease_storage": "prefect.server.concurrency.lease_storage.memory"}
     memory = replace(GOOD, settings={"server": {"concurrency": storage}})
-    assert verdict(health.judge_leases(memory, (JOB,))) == "warning"
-    assert verdict(health.judge_leases(memory, (replace(JOB, limit=1),))) == "wrong"
+    assert judged(memory)["lease storage"] == "warning"
+    assert judged(memory, replace(JOB, limit=1))["lease storage"] == "wrong"
     silent: list[Any] = [None, {}, {"server": None}, {"server": {"concurrency": []}}]
     for settings in silent:
-        assert verdict(health.judge_leases(replace(GOOD, settings=settings), (JOB,))) == "not checked"
+        assert judged(replace(GOOD, settings=settings))["lease storage"] == "not checked"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +143,11 @@ def test_leases_in_the_servers_memory() -> None:
 )
 def test_automations(automations: tuple[AutomationFacts, ...] | None, expected: list[str]) -> None:
     """Missing, paused, doubled and reactive ones are wrong; those of others are nobody's business."""
+    names = ("automations",) if automations is None else ("zombies", "resuming")
     facts = replace(GOOD, automations=automations)
-    assert [verdict(check) for check in health.judge_automations(facts)] == expected
+    assert [judged(facts)[name] for name in names] == expected
     off = replace(facts, settings={"server": {"services": {"triggers": {"enabled": False}}}})
-    assert [verdict(check) for check in health.judge_automations(off)] == (
-        ["not checked"] if expected[1:] == [] else ["wrong"]
-    )
+    assert judged(off)["automations"] == ("not checked" if automations is None else "wrong")
 
 
 @pytest.mark.parametrize(
@@ -154,9 +168,10 @@ def test_automations(automations: tuple[AutomationFacts, ...] | None, expected: 
 )
 def test_heartbeat(beat: str | None, within_s: float | None, tagged: bool, expected: str) -> None:
     """Three heartbeats must fit into the time after which a silent run is taken for dead, or healthy ones end."""
-    facts = replace(GOOD, automations=() if within_s is None else (replace(ZOMBIES, within_s=within_s), RESUMES))
+    automations = () if within_s is None else (replace(ZOMBIES, within_s=within_s), RESUMES)
     job = replace(JOB, env={"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": beat}, tags=("ckpt-tasks",) if tagged else ())
-    check = health.judge_heartbeat(facts, (job,), 30)
+    facts = replace(GOOD, automations=automations, pool=replace(POOL, jobs=(job,)))
+    check = next(check for check in judge_prefect(facts) if check.name == "heartbeat")
     assert verdict(check) == expected
     assert ("every " in check.seen) == (beat in ("30", "60", "90", "180"))
     assert f"every {beat} s" in check.seen or "every " not in check.seen
@@ -175,8 +190,12 @@ def test_heartbeat(beat: str | None, within_s: float | None, tagged: bool, expec
 )
 def test_the_pool(changed: dict[str, Any], asked: bool, expected: str) -> None:
     """One that is not there, that is paused, that has no worker; and where none was named, none is missed."""
-    assert verdict(health.judge_pool(replace(POOL, **changed), asked=asked)) == expected
-    assert verdict(health.judge_pool(None, asked=asked)) == "not checked"
+    found = judged(replace(GOOD, asked=asked), **changed)
+    assert found["work pool"] == expected
+    assert ("threads" in found) == ("type" not in changed or changed["type"] is not None)
+    assert {check.name: check.verdict for check in judge_prefect(replace(GOOD, pool=None))}[
+        "work pool"
+    ] == "not checked"
 
 
 @pytest.mark.parametrize(
@@ -191,24 +210,27 @@ def test_the_pool(changed: dict[str, Any], asked: bool, expected: str) -> None:
 )
 def test_preemption(job: JobFacts, expected: str) -> None:
     """Only `prefect flow-run execute` with its variable schedules again what is told to end."""
-    assert verdict(health.judge_stopping(POOL, (job,))) == expected
-    assert verdict(health.judge_stopping(replace(POOL, type="kubernetes"), (job,))) == "not checked"
+    assert judged(GOOD, job)["preemption"] == expected
+    assert judged(GOOD, job, type="kubernetes")["preemption"] == "not checked"
 
 
 def test_flows_that_run_again_anyway() -> None:
     """The next run of an evaluation, an upkeep or a watch does what one left: it needs no tag and no rescheduling."""
     loose = tuple(replace(JOB, name=f"{flow}/x", command=None, tags=()) for flow in ("evaluate", "upkeep", "watch"))
-    assert verdict(health.judge_stopping(POOL, (JOB, *loose))) == "ok"
-    assert verdict(health.judge_tags(GOOD, (JOB, *loose))) == "ok"
-    assert health.judge_tags(GOOD, loose) is None
-    assert verdict(health.judge_stopping(POOL, loose)) == "not checked"
+    found = judged(GOOD, JOB, *loose)
+    assert (found["preemption"], found["tags"]) == ("ok", "ok")
+    found = judged(GOOD, *loose)
+    assert (found["preemption"], "tags" in found) == ("not checked", False)
 
 
-def test_tags() -> None:
-    """Automations hold for deployments with their tag; without either there is nothing to say."""
-    assert verdict(health.judge_tags(GOOD, (JOB, replace(JOB, name="x/y", tags=())))) == "warning"
-    assert health.judge_tags(replace(GOOD, automations=()), (JOB,)) is None
-    assert health.judge_tags(GOOD, (replace(JOB, deployed=False),)) is None
+def test_tags_and_threads() -> None:
+    """Automations hold for deployments with their tag, and jobs say how OpenMP's threads wait; others are named."""
+    assert judged(GOOD, JOB, replace(JOB, name="x/y", tags=()))["tags"] == "warning"
+    assert "tags" not in judged(replace(GOOD, automations=()))
+    assert "tags" not in judged(GOOD, replace(JOB, deployed=False))
+    facts = replace(GOOD, pool=replace(POOL, jobs=(JOB, replace(JOB, name="x/y", env={}))))
+    check = next(check for check in judge_prefect(facts) if check.name == "threads")
+    assert (verdict(check), "x/y" in check.seen, JOB.name in check.seen) == ("warning", True, False)
 
 
 @pytest.mark.parametrize(
@@ -224,16 +246,7 @@ def test_tags() -> None:
 def test_the_disk(unwritable: str | None, free: int, needed: int | None, expected: str) -> None:
     """A run that cannot be written, and a disk without room for one more checkpoint, are wrong."""
     coming = Forecast(most=4, grows=False, own_bytes=needed, needed_bytes=needed, free_bytes=free) if needed else None
-    facts = DiskFacts(unwritable=unwritable, free_bytes=free, forecast=coming)
-    assert verdict(health.judge_disk(facts)) == expected
-
-
-def test_threads_that_spin() -> None:
-    """A job whose environment does not say how OpenMP's threads wait is named."""
-    check = health.judge_threads((JOB, replace(JOB, name="x/y", env={})))
-    assert verdict(check) == "warning"
-    assert "x/y" in check.seen
-    assert JOB.name not in check.seen
+    assert verdict(judge_disk(unwritable, free, coming)) == expected
 
 
 @given(ahead_s=st.floats(-60, 60), within_s=st.floats(0, 60))
@@ -245,19 +258,17 @@ def test_clocks(ahead_s: float, within_s: float) -> None:
     """From 2 s on a warning, from 30 s on wrong, in either direction; what is uncertain is not counted."""
     certain_s = abs(ahead_s) - within_s
     expected = "wrong" if certain_s >= 30 else "warning" if certain_s >= 2 else "ok"
-    check = health.judge_clock("clock", ahead_s, within_s, "the server")
+    check = judge_clock("clock", ahead_s, within_s, "the server")
     assert verdict(check) == expected
     if expected == "ok":  # what is said is a bound, and not 0 s for half a second
         assert float(check.seen.split()[-2]) >= max(abs(ahead_s), within_s)
     else:
         assert (" behind " in check.seen) == (ahead_s > 0)
-    assert verdict(health.judge_clock("clock", None, 0, "it")) == "not checked"
+    assert verdict(judge_clock("clock", None, 0, "it")) == "not checked"
 
 
 def test_memory() -> None:
     """Without a place that outlives the process, or without room in it, a warning: it costs time, not data."""
-    there = MemoryFacts(directory="/dev/shm", there=True, free_bytes=GIB, total_bytes=GIB)
-    assert verdict(health.judge_memory(there)) == "ok"
-    assert verdict(health.judge_memory(replace(there, needed_bytes=GIB, fits=True))) == "ok"
-    assert verdict(health.judge_memory(replace(there, needed_bytes=2 * GIB, fits=False))) == "warning"
-    assert verdict(health.judge_memory(MemoryFacts(directory="/dev/shm", there=False))) == "warning"
+    cases = [((GIB, GIB), None, None), ((GIB, GIB), GIB, True), ((GIB, GIB), 2 * GIB, False), (None, None, None)]
+    found = [verdict(judge_memory("/dev/shm", *case)) for case in cases]
+    assert found == ["ok", "ok", "warning", "warning"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -18,40 +19,47 @@ import httpx
 import prefect
 import prefect.context  # reads the settings: when this is imported, not in the middle of a check
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterId, WorkPoolFilter, WorkPoolFilterName
-from prefect.client.schemas.objects import WorkerStatus, WorkPool
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterId,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import StateType, WorkerStatus, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.schemas.automations import Automation, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
-from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.orchestration.abandoned import check_flow_runs
-from ckpt_tasks.policy.health import (
+from ckpt_tasks.deploying.automations import read_automations
+from ckpt_tasks.doctor.checks import (
     TAG,
     AutomationFacts,
     Check,
     JobFacts,
     PoolFacts,
-    ServerFacts,
-    judge_automations,
+    PrefectFacts,
     judge_clock,
-    judge_fastapi,
-    judge_heartbeat,
-    judge_leases,
-    judge_pool,
-    judge_server,
-    judge_stopping,
-    judge_tags,
-    judge_threads,
+    judge_prefect,
 )
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.orchestration.abandoned import Limits, find_abandoned
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["ask_pool", "ask_server", "check_prefect", "clock_of", "read_automations"]
+__all__ = ["ask_server", "check_flow_runs", "check_prefect", "clock_of"]
 
 _POOL = "ckpt-tasks"
 _PATIENCE_S = 4.0
-_MOST = 200  # the server's limit for one answer
+# The server's limit for one answer.
+_MOST = 200
+_NAMED = 5
+# Three times the interval of the schedule of `watch`.
+_LATEST_LOOK_S = 900.0
 _T = TypeVar("_T")
 
 
@@ -61,27 +69,25 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
     Raises ConfigError if the deployment does not exist, or is in no work pool.
     """
     facts = ask_server()
-    checks = [judge_server(facts), judge_fastapi(facts)]
-    if facts.url is None or facts.failure is not None:
-        return checks
-    pool_facts = ask_pool(pool or (None if deployment else _POOL), deployment)
-    jobs = pool_facts.jobs if pool_facts is not None else ()
-    checks += [judge_leases(facts, jobs), *judge_automations(facts)]
-    checks.append(judge_heartbeat(facts, jobs, get_current_settings().flows.heartbeat_frequency))
-    checks.append(judge_pool(pool_facts, asked=pool is not None or deployment is not None))
-    if pool_facts is not None and pool_facts.type is not None:
-        tags = judge_tags(facts, jobs)
-        checks += [judge_stopping(pool_facts, jobs), judge_threads(jobs), *([] if tags is None else [tags])]
+    if not facts.answered:
+        return judge_prefect(facts)
+    named = pool or (None if deployment else _POOL)
     with _client() as client:
-        runs = _answer(lambda: check_flow_runs(client, TAG))
-    checks.append(runs or Check("flow runs", "not checked", "the server did not answer"))
-    return [*checks, judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server")]
+        pool_facts = _answer(lambda: _pool(client, named, deployment))
+        runs = _answer(lambda: check_flow_runs(client))
+    beat_s = get_current_settings().flows.heartbeat_frequency
+    asked = pool is not None or deployment is not None
+    return [
+        *judge_prefect(replace(facts, pool=pool_facts, asked=asked, own_beat_s=beat_s)),
+        runs or Check("flow runs", "not checked", "the server did not answer"),
+        judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server"),
+    ]
 
 
-def ask_server() -> ServerFacts:
+def ask_server() -> PrefectFacts:
     """Ask the configured server for its version, settings, automations and time; `failure` says why it gave none."""
     settings = get_current_settings()
-    facts = ServerFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
+    facts = PrefectFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
     if not settings.api.url:
         return facts
     facts = replace(facts, url=without_secrets(settings.api.url))
@@ -105,22 +111,28 @@ def ask_server() -> ServerFacts:
     )
 
 
-def ask_pool(name: str | None, deployment: str | None = None) -> PoolFacts | None:
-    """Ask for a work pool, its workers and the jobs of its deployments; None if the server gives no usable answer.
-
-    With a `deployment` ("flow/name"), ask for its job only; without a `name`, for its pool. Raises ConfigError if the
-    deployment does not exist, or is in no work pool.
-    """
-    with _client() as client:
-        return _answer(lambda: _pool(client, name, deployment))
-
-
-def read_automations(client: SyncPrefectClient) -> list[Automation]:
-    """Read all automations of the server, page by page."""
-    automations: list[Automation] = []
-    while page := client.read_automations(limit=_MOST, offset=len(automations)):
-        automations += page
-    return automations
+def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | None = None) -> Check:
+    """Check whether there are flow runs that nobody works at, and whether the next look of `watch` is soon."""
+    abandoned = [*find_abandoned(client, tag, limits or Limits())]
+    named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
+    seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
+    if any(each.due != "worker" for each in abandoned):
+        return Check("flow runs", "wrong", seen, "Start the deployment `watch` once; its schedule should do it.")
+    if abandoned:
+        return Check("flow runs", "warning", seen, "Start a worker of their work pool, or resume the pool.")
+    scheduled = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+    planned = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=["watch"])),
+        flow_run_filter=FlowRunFilter(state=scheduled),
+        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+        limit=1,
+    )
+    now = datetime.now(UTC)
+    next_s = max(((run.expected_start_time or now) - now).total_seconds() for run in planned) if planned else 0.0
+    if next_s > _LATEST_LOOK_S:
+        seen = f"`watch` looks at them in {next_s / 60:.0f} minutes: was the server's clock set back?"
+        return Check("flow runs", "warning", seen, "Deploy again (`ckpt up`), which plans its schedule anew.")
+    return Check("flow runs", "ok", "none waits for a process that is gone")
 
 
 def clock_of(url: str) -> tuple[float | None, float]:

@@ -16,9 +16,9 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.workers.process import ProcessWorker
 
 from ckpt_tasks.deploying.automations import apply, build_automations, remove
+from ckpt_tasks.doctor.checks import Check
+from ckpt_tasks.doctor.server import check_prefect
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.orchestration.doctor import check_prefect
-from ckpt_tasks.policy.health import Check
 
 JOB: dict[str, Any] = {
     "command": "prefect flow-run execute",
