@@ -30,9 +30,9 @@ from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.groups import objects_of, refuse_fsdp1
 from ckpt_tasks.state.loader import check_dealt
-from ckpt_tasks.state.optimizers import note_frozen
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.started import Started
+from ckpt_tasks.state.switches import note_begun
 from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
 from ckpt_tasks.system import system
 
@@ -190,7 +190,7 @@ class Checkpointer(HeldRun):
 
     def _be_idle(self, state: dict[str, Any]) -> None:
         """Wait for what is under way, and note what training begins with, before a restore."""
-        note_frozen(objects_of(state), anew=not self._knows_line)
+        note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
         self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint that is restored

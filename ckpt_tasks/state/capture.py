@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.state.groups import by_rank_of, flat, kind_of, modules_of
@@ -59,7 +61,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
     captured: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
-        parameters = named_parameters(modules_of(state))
+        modules = modules_of(state)
+        parameters = named_parameters(modules)
         names = parameter_names(parameters)
         named = {name for name, _ in parameters} if world.size > 1 else ()
         for name in sorted(state, key=lambda name: _ORDER.index(kind_of(state[name]))):
@@ -67,7 +70,9 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
             rule = Rule.BY_RANK if name in own else _RULES[kind_of(state[name])]
             try:
                 with nullcontext() if by_torch else preserved_rng(), tensors.by(rule):
-                    captured[name] = _capture_group(state[name], name, names, named, tensors, by_torch=by_torch)
+                    captured[name] = _capture_group(
+                        state[name], name, names, named, tensors, modules=modules, by_torch=by_torch
+                    )
             except Exception as error:
                 if not isinstance(error, CkptError):  # the object's own, which goes on as it is
                     error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
@@ -85,13 +90,20 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
 
 
 def _capture_group(
-    value: Any, name: str, names: Mapping[int, str], named: Collection[str], tensors: TensorSet, *, by_torch: bool
+    value: Any,
+    name: str,
+    names: Mapping[int, str],
+    named: Collection[str],
+    tensors: TensorSet,
+    *,
+    modules: Mapping[str, nn.Module],
+    by_torch: bool,
 ) -> GroupState:
     kind = kind_of(value)
     if kind == "module":
         return GroupState(kind, capture_module(value, name, named, tensors, is_plain=by_torch))
     if kind == "optimizer":
-        return GroupState(kind, capture_optimizer(value, name, names, tensors))
+        return GroupState(kind, capture_optimizer(value, name, names, tensors, modules))
     if kind == "generator":
         return GroupState(kind, capture_generator(value, name, tensors))
     if kind == "stateful":

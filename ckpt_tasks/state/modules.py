@@ -2,7 +2,7 @@
 
 Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
 restores into a bare one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags are
-not part of the state; optimizers keep the flags that training has changed.
+not part of the state; optimizers keep those that training has switched.
 load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
 (hooks, extra state, an overridden method), and then under a guard.
 """

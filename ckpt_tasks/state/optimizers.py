@@ -5,8 +5,7 @@ is reordered or frozen, moments silently attach to the wrong parameters (github.
 every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
 `param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
 
-What training has frozen or unfrozen is saved too: a loop that unfreezes a layer at step 8 does not do so again after a
-resume. What the program itself freezes before the restore is its own, and is not saved.
+What training has switched (gradients, modes: state/switches.py) is saved with the optimizer.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
@@ -25,13 +24,11 @@ from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.state.placements import is_sharded
 from ckpt_tasks.state.replaced import replaced_options
 from ckpt_tasks.state.restore_parts import Differences, HeldTensors, Maker, Rollback
+from ckpt_tasks.state.switches import are_switches, begun_flags, restore_modes, switched_modes
 from ckpt_tasks.state.tensors import TensorSet
 from ckpt_tasks.state.values import pack, unpack
 
-__all__ = ["OptimizerPart", "capture_optimizer", "note_frozen"]
-
-# By id() of a parameter: whether it took a gradient when this training began.
-_begun: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
+__all__ = ["OptimizerPart", "capture_optimizer"]
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -44,22 +41,21 @@ _NOT_OPTIONS = ("params", "param_names")
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
-def note_frozen(objects: Iterable[Any], *, anew: bool) -> None:
-    """Note which parameters of optimizers are frozen where training begins; `anew`: it begins here for all of them."""
-    for value in objects:
-        if isinstance(value, Optimizer) and (anew or value not in _begun):
-            groups = value.param_groups
-            _begun[value] = {id(p): p.requires_grad for options in groups for p in options["params"]}
-
-
-def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str], tensors: TensorSet) -> dict[str, Any]:
+def capture_optimizer(
+    optimizer: Optimizer,
+    group: str,
+    names: Mapping[int, str],
+    tensors: TensorSet,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> dict[str, Any]:
     """Turn an optimizer's state into a tree.
 
-    `names` maps id() of a parameter to its name. The tree has `state` (by parameter), `shared` (entries of no
-    parameter), `param_groups` (options, and the names in `params`), `other` (what a subclass adds), `shapes` of
-    parameters that no module of the state has, `on_cpu` (the entries that are on the CPU though the parameter is not),
-    and `requires_grad` of the parameters that training has frozen or unfrozen, if there are any. Raises
-    UnsupportedStateError for an optimizer whose state_dict is not in torch's format.
+    `names` maps id() of a parameter to its name, `modules` has the modules of the state by group. The tree has `state`
+    (by parameter), `shared` (entries of no parameter), `param_groups` (options, and the names in `params`), `other`
+    (what a subclass adds), `shapes` of parameters that no module of the state has, `on_cpu` (the entries that are on
+    the CPU though the parameter is not), and, if there are any, `requires_grad` of the parameters that training has
+    frozen or unfrozen, and `modes` of the modules of which it has switched a part. Raises UnsupportedStateError for an
+    optimizer whose state_dict is not in torch's format.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -68,8 +64,8 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
     shared = {n: entry for n, entry in state["state"].items() if n not in numbers}
     other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     live = dict(pair for members in named for pair in members)
-    note_frozen([optimizer], anew=False)
-    begun = _begun[optimizer]
+    begun = begun_flags(optimizer)
+    modes = switched_modes(modules, _groups_of(live, modules)) if modules else {}
     changed = {
         name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
     }
@@ -87,6 +83,7 @@ def capture_optimizer(optimizer: Optimizer, group: str, names: Mapping[int, str]
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
         **({"requires_grad": changed} if changed else {}),
+        **({"modes": modes} if modes else {}),
     }
 
 
@@ -101,9 +98,11 @@ class OptimizerPart:
         names: Mapping[int, str],
         copies: Copies,
         *,
+        modules: Mapping[str, nn.Module] | None = None,
         kept: frozenset[str] = frozenset(),
     ):
         self._optimizer = optimizer
+        self._modules = modules or {}
         self._group = group
         self._tree = _checked(tree, group)
         self._named = _named_groups(optimizer, names, group)
@@ -165,8 +164,10 @@ class OptimizerPart:
 
     def write(self) -> None:
         """Set the state; param groups stay the same dicts, since schedulers and CUDA graphs refer to them."""
-        saved, begun = self._tree.get("requires_grad", {}), _begun.get(self._optimizer, {})
-        for name, parameter in (pair for members in self._named for pair in members if pair[0] not in self._kept):
+        saved, begun = self._tree.get("requires_grad", {}), begun_flags(self._optimizer)
+        taken = {name: p for members in self._named for name, p in members if name not in self._kept}
+        restore_modes(self._modules, _groups_of(taken, self._modules), self._tree.get("modes", {}))
+        for name, parameter in taken.items():
             takes = saved.get(name, begun.get(id(parameter), parameter.requires_grad))
             if parameter.requires_grad != takes:
                 parameter.requires_grad_(takes)
@@ -270,6 +271,10 @@ def _numbers(state: Mapping[str, Any], named: list[list[tuple[str, torch.Tensor]
     }
 
 
+def _groups_of(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    return sorted(modules.keys() & {name.partition("/")[0] for name in names})
+
+
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in _NOT_OPTIONS}
 
@@ -314,7 +319,8 @@ def _checked(tree: Any, group: str) -> dict[str, Any]:
         entries = [dict(entry) for entry in parts[0].values()]
         known = {name for members, _ in groups for name in members}
         sound = len(groups) > 0 and len(entries) <= len(known) and known >= parts[0].keys() and "on_cpu" in tree
-    except (KeyError, TypeError, ValueError):
+        sound = sound and are_switches(tree.get("requires_grad", {}), tree.get("modes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError):
         sound = False
     if not sound:
         raise IntegrityError("the optimizer's tree is malformed", key=group)

@@ -216,7 +216,8 @@ def _wanted(
 def _parts(
     state: Mapping[str, Any], chosen: Chosen, differences: Differences, copies: Copies
 ) -> dict[str, RestorePart]:
-    names = parameter_names(named_parameters(modules_of(state)))
+    modules = modules_of(state)
+    names = parameter_names(named_parameters(modules))
     parts: dict[str, RestorePart] = {}
     for name, group in chosen.groups.items():
         kept = chosen.kept.get(name, frozenset())
@@ -230,7 +231,7 @@ def _parts(
         elif kind == "module":
             parts[name] = ModulePart(value, name, group.tree, copies, kept=kept)
         elif kind == "optimizer":
-            parts[name] = OptimizerPart(value, name, group.tree, names, copies, kept=kept)
+            parts[name] = OptimizerPart(value, name, group.tree, names, copies, modules=modules, kept=kept)
         elif kind == "stateful":
             parts[name] = StatefulPart(value, name, group.tree)
         elif kind == "generator":

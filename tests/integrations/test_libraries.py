@@ -131,6 +131,34 @@ def test_adalora_takes_the_same_ranks_away(tmp_path: Path, caplog: pytest.LogCap
     assert "'ranks': AdaLoraRanks(model)" in caplog.text
 
 
+def test_an_adapter_that_training_chooses_stays_chosen(tmp_path: Path) -> None:
+    """A loop that calls PEFT's set_adapter at one step goes on with that adapter after a resume, bit for bit."""
+    peft = pytest.importorskip("peft")
+
+    def train(run: str, last: int) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+        model = peft.get_peft_model(net, config, adapter_name="first")
+        model.add_adapter("second", config)
+        adapters = [p for name, p in model.named_parameters() if "lora" in name]
+        state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(adapters, 0.05)}
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
+            for step in range(ckpt.restore(state) + 1, last + 1):
+                if step == 4:
+                    model.set_adapter("second")
+                model(torch.randn(16, 4)).square().mean().backward()
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+            ckpt.save(last, state)
+        return [p.detach().clone() for p in model.parameters()], (model.active_adapter, model.active_adapters)
+
+    whole, chosen = train("whole", 8)
+    legs = [train("run", last) for last in (3, 5, 6, 8)]
+    assert [one for _, one in legs] == [("first", ["first"]), chosen, chosen, ("second", ["second"])]
+    assert all(map(torch.equal, whole, legs[-1][0]))
+
+
 def test_an_optimizer_in_train_mode_has_taken_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`optimizer.train()` of schedulefree before the first restore is no training; a step is."""
     schedulefree = pytest.importorskip("schedulefree")

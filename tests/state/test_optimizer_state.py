@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.restore_parts import HeldTensors
@@ -308,34 +306,3 @@ def test_what_groups_share_they_share_again() -> None:
         others = other["exp_avg"], fresh["plain"]["t"], torch.from_numpy(fresh["plain"]["n"])
         assert {shown.data_ptr() for shown in others} == {one["exp_avg"].data_ptr()}
         assert one["exp_avg_sq"].data_ptr() != other["exp_avg_sq"].data_ptr()
-
-
-def trained(place: Path, until: int, *, frozen: bool, switch: int) -> dict[str, Any]:
-    """Train from where the run is; at one step the loop freezes what the program begins with, or unfreezes it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[0].requires_grad_(not frozen)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(place), max_num_checkpoints=None, memory_dir=None)) as ckpt:
-        for step in range(ckpt.restore(state) + 1, until + 1):
-            if step == switch:
-                model[0].requires_grad_(frozen)
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ckpt.save(step, state)
-        taken = [(ckpt.restore(state, step=back), model[0].weight.requires_grad) for back in (3, until)]
-    assert taken == [(3, not frozen), (until, frozen if switch <= until else not frozen)]
-    return state
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_what_training_unfreezes_or_freezes_stays_so(tmp_path: Path, frozen: bool) -> None:
-    """Through two resumes, and back to a step before it, as in a training without a break; nothing else is kept."""
-    expected = trained(tmp_path / "whole", 9, frozen=frozen, switch=4)
-    states = [trained(tmp_path / "resumed", until, frozen=frozen, switch=4) for until in (3, 5, 7, 9)]
-    for name in ("model", "optimizer"):
-        assert_same(states[-1][name].state_dict(), expected[name].state_dict())
-    trained(tmp_path / "still", 3, frozen=frozen, switch=99)
-    trained(tmp_path / "still", 5, frozen=not frozen, switch=99)  # edited: what the program begins with is its own
