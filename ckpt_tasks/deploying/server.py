@@ -45,7 +45,18 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | Non
     if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
         # The page would ask the default port, whatever the command line says [3.8.8].
         environment[_PAGE_ASKS] = url
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_tasks.deploying.serving",
+        "server",
+        "start",
+        "--host",
+        host,
+        "--port",
+        str(port),
+        *options,
+    ]
     log_path = settings.home / "server.log"
     server, begin = start_apart(command, log_path, environment)
     deadline = time.monotonic() + _PATIENCE_S

@@ -21,6 +21,7 @@ from prefect.logging import get_run_logger
 
 from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
+from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.events import announce_evaluation
@@ -51,6 +52,7 @@ evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
 )
 _ROUND = 16  # checkpoints per round; each round begins with a look at new commits
 _LOOK_S = 0.5
+_RELEASED_S = 120.0  # a flow run that was preempted has usually started again by then
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 # The random streams belong to the process, so only one thread evaluates at a time.
@@ -136,17 +138,24 @@ class Rounds:
         self._follow_s = follow_s
 
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
-        """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails."""
-        until_s = time.monotonic() + self._follow_s
+        """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails.
+
+        Ends sooner after the owner has released the run: its next start begins another flow run that follows.
+        """
+        until_s, held, trained = time.monotonic() + self._follow_s, False, False
         while self._limit is None or len(self.tried) < self._limit:
-            evaluated = {result.manifest_digest for result in run.evaluations() if result.suite == suite}
+            state = run.head().state
+            known = self.tried | {result.manifest_digest for result in state.evaluations if result.suite == suite}
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
-            known = self.tried | evaluated
-            pending = [each for each in run.checkpoints() if each.manifest_digest not in known][:left]
+            pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
+            before, held = held, state.owner is not None and not state.owner.released
+            trained = trained or held or (bool(pending) and bool(self.tried))  # while this follows it
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
                 yield pending
-                until_s = time.monotonic() + self._follow_s
+            if pending or held != before:
+                patience_s = min(_RELEASED_S, self._follow_s) if trained and not held else self._follow_s
+                until_s = time.monotonic() + patience_s
             elif time.monotonic() >= until_s:
                 return
             else:

@@ -93,9 +93,8 @@ class Site:
 
     def start_server(self) -> None:
         """Start the server (again, on the same port and database) and wait until it answers."""
-        self.server = self._spawn(
-            "server", _PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(self._port)
-        )
+        command = (sys.executable, "-m", "ckpt_tasks.deploying.serving", "server", "start")  # as `ckpt up` does
+        self.server = self._spawn("server", *command, "--host", "127.0.0.1", "--port", str(self._port))
         self.until(self._healthy, 120, "the server answers")
 
     def start_worker(self) -> None:

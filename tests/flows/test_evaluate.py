@@ -154,12 +154,14 @@ def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
     assert pending(trained, suite="full", limit=2).keys() == {2}
 
 
-def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path) -> None:
-    """A flow run that follows takes what comes as soon as it is committed, and ends when nothing comes for a while."""
+def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flow run that follows takes what comes as soon as it is committed, and ends soon after the run's owner has."""
+    monkeypatch.setattr("ckpt_tasks.orchestration.evaluate._RELEASED_S", 3.0)
     saved_s: list[float] = []
 
     def train_on() -> None:
-        time.sleep(2)
+        while not open_run(str(trained)).evaluations():  # the other one is at work
+            time.sleep(0.05)
         program = Tiny()
         kept = CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=None)
         with Checkpointer(kept) as ckpt:  # else it may prune what is not evaluated yet
@@ -169,7 +171,8 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path) -> None:
 
     thread = Thread(target=train_on)
     thread.start()
-    found = pending(trained, follow_s=6.0)
+    found = pending(trained, follow_s=600.0)
+    assert time.time() - saved_s[0] < 300  # it did not wait for follow_s
     thread.join()
     assert found.keys() == {2, 4, 6, 8}
     assert moment(open_run(str(trained)).evaluations()[-1].evaluated_at) - saved_s[0] < 5
