@@ -6,6 +6,7 @@ checkpoints: the parameters of an optimizer, which have names there, get the num
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import threading
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.integrations.lightning_state import set_up_again
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.reading.opening import open_checkpoint
@@ -74,7 +78,8 @@ class CkptCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint as Lightning made it, its tensors on the CPU."""
+        """Return a checkpoint as Lightning made it, its tensors on the CPU; a fit sets its data up after it."""
+        _set_up_after_restore()
         if os.path.isfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
         directory, which = split_target(os.fspath(path))
@@ -101,6 +106,24 @@ class CkptCheckpointIO(TorchCheckpointIO):
             for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
                 store.delete(name)
             shutil.rmtree(path, ignore_errors=not store.near)
+
+
+def _set_up_after_restore() -> None:
+    """Let the Trainer that reads a checkpoint set its data up again once its loops are restored; it is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    if frame is None or (trainer := frame.f_locals["self"]).state.fn != TrainerFn.FITTING:
+        return
+    loop = trainer.fit_loop
+    restore = loop.on_load_checkpoint
+
+    def restored(state: dict[str, Any]) -> None:
+        del loop.on_load_checkpoint
+        restore(state)
+        set_up_again(trainer)
+
+    loop.on_load_checkpoint = restored
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ckpt_tasks.state.modules import Gradients
 from ckpt_tasks.state.restore_parts import Differences
 from ckpt_tasks.state.started import Started, note_changes, outline_of
 
-__all__ = ["LightningState", "LoaderPositions", "begin_streams"]
+__all__ = ["LightningState", "LoaderPositions", "begin_streams", "set_up_again"]
 
 _log = logging.getLogger("ckpt_tasks")
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
@@ -77,6 +77,17 @@ def begin_streams(trainer: Trainer) -> None:
         stream = getattr(loader, "dataset", None)
         if datasets is not None and isinstance(stream, datasets.IterableDataset):
             stream.load_state_dict({**stream.state_dict(), "epoch": -1})  # the state of another epoch is ignored
+
+
+def set_up_again(trainer: Trainer) -> None:
+    """Let a restored trainer set its data up again, if something has done so before the restore.
+
+    `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
+    a restored position only where it sets the data up.
+    """
+    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
+        fetcher.teardown()
+        trainer.fit_loop._combined_loader = None
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
@@ -180,11 +191,7 @@ class LightningState(Started):
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_loops()
-        if (fetcher := trainer.fit_loop._data_fetcher) is not None:
-            # Something like `estimated_stepping_batches` in configure_optimizers has begun the first epoch's batches:
-            # Lightning sets loaders to a restored position only where it sets the data up.
-            fetcher.teardown()
-            trainer.fit_loop._combined_loader = None
+        set_up_again(trainer)
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]

@@ -128,6 +128,8 @@ class Bare(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        if self.leg.options.get("estimates"):
+            self.trainer.estimated_stepping_batches  # noqa: B018 (it sets the data up before anything is restored)
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])]
 
 

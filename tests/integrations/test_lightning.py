@@ -132,7 +132,11 @@ def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
     assert_equal(reference, legs)
 
 
-@pytest.mark.parametrize("options", [{"every": 6}, pytest.param({"epochs": 3}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 6}, {"every": 6, "estimates": True}, pytest.param({"epochs": 3}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_lightnings_own_checkpoints_are_ours(options: dict[str, Any], tmp_path: Path) -> None:
     """P73: ModelCheckpoint and `ckpt_path="last"` alone, killed twice: weights and moments are equal; all verifies."""
     # Not an epoch's last batch: resumed there, Lightning 2.6 trains other batches, with files of its own too.
