@@ -104,9 +104,12 @@ class TensorSet:
         history. Otherwise it is restored in place, and a subclass is allowed if it holds its own data. Raises
         UnsupportedStateError with the key.
         """
-        if self._rule is Rule.BY_RANK and self.world is not None:
-            key = key_of_rank(key, self.world.rank)
         local = local_of(tensor)
+        if self._rule is Rule.BY_RANK and self.world is not None:
+            if local is not tensor:
+                hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
+                raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
+            key = key_of_rank(key, self.world.rank)
         _refuse(local, key, exact=exact and local is tensor)
         if local is not tensor:
             return new_ref((self._first(tensor, local, key, _identity(tensor, local)), False, None, False))
@@ -153,9 +156,6 @@ class TensorSet:
         """Add a tensor that the ranks do not divide among them; return False if they do."""
         whole, held = local is tensor, local.detach() if local.requires_grad else local
         if self._rule is Rule.BY_RANK:
-            if not whole:
-                hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
-                raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
             self.tensors[key] = held
         elif self._rule is Rule.BUFFER and place_of(tensor, key, world).replicas == world.size:
             self.tensors[key_of_rank(key, world.rank) if world.rank else key] = held

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.integrations.huggingface import AdaLoraRanks, CkptMixin
+from ckpt_tasks.integrations.huggingface import AdaLoraRanks, CkptMixin, CkptTrainer, state_of
 
 REUSES = [
     {"steps_per_generation": 4},
@@ -89,46 +97,91 @@ def test_generations_that_are_used_again_are_state(reuse: dict[str, Any], tmp_pa
     assert all(map(torch.equal, weights, legs[-1][1]))
 
 
-def test_adalora_takes_the_same_ranks_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With its ranks in the state AdaLoRA goes on exactly in a plain loop; without them a warning says what to save."""
+def adaptive() -> Any:
+    """Return a small model whose ranks AdaLoRA takes away in 12 steps."""
     peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    ranks: Any = {"init_r": 4, "target_r": 2, "total_step": 12, "tinit": 1, "tfinal": 3, "deltaT": 2}
+    config = peft.AdaLoraConfig(**ranks, beta1=0.9, beta2=0.9, target_modules=["0", "2"])
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    return peft.get_peft_model(net, config)
 
-    def train(run: str, last: int, with_ranks: bool = True) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        config = peft.AdaLoraConfig(
-            init_r=4,
-            target_r=2,
-            total_step=12,
-            tinit=1,
-            tfinal=3,
-            deltaT=2,
-            beta1=0.9,
-            beta2=0.9,
-            target_modules=["0", "2"],
-        )
-        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-        model = peft.get_peft_model(net, config)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        if with_ranks:
-            state["ranks"] = AdaLoraRanks(model)
-        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
-            for step in range(ckpt.restore(state) + 1, last + 1):
-                x = torch.randn(16, 4)
-                (model(x) - x.flip(1)).square().mean().backward()
-                optimizer.step()
-                model.base_model.update_and_allocate(step)
-                optimizer.zero_grad()
-            ckpt.save(last, state)
-        return [p.detach().clone() for p in model.parameters()]
 
+def adapted(place: Path, last: int, how: str = "") -> list[torch.Tensor]:
+    """Train an AdaLoRA model in a loop; `how` says what puts its ranks into the state."""
+    model = adaptive()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05)
+    if how == "state_of":
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        state = state_of(accelerator)
+    else:
+        state = {"model": model, "optimizer": optimizer, **({} if how == "without" else {"ranks": AdaLoraRanks(model)})}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=place, memory_dir=None)) as ckpt:
+        for step in range(ckpt.restore(state) + 1, last + 1):
+            x = torch.randn(16, 4)
+            (model(x) - x.flip(1)).square().mean().backward()
+            optimizer.step()
+            model.base_model.update_and_allocate(step)
+            optimizer.zero_grad()
+        ckpt.save(last, state)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["", "state_of"])
+def test_adalora_takes_the_same_ranks_away(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """With its ranks in the state AdaLoRA goes on exactly, with accelerate too; without them a warning says so."""
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        whole = train("whole", 12)
-        legs = [train("run", last) for last in (3, 5, 8, 10, 12)]
+        whole = adapted(tmp_path / "whole", 12, how)
+        legs = [adapted(tmp_path / "run", last, how) for last in (3, 5, 8, 10, 12)]
     assert all(map(torch.equal, whole, legs[-1]))
     assert caplog.messages == []
-    train("without", 3, with_ranks=False)
+    adapted(tmp_path / "without", 3, "without")
     assert "'ranks': AdaLoraRanks(model)" in caplog.text
+
+
+class Allocating(Recording):
+    """Takes ranks away after each step, as PEFT's documentation has it."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step + 1)
+
+
+class Reversing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapted = adaptive()
+        self.base_model = self.adapted.base_model
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.adapted(x) - x.flip(1)).square().mean()}
+
+
+def test_adalora_in_a_trainer_takes_the_same_ranks_away(tmp_path: Path) -> None:
+    """CkptTrainer has AdaLoRA's ranks in its state: weights and losses after three stops are those without one."""
+
+    def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        set_seed(1)
+        args = TrainingArguments(
+            str(tmp_path / "out"), max_steps=12, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+            logging_steps=1, learning_rate=0.05, per_device_train_batch_size=4,
+        )  # fmt: skip
+        recording = Allocating(stop)
+        trainer = CkptTrainer(
+            model=Reversing(),
+            args=args,
+            train_dataset=[{"x": row} for row in torch.randn(32, 4, generator=torch.Generator().manual_seed(3))],
+            callbacks=[recording],
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
+        )
+        with suppress(Stop):
+            trainer.train()
+        return recording.logs, [p.detach() for p in trainer.model.parameters()]
+
+    logs, weights = train("whole")
+    legs = [train("run", stop) for stop in (3, 6, 9, None)]
+    assert [line for lines, _ in legs for line in lines][:-1] == logs[:-1]
+    assert all(map(torch.equal, weights, legs[-1][1]))
 
 
 def test_an_adapter_that_training_chooses_stays_chosen(tmp_path: Path) -> None:

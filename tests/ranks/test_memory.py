@@ -15,6 +15,7 @@ import torch
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FencedError, IntegrityError, StateError
 from ckpt_tasks.format.records import SEAL_NAME, Seal
+from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import build, config, digests, train
@@ -288,3 +289,42 @@ def test_replicas_on_another_host_send_all_back_to_the_commit(tmp_path: Path, ki
     assert [one["step"] for one in found] == [4, 4]
     assert all(one["source"].startswith(str(root)) for one in found)
     assert all(step == 6 and "in memory" in why for one in found for step, why in one["skipped"][:1])
+
+
+def copies_late(rank: int, size: int, root: str, memory: str) -> bool:
+    """Go back to a snapshot in memory; rank 1 copies only once rank 0 trains on, or waits for it in vain."""
+    state = state_of("ddp", size)
+    with Checkpointer(config(root, memory_dir=memory, step_interval=1)) as ckpt:
+        ckpt.save(1, state)
+        saved = digests(state["model"], state["optimizer"])
+        trains_on, write = Path(root).with_name("trains_on"), Copies.write
+
+        def late(self: Copies) -> None:
+            with suppress(AssertionError):
+                until(trains_on.exists, 3)
+            write(self)
+
+        fill(state, 7)
+        if rank == 1:
+            Copies.write = late  # type: ignore[method-assign]
+        assert ckpt.restore(state) == 1
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.source.startswith(memory)
+        found = digests(state["model"], state["optimizer"])
+        for step in (2, 3):  # in the other slot, and in the one that was restored
+            fill(state, step)
+            ckpt.step(step, state)
+        trains_on.touch()
+    return found == saved
+
+
+@torch.no_grad()
+def fill(state: dict[str, Any], value: float) -> None:
+    for parameter in state["model"].parameters():
+        parameter.fill_(value)
+
+
+def test_no_rank_fills_a_slot_from_which_another_one_copies(tmp_path: Path) -> None:
+    """P55: a rank that is done with a restore from memory trains on once all have copied what lies in its slot."""
+    (tmp_path / "memory").mkdir()
+    assert run(SIZE, copies_late, str(tmp_path / "run"), str(tmp_path / "memory")) == [True, True]

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from ckpt_tasks import Checkpointer, ResumableLoader, ResumableSampler
+from ckpt_tasks import ByRank, Checkpointer, ResumableLoader, ResumableSampler
 from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.format.digests import digest_hex
 from tests.ranks.test_failures import steps_of
@@ -207,6 +207,10 @@ def refused(rank: int, size: int, root: str, what: str) -> tuple[str, str]:
             state = {"model": nn.Linear(3, 3)}
     elif what == "pipeline":
         state = {"model": nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})}
+    elif what == "by rank":
+        state = {
+            "own": ByRank({"seen": distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (size,)), [Shard(0)])})
+        }
     else:
         local = torch.zeros(2 + rank)
         mesh = init_device_mesh("cpu", (size,))
@@ -227,6 +231,7 @@ def refused(rank: int, size: int, root: str, what: str) -> tuple[str, str]:
     [
         ("meta", "UnsupportedStateError", "model/weight"),
         ("odd cut", "UnsupportedStateError", "at odd"),
+        ("by rank", "UnsupportedStateError", "a DTensor of one rank alone cannot be stored (at own/seen"),
         ("pipeline", "StateError", "different values"),
     ],
 )
@@ -258,6 +263,28 @@ def take_batches(rank: int, size: int, root: str, steps: int) -> list[tuple[int,
             sampler.advance()
             ckpt.save(step, state)
     return taken
+
+
+def take_in_batches_of(rank: int, size: int, root: str, batch_size: int, steps: int) -> tuple[list[int], list[str]]:
+    """Train under DDP from where the last gang stopped; return the samples, and what is said of the batch size."""
+    loader = ResumableLoader(range(SAMPLES), batch_size, shuffle=True)  # type: ignore[arg-type]
+    state = {"model": build("ddp", size), "data": loader}
+    taken: list[int] = []
+    with Checkpointer(config(root, step_interval=1)) as ckpt:
+        start = ckpt.restore(state)
+        for step, batch in zip(range(start + 1, start + steps + 1), loader, strict=False):
+            taken += batch.tolist()
+            ckpt.save(step, state)
+        return taken, [said.partition(".")[0] for said in ckpt.last_restore.replaced] if ckpt.last_restore else []
+
+
+def test_another_batch_size_under_ddp_goes_on_at_the_same_sample(tmp_path: Path) -> None:
+    """P26: two ranks with batches of 4, then of 3, then of 5: each sample comes once in the epoch; a line says so."""
+    plan = ((4, 2), (3, 4), (5, 99))
+    legs = [run(2, take_in_batches_of, str(tmp_path), batch_size, steps) for batch_size, steps in plan]
+    assert Counter(sample for leg in legs for taken, _ in leg for sample in taken) == Counter(range(SAMPLES))
+    lines = [[], ["samples in a step: 8 → 6"], ["samples in a step: 6 → 10"]]
+    assert [[said for _, said in leg] for leg in legs] == [[line] * 2 for line in lines]
 
 
 DEALT = [("2d", "numbers"), ("tp", ""), ("tp", "mesh"), ("fsdp", ""), ("hsdp", ""), ("ddp", "")]

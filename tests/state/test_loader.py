@@ -190,6 +190,13 @@ def by_its_epoch(one: ResumableLoader, at: int) -> None:
             pass
 
 
+def by_what_is_left(one: ResumableLoader, at: int) -> None:
+    left = 3 - one.epoch
+    for _ in range(left):
+        for _ in one:
+            pass
+
+
 def by_a_count_of_ones_own(one: ResumableLoader, at: int) -> None:
     for epoch in range(at, 3):
         for _ in one:
@@ -248,6 +255,7 @@ def anew_in_folds(one: ResumableLoader, at: int) -> None:
 RIGHT = [
     by_the_loader,
     by_its_epoch,
+    by_what_is_left,
     by_a_count_of_ones_own,
     by_steps,
     with_a_break,
