@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,8 +26,8 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
     """Start a Prefect server, a worker and the deployments here.
 
     What runs already stays as it is; the same command restarts what died. The deployments are those of prefect.yaml in
-    the working directory, or else the example's. Returns when all of it answers. A server that PREFECT_API_URL names is
-    used, and never stopped.
+    the working directory, or else the example's. Returns when all of it answers. The server asks for a password, in a
+    file that only you can read. A server that PREFECT_API_URL names is used, and never stopped.
     """
     with report_errors(as_json) as out:
         with importing_prefect():
@@ -40,10 +41,14 @@ def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
         shown = table("part", "state", "", unwrapped_columns=("part",))
         for part in site.parts:
             shown.add_row(part.name, part.status, part.about)
-        out.print(shown, f"The page is at {site.page}", "")
+        asks = f"; it asks for the password in {file}" if (file := site.password_file) else ""
+        out.print(shown, f"The page is at {site.page}{asks}", "")
         first = next((name for name in site.deployments if name.startswith("train/")), site.deployments[0])
         out.print_next(
-            f"export PREFECT_API_URL={site.url}", f"prefect deployment run '{first}' --watch", f"{ckpt_command()} down"
+            f"export PREFECT_API_URL={site.url}",
+            *([f'export PREFECT_API_AUTH_STRING="$(cat {shlex.quote(file)})"'] if file else []),
+            f"prefect deployment run '{first}' --watch",
+            f"{ckpt_command()} down",
         )
 
 
@@ -63,5 +68,6 @@ def down(*, as_json: JsonOption = False) -> None:
         for part in parts:
             shown.add_row(part.name, part.status, part.about)
         out.print(shown if parts else "Nothing of ckpt up is there to end.")
-        if "PREFECT_API_URL" in os.environ and any(part.name == "server" and part.status in _GONE for part in parts):
-            out.print_next("unset PREFECT_API_URL")
+        ours = [name for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING") if name in os.environ]
+        if ours and any(part.name == "server" and part.status in _GONE for part in parts):
+            out.print_next(f"unset {' '.join(ours)}")

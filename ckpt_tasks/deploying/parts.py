@@ -51,17 +51,19 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The API of a site, and the processes that were started here, by name of the part."""
+    """The API of a site, the processes that were started here, by name of the part, and the file of its password."""
 
     url: str
     started: Mapping[str, Process] = field(default_factory=dict)
+    password_file: str = ""  # without it: the site has none, or that of the user's own settings
 
 
 def read_site(path: Path) -> Site | None:
     """Return what the file says, None without one; raise SiteError if it says nothing that can be read."""
     try:
         said = json.loads(path.read_text("utf-8"))
-        return Site(url=said["url"], started={name: Process(**one) for name, one in said["started"].items()})
+        started = {name: Process(**one) for name, one in said["started"].items()}
+        return Site(url=said["url"], started=started, password_file=said.get("password_file", ""))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -23,7 +25,7 @@ from prefect.settings import get_current_settings
 
 from ckpt_tasks.errors import SiteError
 
-__all__ = ["answers", "api_url", "end_of", "main", "start_apart", "start_server"]
+__all__ = ["answers", "api_url", "end_of", "main", "make_password", "read_password", "start_apart", "start_server"]
 
 _PATIENCE_S = 180  # the first start creates the database
 _LOOK_S = 0.5
@@ -32,8 +34,12 @@ _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 
 
-def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | None:
-    """Start a server and return its process id once it answers; None if one answers already. Raises SiteError."""
+def start_server(host: str, port: int, options: Sequence[str] = (), password: str = "") -> int | None:
+    """Start a server and return its process id once it answers; None if one answers already. Raises SiteError.
+
+    With a `password` ("user:secret") it answers only who sends that. The server reads it from its environment, which
+    no other user can read.
+    """
     url = api_url(host, port)
     if answers(url):
         return None
@@ -45,18 +51,10 @@ def start_server(host: str, port: int, options: Sequence[str] = ()) -> int | Non
     if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
         # The page would ask the default port, whatever the command line says [3.8.8].
         environment[_PAGE_ASKS] = url
-    command = [
-        sys.executable,
-        "-m",
-        "ckpt_tasks.deploying.serving",
-        "server",
-        "start",
-        "--host",
-        host,
-        "--port",
-        str(port),
-        *options,
-    ]
+    if password:
+        environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
+    serving = [sys.executable, "-m", "ckpt_tasks.deploying.serving", "server", "start"]
+    command = [*serving, "--host", host, "--port", str(port), *options]
     log_path = settings.home / "server.log"
     server, begin = start_apart(command, log_path, environment)
     deadline = time.monotonic() + _PATIENCE_S
@@ -129,6 +127,30 @@ def answers(url: str) -> bool:
             f"another program listens there: {url}/health answers {str(said)!r:.80}", hint="Choose another --port."
         )
     return True
+
+
+def make_password(home: Path) -> Path:
+    """Return the file with the password of the site in `home`, which its owner alone can read; make it if need be."""
+    path = home / "ckpt-up.auth"
+    with suppress(FileNotFoundError, SiteError):
+        if path.stat().st_mode & 0o077 == 0 and read_password(path):
+            return path
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    with open(new, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(f"ckpt:{secrets.token_urlsafe(32)}\n")
+    new.replace(path)
+    return path
+
+
+def read_password(path: Path) -> str:
+    """Return the password in a file of `make_password`; raise SiteError without one."""
+    try:
+        return path.read_text("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise SiteError(
+            f"the site's password cannot be read: {error}", hint="ckpt down, then ckpt up makes another one."
+        ) from error
 
 
 def end_of(log_path: Path, begin: int) -> str:

@@ -22,11 +22,19 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import Worker
 from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 
 from ckpt_tasks.deploying.automations import apply, build_automations
 from ckpt_tasks.deploying.parts import Process, Site, end_all, read_site, site_processes, write_site
-from ckpt_tasks.deploying.server import answers, api_url, end_of, start_apart, start_server
+from ckpt_tasks.deploying.server import (
+    answers,
+    api_url,
+    end_of,
+    make_password,
+    read_password,
+    start_apart,
+    start_server,
+)
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.orchestration.abandoned import start_again
 
@@ -53,10 +61,11 @@ class SitePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Up:
-    """A site that answers: its API and page, its parts, and the names of the deployments."""
+    """A site that answers: its API and page, the file of its password, its parts, the names of the deployments."""
 
     url: str
     page: str
+    password_file: str
     parts: tuple[SitePart, ...]
     deployments: tuple[str, ...]
 
@@ -77,9 +86,9 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
             site = Site(url=url)
         site, server = _server(site, home, port)
         write_site(path, site)
-        with _client(url) as client:
+        with _client(site) as client:
             pool = _pool(client)
-            deployments, file = _deploy(directory, url)
+            deployments, file = _deploy(directory, site)
             outcomes = apply(build_automations())
             changed = sum(item.status != "as it was" for item in outcomes)
             automations = SitePart(
@@ -91,7 +100,8 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
         keeper = _keeper(site, home, path)
         deployed = SitePart(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
         parts = (server, pool, deployed, automations, worker, keeper)
-        return Up(url=url, page=url.removesuffix("/api"), parts=parts, deployments=deployments)
+        page = url.removesuffix("/api")
+        return Up(url=url, page=page, password_file=site.password_file, parts=parts, deployments=deployments)
 
 
 def restart(*, deploy: bool = False) -> str | None:
@@ -105,9 +115,9 @@ def restart(*, deploy: bool = False) -> str | None:
                 return None
             site, _ = _server(site, home, urlsplit(site.url).port)
             write_site(path, site)
-            with _client(site.url) as client:
+            with _client(site) as client:
                 if deploy:
-                    _deploy(Path.cwd(), site.url)
+                    _deploy(Path.cwd(), site)
                 _worker(site, home, client, path)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"{type(error).__name__}: {error}"
@@ -130,7 +140,7 @@ def take_down() -> tuple[SitePart, ...]:
                 about = f"process {process.pid}"
                 status = "ended" if process.lives else "was gone"
                 if name == "worker":
-                    about += _end_workers(home, site.url)
+                    about += _end_workers(home, site)
                 else:
                     end_all([process], _STOP_S)
             parts.append(SitePart(name=name, status=status, about=about))
@@ -139,7 +149,7 @@ def take_down() -> tuple[SitePart, ...]:
         return tuple(parts)
 
 
-def _end_workers(home: Path, url: str) -> str:
+def _end_workers(home: Path, site: Site) -> str:
     """Let the flow runs finish their step and commit, then end the workers, and schedule the flow runs again."""
     workers, _ = site_processes(_mark(home))
     try:
@@ -154,9 +164,9 @@ def _end_workers(home: Path, url: str) -> str:
     if not runs:
         return ""
     try:
-        with _client(url) as client:
+        with _client(site) as client:
             again = sum(start_again(client, UUID(run.flow_run_id), "Its site was taken down.") for run in runs)
-    except (httpx.HTTPError, PrefectException) as error:
+    except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
     return f"; flow runs that go on with the next worker: {again} of {len(runs)}"
 
@@ -179,14 +189,19 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
     if answers(site.url):
         ours = process is not None and process.lives
         status = "as it was" if ours else "runs already, not started here"
-        return site, SitePart(name="server", status=status, about=site.url)
+        open_to_all = ours and not _password(site)
+        about = f"{site.url}, without a password: ckpt down, then ckpt up makes one" if open_to_all else site.url
+        return site, SitePart(name="server", status=status, about=about)
     if site.url != api_url(host, port):
         raise SiteError(
             f"no server answers at {site.url}", hint="PREFECT_API_URL names it: start it, or unset the variable."
         )
     if process is not None:
         end_all([process], _STOP_S)  # it runs, but does not answer
-    pid = start_server(host, port)
+    # What runs on from a site without a password would be locked out: it gets one when nothing of it runs.
+    if not settings.auth_string and not site.password_file and not any(site_processes(_mark(home))):
+        site = replace(site, password_file=str(make_password(home)))
+    pid = start_server(host, port, password=_password(site))
     assert pid is not None  # nothing answered a moment ago, and we hold the site
     site = replace(site, started={**site.started, "server": Process.of(pid)})
     return site, SitePart(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
@@ -201,13 +216,13 @@ def _pool(client: SyncPrefectClient) -> SitePart:
     return SitePart(name="work pool", status="as it was", about=POOL)
 
 
-def _deploy(directory: Path, url: str) -> tuple[tuple[str, ...], Path]:
+def _deploy(directory: Path, site: Site) -> tuple[tuple[str, ...], Path]:
     """Deploy with Prefect's own command; return the names, and the file that they come from."""
     file = directory / "prefect.yaml"
     file = file if file.exists() else _HERE / "prefect.yaml"
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
     patient = {"PREFECT_CLIENT_MAX_RETRIES": "8"}  # a busy server on SQLite answers 503
-    environment = {**os.environ, **patient, "PREFECT_API_URL": url, "COLUMNS": "500"}
+    environment = {**os.environ, **patient, **_entry(site), "COLUMNS": "500"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     names = tuple(dict.fromkeys(_DEPLOYED.findall(done.stdout)))
     if done.returncode or not names:
@@ -226,7 +241,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     # Jobs say `prefect`, which is on the path only where this environment is active.
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
-    environment = {**os.environ, "PATH": search_path, "PREFECT_API_URL": site.url, "CKPT_SITE": str(home)}
+    environment = {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
     worker, begin = start_apart(command, log_path, environment)
     site = replace(site, started={**site.started, "worker": Process.of(worker.pid)})
     write_site(path, site)  # before waiting for it: a kill here must not leave an unknown worker
@@ -251,9 +266,32 @@ def _keeper(site: Site, home: Path, path: Path) -> SitePart:
 
 
 @contextmanager
-def _client(url: str) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
-        yield client
+def _client(site: Site) -> Iterator[SyncPrefectClient]:
+    names = {PREFECT_API_URL.name: PREFECT_API_URL, PREFECT_API_AUTH_STRING.name: PREFECT_API_AUTH_STRING}
+    settings = {names[name]: value for name, value in _entry(site).items()}
+    try:
+        with temporary_settings(settings), get_client(sync_client=True) as client:
+            yield client
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != 401:
+            raise
+        raise SiteError(
+            f"the server at {site.url} asks for a password", hint="Set PREFECT_API_AUTH_STRING to it."
+        ) from error
+
+
+def _entry(site: Site) -> dict[str, str]:
+    """Return the environment in which a client reaches the server and is let in."""
+    password = _password(site)
+    return {"PREFECT_API_URL": site.url, **({"PREFECT_API_AUTH_STRING": password} if password else {})}
+
+
+def _password(site: Site) -> str:
+    """Return the password of the site: that of its file, or of the user's settings if we started the server."""
+    if site.password_file:
+        return read_password(Path(site.password_file))
+    given = get_current_settings().server.api.auth_string
+    return given.get_secret_value() if given and "server" in site.started else ""
 
 
 def _sign_of_life(client: SyncPrefectClient, name: str) -> object:

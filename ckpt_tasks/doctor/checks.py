@@ -139,6 +139,7 @@ def _server(facts: PrefectFacts) -> Iterator[Check]:
         return
     if facts.failure is not None:
         do = "Start it (ckpt up starts one on this machine), or set PREFECT_API_URL to where it is."
+        do = "Set it as ckpt up says." if "PREFECT_API_AUTH_STRING" in facts.failure else do
         yield Check("server", "wrong", f"{facts.url}: {facts.failure}", do)
         return
     seen = f"{facts.url}, version {facts.version or 'unknown'}; this client has {facts.client_version}"

@@ -6,21 +6,23 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import httpx
 import pytest
 
 from ckpt_tasks import open_run
 from ckpt_tasks.deploying.parts import Process, read_site
-from ckpt_tasks.deploying.server import answers
+from ckpt_tasks.deploying.server import answers, make_password, read_password
 from ckpt_tasks.errors import CheckpointNotFoundError, SiteError
 from tests.servers.process import free_port
 from tests.support.waiting import until
@@ -36,10 +38,15 @@ class Shell:
         self.home, self.project = place / "home", place / "nets"
         self.port = str(free_port())
         self.url = f"http://127.0.0.1:{self.port}/api"
-        self._environment = {**os.environ, "PREFECT_HOME": str(self.home)}
+        self.environment = {**os.environ, "PREFECT_HOME": str(self.home)}
+        self.password = self.home / "ckpt-up.auth"
 
     def __call__(self, *command: str, status: int = 0, url: bool = False) -> str:
-        environment = {**self._environment, **({"PREFECT_API_URL": self.url} if url else {})}
+        """Run a command; with `url`, where what `ckpt up` says was typed."""
+        said = {"PREFECT_API_URL": self.url} if url else {}
+        if url and self.password.exists():
+            said["PREFECT_API_AUTH_STRING"] = self.password.read_text().strip()
+        environment = {**self.environment, **said}
         done = subprocess.run(
             [str(BIN / command[0]), *command[1:]],
             cwd=self.project if self.project.exists() else self.project.parent,
@@ -57,7 +64,13 @@ class Shell:
         assert said["page"] == self.url.removesuffix("/api")
         with urlopen(f"{said['page']}/ui-settings", timeout=60) as answer:
             assert json.load(answer)["api_url"] == self.url, "the page would show another server, or none"
+        self.about = {part["name"]: part["about"] for part in said["parts"]}
         return {part["name"]: part["status"] for part in said["parts"]}
+
+    def answer(self, password: str | None = None) -> int:
+        """Ask the server for what only the owner may know; return the status of its answer."""
+        auth = tuple(password.split(":")) if password else None
+        return httpx.get(f"{self.url}/admin/settings", auth=auth, timeout=60).status_code  # type: ignore[arg-type]
 
     def down(self) -> dict[str, str]:
         return {part["name"]: part["status"] for part in json.loads(self("ckpt", "down", "--json"))["parts"]}
@@ -81,6 +94,24 @@ class Shell:
         except CheckpointNotFoundError:
             return 0
 
+    def forget_password(self) -> None:
+        """Make the site one that was brought up before there were passwords."""
+        path = self.home / "ckpt-up.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "password_file": ""}))
+
+    def assert_only_the_owner_gets_in(self) -> None:
+        """Assert that the server asks for the password, which stands in its file alone, and in no command."""
+        password = self.password.read_text().strip()
+        assert (self.answer(), self.answer("ckpt:guess"), self.answer(password)) == (401, 401, 200)
+        assert stat.S_IMODE(self.password.stat().st_mode) == 0o600
+        secret = password.removeprefix("ckpt:")
+        assert len(secret) >= 40
+        for place in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                assert secret.encode() not in place.read_bytes(), place
+        holding = [path for path in self.home.parent.rglob("*") if path.is_file() and _holds(path, secret)]
+        assert holding == [self.password]
+
     def processes(self) -> list[str]:
         """Return the commands of the processes that live in our Prefect home."""
         found = []
@@ -91,6 +122,13 @@ class Shell:
             except OSError:
                 continue
         return found
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return text.encode() in path.read_bytes()
+    except OSError:  # gone meanwhile
+        return False
 
 
 @pytest.fixture
@@ -119,6 +157,8 @@ def busy_loops(count: int) -> Iterator[None]:
 def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     """Up may be said again; what is killed comes back; down ends all after a commit, and the next up goes on."""
     assert {*shell.up().values()} <= {"started", "created", "applied"}
+    shell.assert_only_the_owner_gets_in()
+    password = shell.password.read_text()
     again = shell.up()
     assert {again[name] for name in ("server", "worker", "keeper")} == {"as it was"}
     assert again["automations"] == "as they were"
@@ -132,9 +172,19 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
         before = shell.part(name)
         shell.kill(name)
         until(partial(shell.is_another, name, before), PATIENCE_S)
+    shell.assert_only_the_owner_gets_in()
+    assert '"verdict": "wrong"' not in shell("ckpt", "doctor", "--json", url=True)
     shell.kill("keeper")
     again = shell.up()
     assert (again["server"], again["worker"], again["keeper"]) == ("as it was", "as it was", "started")
+
+    shell.kill("keeper")
+    shell.kill("server")
+    shell.forget_password()
+    assert shell.up()["server"] == "started"
+    assert shell.answer() == 200  # the worker of a site of before, and what it trains, would be locked out
+    assert shell.up()["worker"] == "as it was"
+    assert "without a password: ckpt down, then ckpt up makes one" in shell.about["server"]
 
     before_step = shell.step()
     until(lambda: shell.step() > before_step, PATIENCE_S)
@@ -146,12 +196,48 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     assert owner.released  # it was ended by its own end, not by force
 
     shell.up()
+    assert shell.password.read_text() == password  # a terminal in which it was typed goes on
+    shell.assert_only_the_owner_gets_in()
     until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
     for name in ("keeper", "server", "worker"):
         shell.kill(name)
     assert shell.down() == {"keeper": "was gone", "worker": "was gone", "server": "was gone"}
     until(lambda: shell.processes() == [], PATIENCE_S)
     assert shell.down() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_password_of_ones_own_stays(shell: Shell) -> None:
+    """PREFECT_SERVER_API_AUTH_STRING is the site's password, for its parts too, and no other one is made."""
+    shell.environment["PREFECT_SERVER_API_AUTH_STRING"] = "me:mine"
+    assert shell.up()["worker"] == "started"
+    assert (shell.answer(), shell.answer("me:mine"), shell.password.exists()) == (401, 200, False)
+    del shell.environment["PREFECT_SERVER_API_AUTH_STRING"]
+    shell.kill("keeper")
+    said = json.loads(shell("ckpt", "up", "--port", shell.port, "--json", status=1))["error"]
+    assert said["message"] == f"the server at {shell.url} asks for a password"
+
+
+def test_the_password_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Whatever the umask and what a kill has left; one that others can read, or that is empty, is replaced."""
+    before = os.umask(0)
+    try:
+        (tmp_path / "ckpt-up.auth.new").write_text("half")
+        made = make_password(tmp_path)
+        first = read_password(made)
+        assert read_password(make_password(tmp_path)) == first
+        made.chmod(0o640)
+        second = read_password(make_password(tmp_path))
+        made.write_text("")
+        third = read_password(make_password(tmp_path))
+    finally:
+        os.umask(before)
+    assert len({first, second, third, ""}) == 4
+    assert [(path.name, stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.iterdir()] == [("ckpt-up.auth", 0o600)]
+    made.unlink()
+    with pytest.raises(SiteError, match=r"cannot be read: .*ckpt down, then ckpt up makes another"):
+        read_password(made)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def follow(terminal: Terminal, place: Path, commands: list[Typed], port: str) ->
     """Type the commands as a reader of the page would: it is read what process to kill, and waited where it says so."""
     pid = 0
     for one in commands:
-        command = one.command.replace(":4200", f":{port}")
+        command = one.command.replace(":4200", f":{port}").replace("~/.prefect", str(place / "home"))
         if command == "kill -9 $!":
             until(lambda: step_of(place / "nets/runs/nets") >= 3000, PATIENCE_S)
         if command == "ckpt ls runs/served":
