@@ -10,9 +10,9 @@ from ckpt_tasks.cli.completion import complete_checkpoint
 from ckpt_tasks.cli.facts import parse_target
 from ckpt_tasks.cli.ls import title
 from ckpt_tasks.cli.output import JsonOption, Output, output
-from ckpt_tasks.cli.prune import DryOption
+from ckpt_tasks.cli.prune import DryOption, left_undeleted
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.report.words import printable, size
+from ckpt_tasks.report.words import count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.records import Checkpoint
@@ -62,22 +62,27 @@ def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
 def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
     """Remove one checkpoint from its run, and delete its objects.
 
-    The newest, the newest good, pinned and leased checkpoints stay, with exit status 1. The newest checkpoint is read
-    back first. Takes ownership of the run while it works, so a run that is training is refused.
+    The newest, the newest good, pinned and leased checkpoints stay, with exit status 1, as do objects that the store
+    refuses to delete. The newest checkpoint is read back first. Takes ownership of the run while it works, so a run
+    that is training is refused.
     """
     with output(as_json) as out:
         run, record = _named(checkpoint)
         verdict = _look(run, record) if dry_run else _remove(parse_target(checkpoint).checkpoint_dir, record)
-        fate = "stays" if verdict.keep else "would go" if dry_run else "removed"
+        goes = not verdict.keep and not dry_run
+        undeleted = left_undeleted(run, record.manifest.rpartition("/")[0] + "/") if goes else []
+        fate = "stays" if verdict.keep else "would go" if dry_run else "not deleted" if undeleted else "removed"
         facts = {"dry_run": dry_run, "verdict": fate, "reasons": list(verdict.reasons), "size_bytes": record.size_bytes}
         why = printable(", ".join(verdict.reasons))
         text = f"It stays: {why}."
-        if not verdict.keep:
+        if undeleted:
+            text = f"Not deleted: {count(len(undeleted), 'object')}. Allow this process to delete, then: ckpt prune"
+        elif not verdict.keep:
             text = f"{'Would be removed' if dry_run else 'Removed'}: {size(record.size_bytes)}."
         elif record.manifest_digest in run.head().state.pins:
             text += " `ckpt unpin` leaves it to the policy."
         _say(out, run, record, facts, text)
-        if verdict.keep:
+        if verdict.keep or undeleted:
             out.fail()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
-__all__ = ["prune"]
+__all__ = ["left_undeleted", "prune"]
 
 NewestOption = Annotated[
     int | None, typer.Option("--max-num-checkpoints", metavar="N", help="keep the newest N checkpoints")
@@ -93,16 +93,16 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     swept = _unnamed(store, head.state)
     verdicts, freed_bytes = (plan_prune(head.state, config.retention_policy), 0) if dry_run else _execute(config)
     left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
-    rows = [_row(verdict, before[verdict.manifest_digest], left, dry_run) for verdict in verdicts]
+    undeleted = [] if dry_run else left_undeleted(run)
+    rows = [_row(verdict, before[verdict.manifest_digest], left, undeleted, dry_run) for verdict in verdicts]
     stuck = [row["step"] for row in rows if row["verdict"] == "stays after all"]
-    undeleted = [] if dry_run else sorted(filter(run.head().state.has_retired, store.names("")))
     swept = [name for name in swept if name not in undeleted]
     facts = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
     out.data({**facts, "checkpoints": rows, "swept": swept, "undeleted": undeleted})
     if not out.as_json:
         _print(out, run, rows, swept, dry_run)
         if undeleted:
-            what = f"{count(len(undeleted), 'object')} of removed checkpoints could not be deleted, and take up room."
+            what = f"{count(len(undeleted), 'object')} of retired checkpoints could not be deleted, and take up room."
             out.print(f"{what} Allow this process to delete, and prune again.")
         if freed_bytes:
             out.print(f"Freed {size(freed_bytes)} of this host's memory: snapshots of the run, which storage has.")
@@ -110,6 +110,11 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
             out.print("There is nothing to remove.")
     if stuck or undeleted:
         out.fail()
+
+
+def left_undeleted(run: Run, prefix: str = "") -> list[str]:
+    """List the objects below `prefix` of checkpoints that the run no longer has, because nobody could delete them."""
+    return sorted(filter(run.head().state.has_retired, run.history.store.names(prefix)))
 
 
 def _unnamed(store: Store, state: State) -> list[str]:
@@ -132,13 +137,18 @@ def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
             raise
 
 
-def _row(verdict: Verdict, checkpoint: Checkpoint, left: set[str], dry_run: bool) -> dict[str, Any]:
+def _row(
+    verdict: Verdict, checkpoint: Checkpoint, left: set[str], undeleted: list[str], dry_run: bool
+) -> dict[str, Any]:
     if verdict.keep:
         fate = "stays"
     elif dry_run:
         fate = "would go"
+    elif verdict.manifest_digest in left:
+        fate = "stays after all"
     else:
-        fate = "stays after all" if verdict.manifest_digest in left else "removed"
+        attempt = checkpoint.manifest.rpartition("/")[0] + "/"
+        fate = "not deleted" if any(name.startswith(attempt) for name in undeleted) else "removed"
     return {
         "step": verdict.step,
         "verdict": fate,
@@ -153,7 +163,7 @@ def _print(out: Output, run: Run, rows: list[dict[str, Any]], swept: list[str], 
     from rich.text import Text
 
     made = table("step", "saved", "size", "verdict", "because", right=("step", "size"))
-    styles = {"stays": "", "stays after all": "red"}
+    styles = {"stays": "", "stays after all": "red", "not deleted": "red"}
     for row in rows:
         why = printable(", ".join(row["reasons"]))
         cells = (str(row["step"]), age(row["saved_at"]), size(row["size_bytes"]), row["verdict"], why)

@@ -222,16 +222,26 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
 
 
 def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P67: `ckpt prune` names how many objects stay, and exits with 1; once it may delete, it deletes them."""
+    """P67: `ckpt prune` and `ckpt rm` say how many objects stay, never "Removed", and exit with 1.
+
+    Once it may delete, `ckpt prune` deletes them.
+    """
     with place.run() as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step))
     for name, value in place.server.through(place.chaos.endpoint).environment.items():
         monkeypatch.setenv(name, value)
     place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="DeleteObject", key="/checkpoint_")
+    by_hand = ckpt_command("rm", f"{place.url}@1")
+    assert (by_hand.status, by_hand.out.splitlines()[-1]) == (
+        1,
+        "Not deleted: 4 objects. Allow this process to delete, then: ckpt prune",
+    )
     told = ckpt_command("prune", place.url, "--max-num-checkpoints", "1")
     assert told.status == 1
-    assert "8 objects of removed checkpoints could not be deleted" in told.out
+    assert "8 objects of retired checkpoints could not be deleted" in told.out
+    assert re.search("2 .* not deleted +older than the newest", told.out)
+    assert "emoved" not in told.out
     place.chaos.off()
     assert ckpt_command("prune", place.url, "--max-num-checkpoints", "1").status == 0
     assert {name.split("/")[0] for name in place.past.names() if "checkpoint_" in name} == {"checkpoint_000000000003"}
