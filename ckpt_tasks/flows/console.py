@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import httpx
-from prefect.client.orchestration import get_client
-from prefect.exceptions import ParameterTypeError, TerminationSignal
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import Abort, ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
@@ -181,12 +181,26 @@ def _check_server(url: str) -> None:
     """Raise SiteError if no server answers at the API that the settings name."""
     with get_client(sync_client=True) as client:
         error = client.api_healthcheck()
+        if error is None:
+            _check_password(client, url)
     if isinstance(error, httpx.TransportError):
         unset = "unset" if "PREFECT_API_URL" in os.environ else "prefect config unset"
         raise SiteError(
             f"no server answers at {without_secrets(url)}, which PREFECT_API_URL names",
             hint=f"Start it (`ckpt up`), or train without it: `{unset} PREFECT_API_URL`.",
         )
+
+
+def _check_password(client: SyncPrefectClient, url: str) -> None:
+    """Raise SiteError if the server asks for another password, or for one; its health it tells to all."""
+    try:
+        client.request("GET", "/admin/version")
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in (401, 403):
+            raise SiteError(
+                f"the server at {without_secrets(url)} does not take our password",
+                hint="Set PREFECT_API_AUTH_STRING; `ckpt up` says how for the server that it has started.",
+            ) from None
 
 
 @contextmanager
@@ -259,6 +273,8 @@ def _exit_status() -> Iterator[list[int]]:
         status[0] = 130
     except (TerminationSignal, _StoppedError):
         status[0] = 143
+    except Abort as error:  # another process goes on, or Prefect's server is away
+        raise CkptError(str(error)) from error
     except ExceptionGroup as errors:  # of several evaluations
         raise CkptError(errors.message) from errors
     except ParameterTypeError as error:

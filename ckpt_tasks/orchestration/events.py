@@ -17,9 +17,11 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from prefect import get_client
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import EventTooLarge
+from prefect.exceptions import Abort, EventTooLarge
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
@@ -33,7 +35,8 @@ __all__ = ["announce", "announce_evaluation", "asset_key", "delivers_events"]
 _log = logging.getLogger("ckpt_tasks")
 _MOST_TEXT = 2000
 _END_S, _STOPPED_S = 20.0, 3.0
-_LOOK_S = 0.05
+_AWAY_S, _ANSWER_S = 30.0, 5.0
+_LOOK_S, _LOOK_AGAIN_S = 0.05, 1.0
 _MOST_KEY = 512  # Prefect's limit for the key of an asset
 _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 
@@ -93,11 +96,16 @@ def delivers_events() -> Iterator[None]:
     """At the end of the block wait until Prefect's server has its events, 20 s at most; drop the rest, and say so.
 
     Otherwise the end of the process would deliver one after another, and take 7 s for each if the server is gone.
+    Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server
+    does not answer within another 30 s, raise Prefect's Abort, which sets no state.
     """
-    patience_s = _STOPPED_S
+    patience_s, ended = _STOPPED_S, "completed"
     try:
         yield
         patience_s = _END_S
+    except Exception as error:
+        patience_s, ended = _END_S, f"failed, {type(error).__name__}: {error!s:.{_MOST_TEXT}}"
+        raise
     finally:
         queue, until_s, dropped = EventsWorker.instance()._queue, time.monotonic() + patience_s, 0
         while queue.unfinished_tasks and time.monotonic() < until_s:
@@ -109,6 +117,23 @@ def delivers_events() -> Iterator[None]:
                 dropped += 1
         if dropped:
             _log.warning("Prefect's server did not take %d events; what was committed is in the run's ledger.", dropped)
+        if patience_s == _END_S and not _answers_within(_AWAY_S):
+            why = f"Prefect's server is away: it is not told that this flow run has {ended}"
+            _log.warning("%s. All commits are made; the next start with this run key goes on from them.", why)
+            raise Abort(why)
+
+
+def _answers_within(patience_s: float) -> bool:
+    until_s = time.monotonic() + patience_s
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(httpx_settings={"timeout": _ANSWER_S}, sync_client=True) as client,
+    ):
+        while client.api_healthcheck() is not None:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+    return True
 
 
 def absolute(checkpoint_dir: str) -> str:

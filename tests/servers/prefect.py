@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
@@ -45,7 +46,13 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a real server; yield the environment with which a process uses it."""
-    home = tmp_path_factory.mktemp("prefect-server")
+    with own_server(prefect_home, tmp_path_factory.mktemp("prefect-server")) as (environment, _):
+        yield environment
+
+
+@contextmanager
+def own_server(prefect_home: Path, home: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
+    """Start a real server in `home`; yield the environment with which a process uses it, and its process."""
     shutil.copytree(prefect_home, home, dirs_exist_ok=True)
     port = free_port()
     environment = {
@@ -59,7 +66,7 @@ def server(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         _wait_until_healthy(environment["PREFECT_API_URL"], process, home / "server.log")
-        yield environment
+        yield environment, process
     finally:
         process.terminate()
         process.wait(30)
