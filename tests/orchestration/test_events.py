@@ -250,6 +250,6 @@ train(run_key="gone", total_steps=300, program="tests.e2e.trouble:Trouble", para
             _, said = training.communicate(timeout=180)  # it was 330 s, and more with more commits
         finally:
             training.kill()
-    assert committed_steps(run_dir) == [*range(10, 301, 10)]
+    assert {*range(10, 301, 10)} <= {*committed_steps(run_dir)}
     assert "Prefect's server is away: it is not told that this flow run has completed." in said
     assert re.search(r"Prefect's server did not take \d+ events", said)
