@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-__all__ = ["ClientError", "Redactor", "secret_options", "without_secrets"]
+__all__ = ["SECRET_OPTIONS", "ClientError", "Redactor", "secret_options", "without_secrets"]
 
-_SECRET_OPTIONS = frozenset({
+SECRET_OPTIONS = frozenset({
     "account_key",
     "aws_secret_access_key",
     "aws_session_token",
@@ -75,13 +75,13 @@ def secret_options(options: Mapping[str, Any] | None, where: str = "storage_opti
     paths = []
     for path, text in _texts(where, options or {}):
         name = path.rpartition(".")[2]
-        if (name in _SECRET_OPTIONS and text not in _PUBLIC_TOKENS) or without_secrets(text) != text:
+        if (name in SECRET_OPTIONS and text not in _PUBLIC_TOKENS) or without_secrets(text) != text:
             paths.append(path)
     return [*dict.fromkeys(paths)]
 
 
 def _hides(path: str) -> bool:
-    return any(part in _SECRET_OPTIONS or part in _NAMES_OF_KEYS for part in path.split("."))
+    return any(part in SECRET_OPTIONS or part in _NAMES_OF_KEYS for part in path.split("."))
 
 
 def _passwords(text: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -19,9 +21,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel, RawScheduleConfig
 from prefect.flows import Flow, load_flow_from_entrypoint
+from prefect.server.utilities.user_templates import render_user_template_sync
 
-from ckpt_tasks import open_run
+from ckpt_tasks import CheckpointConfig, Location, open_run
+from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.session.local import build_program
+from ckpt_tasks.storage.secrets import SECRET_OPTIONS
 from tests.servers.process import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +54,45 @@ def test_the_parameters_fit_the_flow(deployment: dict[str, Any], monkeypatch: py
     assert validated.get("run_key", "byte-lm") == "byte-lm"
     if "program" in deployment["parameters"]:
         assert callable(build_program(validated["program"], {"max_bytes": 1 << 20}).train_step)
+
+
+SECRET = "hush-4711"
+OPTIONS: list[dict[str, Any]] = [
+    *({name: SECRET} for name in sorted(SECRET_OPTIONS)),
+    *({"client_kwargs": {name: SECRET}} for name in sorted(SECRET_OPTIONS)),
+    {"client_kwargs": {"proxies": [f"http://me:{SECRET}@proxy:3128"]}},
+    {"endpoint_url": f"https://store.example.org/a?sig={SECRET}"},
+]
+
+
+def passed_on(place: Any) -> Any:
+    """Return the `checkpoint_dir` that our YAML passes on from a flow run of `train` to the evaluation beside it."""
+    template = YAML["deployments"][3]["triggers"][0]["parameters"]["checkpoint_dir"]["value"]["template"]
+    run = SimpleNamespace(parameters={"checkpoint": {"checkpoint_dir": place}})
+    return json.loads(render_user_template_sync(template, {"flow_run": run}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_secret_of_a_flow_is_warned_of_and_never_copied_on(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each option that is a secret: the flow that has it says so, without it, and the evaluation gets the URL alone."""
+    config = CheckpointConfig(checkpoint_dir=Location("s3://b/{run_key}", storage_options=options))
+    config_of_run(config, "lm-7")
+    assert "is a secret, and Prefect stores a flow's parameters in plain text: use block://NAME." in caplog.text
+    assert SECRET not in caplog.text
+    assert passed_on({"url": "s3://b/{run_key}", "storage_options": options}) == "s3://b/{run_key}"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["runs/{run_key}", "block://lab", {"url": "s3://b/r", "storage_options": {"client_kwargs": {"a": ["é", 1]}}}],
+)
+def test_a_place_without_a_secret_is_passed_on_whole(place: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever form the place has, the evaluation gets the same one, and nothing is warned of."""
+    location = Location(**place) if isinstance(place, dict) else Location(place)
+    config_of_run(CheckpointConfig(checkpoint_dir=location), "lm-7")
+    assert (passed_on(place), caplog.text) == (place, "")
 
 
 @pytest.mark.slow

@@ -214,3 +214,25 @@ def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
     other = made(client, "nine", Running())
     with tags("nine"):
         assert watch(tag="nine", silent_s=0).dead == (name_of(client, other),)
+
+
+def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient) -> None:
+    """The doctor says that the next look of `watch` is an hour away, until its schedule is planned again.
+
+    What began "in an hour" and is silent counts as silent, not as new.
+    """
+    deployment = client.create_deployment(client.create_flow(watch), "back")  # type: ignore[arg-type]
+    hour = timedelta(hours=1)
+    late = client.create_flow_run_from_deployment(deployment, state=Scheduled(scheduled_time=datetime.now(UTC) + hour))
+    check = check_flow_runs(client, "back")
+    assert check.verdict == "warning"
+    assert check.seen in {f"`watch` looks at them in {n} minutes: was the server's clock set back?" for n in (59, 60)}
+    assert "ckpt up" in check.do
+    soon = client.create_flow_run_from_deployment(deployment, state=Scheduled())
+    assert check_flow_runs(client, "back").verdict == "ok"
+    running: State[Any] = Running(timestamp=datetime.now(UTC) + hour)
+    silent = made(client, "back", running)
+    check = check_flow_runs(client, "back")
+    assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
+    for run in (late.id, soon.id, silent):
+        client.delete_flow_run(run)
