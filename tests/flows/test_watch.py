@@ -216,7 +216,7 @@ def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
         assert watch(tag="nine", silent_s=0).dead == (name_of(client, other),)
 
 
-def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient) -> None:
+def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor says that the next look of `watch` is an hour away, until its schedule is planned again.
 
     What began "in an hour" and is silent counts as silent, not as new.
@@ -230,9 +230,17 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient) -> None:
     assert "ckpt up" in check.do
     soon = client.create_flow_run_from_deployment(deployment, state=Scheduled())
     assert check_flow_runs(client, "back").verdict == "ok"
-    running: State[Any] = Running(timestamp=datetime.now(UTC) + hour)
-    silent = made(client, "back", running)
-    check = check_flow_runs(client, "back")
+
+    class Back(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Back:
+            return super().now(tz) - hour
+
+    silent = made(client, "back", Running())
+    assert check_flow_runs(client, "back").verdict == "ok"
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", Back)
+        check = check_flow_runs(client, "back")
     assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
     for run in (late.id, soon.id, silent):
         client.delete_flow_run(run)
