@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from ckpt_tasks.cli.completion import SHELLS, print_script
-from ckpt_tasks.cli.diff import diff
-from ckpt_tasks.cli.doctor import doctor
-from ckpt_tasks.cli.doctor_store import doctor_store
-from ckpt_tasks.cli.evaluate import evaluate
-from ckpt_tasks.cli.export import export
-from ckpt_tasks.cli.fork import fork
-from ckpt_tasks.cli.help_screen import SectionedCommand, SectionedGroup
-from ckpt_tasks.cli.importing import import_
-from ckpt_tasks.cli.init import init
+from ckpt_tasks.cli.copy import fork, sync
+from ckpt_tasks.cli.doctor import doctor, doctor_store
+from ckpt_tasks.cli.files import export, import_
+from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
-from ckpt_tasks.cli.pin import pin, rm, unpin
-from ckpt_tasks.cli.plan import plan
-from ckpt_tasks.cli.prune import prune
-from ckpt_tasks.cli.report import report
-from ckpt_tasks.cli.rollback import rollback
-from ckpt_tasks.cli.show import show
-from ckpt_tasks.cli.sync import sync
-from ckpt_tasks.cli.train import train
-from ckpt_tasks.cli.up import down, up
-from ckpt_tasks.cli.verify import verify
-from ckpt_tasks.cli.verify_resume import verify_resume
+from ckpt_tasks.cli.report import plan, report
+from ckpt_tasks.cli.show import diff, show
+from ckpt_tasks.cli.start import down, evaluate, init, train, up
+from ckpt_tasks.cli.verify import verify, verify_resume
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.state.processes import fill_standard_descriptors
 
@@ -50,9 +38,96 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Mend": (doctor, doctor_store),
 }
 
+_SHELLS = ("bash", "zsh", "fish")
+_COMPLETE_VAR = "_CKPT_COMPLETE"
+# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS: so words are taken from the line itself,
+# and only the part after the last @ is returned.
+_BASH = f"""\
+_ckpt_completion() {{
+    local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" words IFS=$' \\t\\n'
+    read -ra words <<< "$line"
+    local at=$(( ${{#words[@]}} - 1 ))
+    case "$line" in
+        *[[:space:]]) at=$(( at + 1 )) ;;
+        *) word="${{words[at]}}" ;;
+    esac
+    case "$word" in *@*) cut="${{word%"${{word##*@}}"}}" ;; esac
+    IFS=$'\\n'
+    COMPREPLY=( $( env COMP_WORDS="$line" COMP_CWORD=$at {_COMPLETE_VAR}=complete_bash "$1" ) )
+    COMPREPLY=( "${{COMPREPLY[@]#"$cut"}}" )
+    return 0
+}}
+
+complete -o default -F _ckpt_completion ckpt"""
+
+
+def _print_script(context: typer.Context, shell: str | None) -> None:
+    """Print the completion script of a shell, to be run when the shell starts."""
+    if shell is None or context.resilient_parsing:
+        return
+    if shell not in _SHELLS:
+        raise typer.BadParameter(f"{shell!r:.40} is not one of {', '.join(_SHELLS)}.")
+    if shell == "bash":
+        typer.echo(_BASH)
+    else:
+        from typer.completion import get_completion_script  # type: ignore[attr-defined]  # of another module of typer
+
+        typer.echo(get_completion_script(prog_name="ckpt", complete_var=_COMPLETE_VAR, shell=shell))
+    raise typer.Exit
+
+
+# ── the help screens: verbs and options under headings, as plain text, so that `ckpt --help` answers at once ──
+
+
+class _Verbs(TyperGroup):
+    """A command with verbs, each listed under the heading of its `rich_help_panel`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        # Typer's own flags for completion know only the present shell, and write into its start-up files.
+        return [one for one in super().get_params(ctx) if one.name not in ("show_completion", "install_completion")]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        verbs = [(name, verb) for name in self.list_commands(ctx) if (verb := self.get_command(ctx, name)) is not None]
+        verbs = [(name, verb) for name, verb in verbs if not verb.hidden]
+        width = max(len(name) for name, _ in verbs)
+        limit = formatter.width - width - 6
+        _write(
+            formatter,
+            ((_heading(verb, "Verbs"), name.ljust(width), verb.get_short_help_str(limit)) for name, verb in verbs),
+        )
+
+
+class _Verb(TyperCommand):
+    """A verb whose options are listed under the headings of their `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for option in self.get_params(ctx):
+            if (record := option.get_help_record(ctx)) is not None:
+                if option.param_type_name == "argument":
+                    rows.append(("Arguments", option.metavar or record[0], record[1]))
+                else:
+                    rows.append((_heading(option, "Options"), *record))
+        _write(formatter, rows)
+
+
+def _heading(what: Any, default: str) -> str:
+    panel = getattr(what, "rich_help_panel", None)
+    return panel if isinstance(panel, str) else default
+
+
+def _write(formatter: Any, rows: Iterable[tuple[str, str, str]]) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for heading, name, text in rows:
+        sections.setdefault(heading, []).append((name, text))
+    for heading, lines in sections.items():
+        with formatter.section(heading):
+            formatter.write_dl(lines)
+
+
 app = typer.Typer(
     name="ckpt",
-    cls=SectionedGroup,
+    cls=_Verbs,
     help="Train with checkpoints that survive a kill at any moment, and manage them.",
     epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
     rich_markup_mode=None,  # plain help: it is there in half the time
@@ -62,7 +137,7 @@ app = typer.Typer(
 )
 for heading, verbs in _VERBS.items():
     for verb in verbs:
-        app.command(verb.__name__.rstrip("_").replace("_", "-"), cls=SectionedCommand, rich_help_panel=heading)(verb)
+        app.command(verb.__name__.rstrip("_").replace("_", "-"), cls=_Verb, rich_help_panel=heading)(verb)
 
 
 def _print_version(asked: bool) -> None:
@@ -81,9 +156,9 @@ def _options(
         typer.Option(
             "--show-completion",
             metavar="SHELL",
-            callback=print_script,
+            callback=_print_script,
             is_eager=True,
-            help=f"print the script by which {', '.join(SHELLS[:-1])} or {SHELLS[-1]} completes ckpt",
+            help=f"print the script by which {', '.join(_SHELLS[:-1])} or {_SHELLS[-1]} completes ckpt",
         ),
     ] = None,
 ) -> None:

@@ -1,52 +1,44 @@
-"""`ckpt ls`: list the checkpoints of a run, or the runs of a directory."""
+"""`ckpt ls`: list the checkpoints of a run, or the runs of a directory, one row each."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from ckpt_tasks.cli.completion import complete_run
-from ckpt_tasks.cli.facts import kept_because, lineage_facts, params_line
-from ckpt_tasks.cli.ls_runs import list_runs
-from ckpt_tasks.cli.output import JsonOption, Output, output, table, widest_listing
+from ckpt_tasks.cli.arguments import (
+    JsonOption,
+    argument,
+    complete_run,
+    kept_because,
+    lineage_facts,
+    option,
+    params_line,
+)
+from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
-from ckpt_tasks.report.words import age, count, number, printable, size, span, when
+from ckpt_tasks.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ckpt_tasks.format.ledger import State
-    from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Owner
+    from ckpt_tasks.format.records import Checkpoint, Owner
     from ckpt_tasks.ledger.history import Head
+    from ckpt_tasks.reading.overview import RunSummary
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["ls"]
+__all__ = ["ls", "sort_runs"]
 
 _METRICS_SHOWN = 3
 _EVALUATIONS_SHOWN = 2
 
-
-RootArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR", help="a run directory, or one that holds runs", show_default=False, autocompletion=complete_run
-    ),
-]
-MetricsOption = Annotated[
-    str | None,
-    typer.Option("--metrics", metavar="NAME,NAME", help="the metrics to show [default: as many as fit]"),
-]
+RootArgument = Annotated[str, argument("DIR", "a run directory, or one that holds runs", complete_run)]
+MetricsOption = Annotated[str | None, option("--metrics", "NAME,NAME", "the metrics to show [default: as many as fit]")]
 SortOption = Annotated[
     str | None,
-    typer.Option(
-        "--sort",
-        metavar="NAME",
-        help="sort runs by name, state, step, saved, checkpoints, size or a metric; -NAME reverses",
-    ),
+    option("--sort", "NAME", "sort runs by name, state, step, saved, checkpoints, size or a metric; -NAME reverses"),
 ]
 
 
@@ -59,180 +51,142 @@ def ls(
     number and size of its live checkpoints, and its last metrics; those of an evaluation are named suite/metric.
     Exits with 1 if a run is damaged.
     """
+    from ckpt_tasks.reading.overview import summaries_below
     from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as out:
         chosen = [name for name in (metrics or "").split(",") if name]
         try:
             run = open_run(directory)
         except CheckpointNotFoundError:
-            if not _list_below(out, directory, chosen, sort):
+            store = Location(directory).open()
+            runs = summaries_below(store)
+            if not runs:
                 raise
+            _list_runs(out, store.url, runs, chosen, sort)
             return
         if sort is not None:
             raise ConfigError("--sort is for a directory of many runs", hint="The checkpoints of one are newest first.")
         _list_run(out, run, chosen)
 
 
-def _list_below(out: Output, directory: str, metrics: list[str], sort: str | None) -> bool:
-    """List the runs below a directory that is not a run; return False if there are none."""
-    from ckpt_tasks.reading.overview import summaries_below
-    from ckpt_tasks.storage.locations import Location
+# ── the checkpoints of a run ─────────────────────────────────────────────────────────────────────────────────────
 
-    store = Location(directory).open()
-    runs = summaries_below(store)
-    if runs:
-        list_runs(out, store.url, runs, metrics, sort)
-    return bool(runs)
+
+class _Row:
+    """A checkpoint with its evaluations and leases, and why it is kept."""
+
+    def __init__(self, checkpoint: Checkpoint, state: State, kept: list[str]):
+        self.checkpoint, self.kept, digest = checkpoint, kept, checkpoint.manifest_digest
+        self.evaluations = {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest}
+        self.leases = [
+            {"holder": lease.holder, "expires_at": lease.expires_at}
+            for lease in state.leases
+            if lease.manifest_digest == digest and lease.expires_at > time.time()
+        ]
+        self.pinned = state.pins.get(digest)
+
+    def metric(self, suite: str, name: str) -> float | None:
+        return (self.evaluations.get(suite, {}) if suite else self.checkpoint.metrics).get(name)
+
+
+_HEAD = (
+    Column("step", "step", attrgetter("checkpoint.step"), numbers=True),
+    Column("saved_at", "saved", attrgetter("checkpoint.saved_at"), age, whole=True),
+)
+_TAIL = (
+    Column("size_bytes", "size", attrgetter("checkpoint.size_bytes"), size, numbers=True),
+    Column("cost_s", "cost", attrgetter("checkpoint.cost_s"), span, numbers=True),
+    Column("metrics", None, lambda row: dict(row.checkpoint.metrics)),
+    Column("evaluations", None, attrgetter("evaluations")),
+    Column("kept_because", None, attrgetter("kept")),
+    column("kept because", lambda row: [*(["left behind"] if row.checkpoint.abandoned else []), *row.kept], "\n".join),
+    Column("abandoned", None, attrgetter("checkpoint.abandoned")),
+    Column("interim", None, attrgetter("checkpoint.interim")),
+    Column("pinned", None, attrgetter("pinned")),
+    Column("leases", None, attrgetter("leases")),
+    *(Column(name, None, attrgetter(f"checkpoint.{name}")) for name in ("attempt", "manifest", "manifest_digest")),
+    Column("parent", None, attrgetter("checkpoint.parent")),
+)
 
 
 def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
     from ckpt_tasks.format.ledger import lineage
 
     head = run.head()
-    kept = kept_because(head.state)
-    marks = _Marks.of(head.state)
-    rows = [_row(checkpoint, marks, kept[checkpoint.manifest_digest]) for checkpoint in lineage(head.state.live)]
-    owner = head.state.owner
-    out.data(
-        {
-            "run_key": run.run_key,
-            "checkpoint_dir": run.history.store.url,
-            "owner": None if owner is None else _owner(owner),
-            "best": {"metric": head.state.best_metric, "mode": head.state.best_mode},
-            **lineage_facts(head.state),
-            "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
-            "checkpoints": rows,
-        }
-    )
-    _print(out, run, head, rows, metrics)
-    if head.entry is None and head.damaged:
-        out.fail()
-
-
-class _Marks(NamedTuple):
-    """Evaluations, leases and pins of a state, by manifest digest."""
-
-    evaluations: Mapping[str, list[Evaluation]]
-    leases: Mapping[str, list[Lease]]
-    pins: Mapping[str, str]
-
-    @classmethod
-    def of(cls, state: State) -> _Marks:
-        evaluations, leases, now = defaultdict(list), defaultdict(list), time.time()
-        for evaluation in state.evaluations:
-            evaluations[evaluation.manifest_digest].append(evaluation)
-        for lease in state.leases:
-            if lease.expires_at > now:
-                leases[lease.manifest_digest].append(lease)
-        return cls(evaluations, leases, state.pins)
-
-
-def _row(checkpoint: Checkpoint, marks: _Marks, kept: list[str]) -> dict[str, Any]:
-    digest = checkpoint.manifest_digest
-    return {
-        "step": checkpoint.step,
-        "saved_at": checkpoint.saved_at,
-        "size_bytes": checkpoint.size_bytes,
-        "cost_s": checkpoint.cost_s,
-        "metrics": dict(checkpoint.metrics),
-        "evaluations": {e.suite: dict(e.metrics) for e in marks.evaluations[digest]},
-        "kept_because": kept,
-        "abandoned": checkpoint.abandoned,
-        "interim": checkpoint.interim,
-        "pinned": marks.pins.get(digest),
-        "leases": [{"holder": lease.holder, "expires_at": lease.expires_at} for lease in marks.leases[digest]],
-        "attempt": checkpoint.attempt,
-        "manifest": checkpoint.manifest,
-        "manifest_digest": digest,
-        "parent": checkpoint.parent,
+    state, kept = head.state, kept_because(head.state)
+    rows = [_Row(checkpoint, state, kept[checkpoint.manifest_digest]) for checkpoint in lineage(state.live)]
+    names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
+    facts = {
+        "run_key": run.run_key,
+        "checkpoint_dir": run.history.store.url,
+        "owner": None if state.owner is None else {name: getattr(state.owner, name) for name in names},
+        "best": {"metric": state.best_metric, "mode": state.best_mode},
+        **lineage_facts(state),
+        "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
+        "checkpoints": row_facts((*_HEAD, *_TAIL), rows),
     }
+    out.answer(facts, _parts(run, head, rows, metrics))
+    out.fail(head.entry is None and bool(head.damaged))
 
 
-def _print(out: Output, run: Run, head: Head, rows: list[dict[str, Any]], metrics: list[str]) -> None:
-    from rich.text import Text
-
-    if out.as_json:
-        return
-    out.print(title(run))
+def _parts(run: Run, head: Head, rows: list[_Row], metrics: list[str]) -> Iterator[Any]:
+    yield title(run)
     columns = [_column(name, rows) for name in metrics] or _metric_columns(rows)[:_METRICS_SHOWN]
-    fewest = len(columns) if metrics else 0
     if rows:
         names = [f"{suite}/{name}" if suite else name for suite, name in columns]
-        out.print(*widest_listing(lambda shown: _listing(rows, columns[:shown]), names, fewest))
+        fewest = len(columns) if metrics else 0
+        yield from widest_listing(lambda shown: _listing(rows, columns[:shown]), names, fewest)
     else:
-        out.print(Text("\nThere is no checkpoint yet.\n"))
-    out.print(Text(_holder(head.state.owner), style="dim"))
-    origin = head.state.origin
-    if origin is not None:
+        yield "\nThere is no checkpoint yet.\n"
+    yield _holder(head.state.owner), "dim"
+    if (origin := head.state.origin) is not None:
         changed = f", with {params_line(origin.set)}" if origin.set else ""
-        forked = f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}."
-        out.print(Text(printable(forked), style="dim"))
-    if any(row["abandoned"] for row in rows):
-        out.print(Text("Left behind: training went back to an older checkpoint, and on from there.", style="dim"))
+        yield f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}.", "dim"
+    if any(row.checkpoint.abandoned for row in rows):
+        yield "Left behind: training went back to an older checkpoint, and on from there.", "dim"
     if run.run_key is None:
-        out.print(Text("format.json is damaged; the checkpoints hold the run's key as well.", style="yellow"))
+        yield "format.json is damaged; the checkpoints hold the run's key as well.", "yellow"
     if head.damaged:
         entries = count(len(head.damaged), "ledger entry", "ledger entries")
-        out.print(Text(f"{entries} newer than the newest good one cannot be read:", style="yellow"))
-        out.print(*(Text(f"  {name}", style="yellow") for name in head.damaged))
+        yield f"{entries} newer than the newest good one cannot be read:", "yellow"
+        yield from ((f"  {name}", "yellow") for name in head.damaged)
 
 
-def _listing(rows: list[dict[str, Any]], columns: list[tuple[str, str]]) -> Table:
-    metrics = [printable(name) if not suite else f"{suite}\n{printable(name)}" for suite, name in columns]
-    numbers = ("step", *metrics, "size", "cost")
-    listing = table(
-        "step", "saved", *metrics, "size", "cost", "kept because", right=numbers, unwrapped_columns=("saved",)
-    )
-    for row in rows:
-        values = (_metric(row, *column) for column in columns)
-        why = "\n".join(
-            printable(reason) for reason in (*(["left behind"] if row["abandoned"] else []), *row["kept_because"])
-        )
-        cells = (str(row["step"]), age(row["saved_at"]), *values, size(row["size_bytes"]), span(row["cost_s"]), why)
-        listing.add_row(*cells, style="dim" if row["abandoned"] else "")
-    return listing
+def _listing(rows: list[_Row], columns: list[tuple[str, str]]) -> Any:
+    def metric(suite: str, name: str) -> Column:
+        return column(f"{suite}\n{name}" if suite else name, lambda row: row.metric(suite, name), _number, numbers=True)
+
+    metrics = (metric(*which) for which in columns)
+    return listing((*_HEAD, *metrics, *_TAIL), rows, lambda row: "dim" if row.checkpoint.abandoned else "")
 
 
-def title(run: Run, which: str = "") -> Any:
-    """Return the title line: run key and URL."""
-    from rich.text import Text
-
-    name = printable(run.run_key or "run of unknown key")
-    return Text.assemble((f"{name}{which}", "bold"), "  ", (printable(run.history.store.url), "dim"))
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)
 
 
-def _metric_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
     """Return (suite, metric) in order of worth: training's first, two of evaluations, the rest of training's."""
     from ckpt_tasks.report.picture import sort_metrics
 
-    own = [("", name) for name in sort_metrics({name for row in rows for name in row["metrics"]})]
-    suites = dict.fromkeys(suite for row in rows for suite in row["evaluations"])
+    own = [("", name) for name in sort_metrics({name for row in rows for name in row.checkpoint.metrics})]
+    suites = dict.fromkeys(suite for row in rows for suite in row.evaluations)
     evaluated = [
         (suite, name)
         for suite in suites
-        for name in sort_metrics({name for row in rows for name in row["evaluations"].get(suite, {})})
+        for name in sort_metrics({name for row in rows for name in row.evaluations.get(suite, {})})
     ]
     best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite before all else
     return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:], *best[_EVALUATIONS_SHOWN:]]
 
 
-def _column(name: str, rows: list[dict[str, Any]]) -> tuple[str, str]:
+def _column(name: str, rows: list[_Row]) -> tuple[str, str]:
     """Return (suite, metric) for a name; raise ConfigError if no checkpoint has it."""
     known = {(f"{suite}/{one}" if suite else one): (suite, one) for suite, one in _metric_columns(rows)}
     if name not in known:
         raise ConfigError(f"no checkpoint has the metric {name!r:.80}", hint=f"There are {', '.join(known) or 'none'}.")
     return known[name]
-
-
-def _metric(row: dict[str, Any], suite: str, name: str) -> str:
-    value = (row["evaluations"].get(suite, {}) if suite else row["metrics"]).get(name)
-    return "" if value is None else number(value)
-
-
-def _owner(owner: Owner) -> dict[str, Any]:
-    names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
-    return {name: getattr(owner, name) for name in names}
 
 
 def _holder(owner: Owner | None) -> str:
@@ -245,4 +199,89 @@ def _holder(owner: Owner | None) -> str:
     free = why_free(owner, identify(None), None, float("inf"))
     if free:
         return f"No process holds this run: {free}."
-    return printable(f"Held by process {owner.pid} on {owner.host} since {when(owner.taken_at)}.")
+    return f"Held by process {owner.pid} on {owner.host} since {when(owner.taken_at)}."
+
+
+# ── the runs of a directory ──────────────────────────────────────────────────────────────────────────────────────
+
+_BAD = ("damaged", "unreadable")
+_RUN_STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
+# Columns to sort by, beside metrics; True: the largest comes first.
+_KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
+    "name": (lambda run: run.name, False),
+    "state": (lambda run: run.state, False),
+    "step": (lambda run: run.step, True),
+    "saved": (lambda run: run.saved_at, True),
+    "checkpoints": (lambda run: run.checkpoints, True),
+    "size": (lambda run: run.size_bytes, True),
+}
+_RUN_COLUMNS = (
+    column("run", "name"),
+    column(
+        "state",
+        lambda run: (f"{run.state}{f', {run.pinned} pinned' * bool(run.pinned)}", _RUN_STYLES.get(run.state, "")),
+        tuple,
+    ),
+    column("step", lambda run: "" if run.step is None else run.step, numbers=True),
+    column("saved", lambda run: age(run.saved_at) if run.saved_at else "", whole=True),
+    column("live", "checkpoints", numbers=True),
+    column("size", lambda run: size(run.size_bytes) if run.checkpoints else "", numbers=True),
+)
+
+
+def _list_runs(out: Output, url: str, runs: list[RunSummary], metrics: Sequence[str], sort: str | None) -> None:
+    ordered = sort_runs(runs, sort or "name")
+    known = {name for run in runs for name in run.metrics}
+    unknown = [name for name in metrics if name not in known]
+    if unknown:
+        raise ConfigError(f"no run here has the metric {unknown[0]!r:.80}", hint=_these(known))
+    facts = {"directory": url, "runs": [asdict(run) for run in ordered]}
+    out.answer(facts, _parts_of_runs(url, ordered, metrics, (sort or "").removeprefix("-")))
+    out.fail(any(run.state in _BAD for run in runs))
+
+
+def sort_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
+    """Sort runs by a column or a metric, runs without a value last; "-" before the name reverses the order.
+
+    Raises ConfigError for a name that no run has.
+    """
+    name = sort.removeprefix("-")
+    known = {metric for run in runs for metric in run.metrics}
+    if name in _KEYS:
+        value, falling = _KEYS[name]
+    elif name in known:
+        value, falling = (lambda run: run.metrics.get(name, math.nan)), False
+    else:
+        raise ConfigError(
+            f"{name!r:.80} is nothing to sort by", hint=f"{', '.join(_KEYS)}, or a metric. {_these(known)}"
+        )
+    falling ^= sort != name
+    without = [run for run in runs if (one := value(run)) is None or (isinstance(one, float) and math.isnan(one))]
+    ordered = sorted((run for run in runs if run not in without), key=value, reverse=falling)
+    return [*ordered, *without]
+
+
+def _these(known: set[str]) -> str:
+    from ckpt_tasks.report.picture import sort_metrics
+
+    return f"There are {', '.join(sort_metrics(known))}." if known else "None has any."
+
+
+def _parts_of_runs(url: str, runs: Sequence[RunSummary], metrics: Sequence[str], sort: str) -> Iterator[Any]:
+    from ckpt_tasks.report.picture import sort_metrics
+
+    def metric(name: str) -> Column:
+        return column(name, lambda run: run.metrics.get(name), _number, numbers=True)
+
+    def table(shown: int) -> Any:
+        return listing((*_RUN_COLUMNS, *map(metric, columns[:shown])), runs)
+
+    known = sort_metrics({name for run in runs for name in run.metrics})
+    sorted_by = [sort] if sort in known else []
+    columns = list(metrics) or [*sorted_by, *(name for name in known if name != sort)][:_METRICS_SHOWN]
+    yield url, "bold"
+    yield from widest_listing(table, columns, len(metrics) or len(sorted_by))
+    yield from ((f"{run.name}: {run.why}", "red") for run in runs if run.state in _BAD)
+    states = [f"{sum(run.state == state for run in runs)} {state}" for state in dict.fromkeys(r.state for r in runs)]
+    room = size(sum(run.size_bytes for run in runs))
+    yield f"{count(len(runs), 'run')}, {room}: {', '.join(states)}.", "dim"

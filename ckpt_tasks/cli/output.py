@@ -1,4 +1,7 @@
-"""What a verb prints: tables, or JSON; errors in the same form."""
+"""What a verb prints: texts and tables, or JSON; errors in the same form.
+
+The columns of a table are declared once (`Column`): the table of a terminal and the rows of --json are made from them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -22,16 +26,24 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from ckpt_tasks.reading.reading import Run
+
 __all__ = [
-    "JsonOption",
+    "Column",
     "Output",
+    "column",
     "console",
     "finite",
+    "first",
     "from_here",
+    "grid",
+    "listing",
     "output",
     "reading",
+    "rendered",
     "report_errors",
-    "table",
+    "row_facts",
+    "title",
     "widest_listing",
     "write_file",
 ]
@@ -81,8 +93,6 @@ _FIRST_ANSWER_S = 15.0  # how long the first answer of a store may take; later r
 _LONGEST_WORD = 20
 _FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
 
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
-
 
 class Output:
     """Print a verb's answer; `fail()` makes the exit status 1."""
@@ -91,23 +101,28 @@ class Output:
         self.as_json = as_json
         self.failed = False
 
-    def fail(self) -> None:
-        """Make the verb end with exit status 1."""
-        self.failed = True
+    def fail(self, failed: bool = True) -> None:
+        """Make the verb end with exit status 1 if it has failed."""
+        self.failed |= failed
 
-    def data(self, payload: Mapping[str, Any]) -> None:
-        """Print the answer as JSON if --json was given; NaN and infinity, which JSON lacks, become strings."""
+    def answer(self, facts: Mapping[str, Any], parts: Iterable[Any] = ()) -> None:
+        """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
         if self.as_json:
             with _writing():
-                typer.echo(json.dumps(finite(payload), indent=2))
+                typer.echo(json.dumps(finite(facts), indent=2))
+        else:
+            self.print(*parts)
 
-    def print(self, *parts: RenderableType) -> None:
-        """Print texts and tables unless --json was given; texts wrap at words, and names are never cut."""
+    def print(self, *parts: Any) -> None:
+        """Print texts and tables unless --json was given; texts wrap at words, and names are never cut.
+
+        A part is a text, a text with its style, a list of such pieces for one line, or what rich can print.
+        """
         if not self.as_json:
             screen = console()
             with _writing():
                 for part in parts:
-                    screen.print(_with_whole_words(part, screen))
+                    screen.print(_with_whole_words(rendered(part), screen))
 
     def print_next(self, *commands: str) -> None:
         """Print what to type next, each command in one line: one that is wrapped cannot be copied."""
@@ -116,6 +131,30 @@ class Output:
             with _writing():
                 for line in ("Next:", *(f"  {printable(command)}" for command in commands)):
                     screen.print(line, soft_wrap=True)
+
+
+def rendered(part: Any) -> RenderableType:
+    """Make a text of pieces, each a text or a text with its style, without control characters of others."""
+    from rich.text import Text
+
+    if isinstance(part, str | tuple):
+        part = [part]
+    if not isinstance(part, list):
+        shown: RenderableType = part
+        return shown
+    pieces = [(piece, "") if isinstance(piece, str) else piece for piece in part]
+    return Text.assemble(*(("\n".join(map(printable, text.split("\n"))), style) for text, style in pieces))
+
+
+def title(run: Run, which: str = "") -> list[Any]:
+    """Return the pieces of the title line: run key and URL."""
+    return [(f"{run.run_key or 'run of unknown key'}{which}", "bold"), "  ", (run.history.store.url, "dim")]
+
+
+def first(lines: Sequence[str], most: int, option: str = "--json") -> list[str]:
+    """Return the first lines, and one that says how many more there are and which option shows them."""
+    more = [f"… and {len(lines) - most} more ({option})"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 @contextmanager
@@ -184,27 +223,64 @@ def _only_our_log() -> Iterator[None]:
         logging.getLogger().removeHandler(silence)
 
 
-def widest_listing(listing: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[RenderableType]:
-    """Return the listing with as many metrics as fit the screen without breaking a word, `fewest` at least.
+def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[Any]:
+    """Return the table with as many metrics as fit the screen without breaking a word, `fewest` at least.
 
-    `listing` makes it for a number of metrics. A line that names those left out follows.
+    `make` makes it for a number of metrics. A line that names those left out follows.
     """
-    from rich.text import Text
-
     screen, shown = console(), len(metrics)
-    while not _fits(made := listing(shown), screen) and shown > fewest:
+    while not _fits(made := make(shown), screen) and shown > fewest:
         shown -= 1
-    left_out = ", ".join(map(printable, metrics[shown:]))
-    return [made, Text(f"No room for {left_out}: --metrics NAME,NAME chooses.", style="dim")] if left_out else [made]
+    left_out = ", ".join(metrics[shown:])
+    return [made, (f"No room for {left_out}: --metrics NAME,NAME chooses.", "dim")] if left_out else [made]
 
 
-def table(*headings: str, right: tuple[str, ...] = (), unwrapped_columns: tuple[str, ...] = ()) -> Table:
-    """Make a table in the house's style; columns in `right` hold numbers; they and `unwrapped_columns` never wrap."""
-    made = plain_table()
-    for heading in headings:
-        numbers = heading in right
-        kept = numbers or heading in unwrapped_columns
-        made.add_column(heading, justify="right" if numbers else "left", no_wrap=kept, overflow="fold")
+class Column(NamedTuple):
+    """A column: its key in --json (None: not there), its heading in a terminal (None: not there), and its value.
+
+    `words` writes the value for people. A column of numbers stands on the right; neither it nor a `whole` one wraps.
+    """
+
+    key: str | None
+    heading: str | None
+    value: Callable[[Any], Any]
+    words: Callable[[Any], Any] = str
+    numbers: bool = False
+    whole: bool = False
+
+
+def column(heading: str, value: str | Callable[[Any], Any], words: Callable[[Any], Any] = str, **how: Any) -> Column:
+    """Return a column for people; `value` may be the name of an attribute."""
+    return Column(None, heading, attrgetter(value) if isinstance(value, str) else value, words, **how)
+
+
+def row_facts(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the rows as --json has them."""
+    return [{one.key: one.value(row) for one in columns if one.key is not None} for row in rows]
+
+
+def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable[[Any], str] | None = None) -> Table:
+    """Make a table in the house's style; `style` says how a row looks. Control characters of others are escaped."""
+    made, shown = plain_table(), [one for one in columns if one.heading is not None]
+    for one in shown:
+        kept = one.numbers or one.whole
+        made.add_column(one.heading or "", justify="right" if one.numbers else "left", no_wrap=kept, overflow="fold")
+    for row in rows:
+        cells = (one.words(one.value(row)) for one in shown)
+        texts = (rendered(cell) if isinstance(cell, str | tuple) else cell for cell in cells)
+        made.add_row(*texts, style=style(row) if style else "")
+    return made
+
+
+def grid(lines: Iterable[tuple[str, ...]]) -> Table:
+    """Make a table of names and values without headings; a line may have a style as well."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 3))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value, *style in lines:
+        made.add_row(name, rendered(value), style="".join(style))
     return made
 
 
@@ -241,11 +317,9 @@ def _print_error(error: CkptError, out: Output) -> None:
         except ConfigError:
             typer.echo(text, err=True)
         return
-    from rich.text import Text
-
-    lines = str(error).split("\n") if isinstance(error, SiteError) else [str(error)]  # it ends with lines of a log
-    line = Text.assemble(("error: ", "bold red"), "\n".join(map(printable, lines)))
-    console(stderr=True).print(line, soft_wrap=True)
+    # The error of a site ends with lines of a log.
+    text = str(error) if isinstance(error, SiteError) else printable(str(error))
+    console(stderr=True).print(rendered([("error: ", "bold red"), text]), soft_wrap=True)
 
 
 def finite(value: Any) -> Any:

@@ -1,31 +1,52 @@
-"""`ckpt report`: where a run's time went, as a table and as one self-contained HTML file."""
+"""`ckpt report` and `ckpt plan`: where a run's time went, and how often it should save by its own measurements."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from ckpt_tasks.cli.facts import RunArgument, kept_because
-from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, table, write_file
-from ckpt_tasks.report.words import printable
+from ckpt_tasks.cli.arguments import JsonOption, RunArgument, kept_because, option
+from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
+from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.policy.cadence import (
+    OVERHEAD_CAP,
+    Observed,
+    Recommendation,
+    TradeOff,
+    recommend,
+    trade_off,
+    trade_off_at,
+)
+from ckpt_tasks.report.words import count, fine_span, percent, printable
 
 if TYPE_CHECKING:
+    from ckpt_tasks.policy.space import Forecast
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.report.report import Report
 
-__all__ = ["report"]
+__all__ = ["plan", "report"]
 
-_BAR = 36  # characters for all the time
+# Characters for all the time.
+_BAR = 36
 
 OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="the HTML file [default: RUN_KEY-report.html]", show_default=False),
+    Path | None, option("--out", "FILE", "the HTML file [default: RUN_KEY-report.html]", show_default=False)
 ]
+CapOption = Annotated[
+    float, option("--overhead-cap", "SHARE", "the largest share of its time that training may wait for saves")
+]
+KeepOption = Annotated[
+    int | None, option("--max-num-checkpoints", "N", "forecast the room for so many (default: as now)", min=1)
+]
+MtbfOption = Annotated[
+    float | None, option("--mtbf-s", "SECONDS", "mean time between failures [default: the run's own]")
+]
+SvgOption = Annotated[Path | None, option("--svg", "FILE", "also draw the curve into this file")]
 
 
 def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
@@ -54,9 +75,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
         )
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
         write_file(place, to_html(made), what="report", option="--out", is_ours=_is_report)
-        shown.data({**made.data(), "html": str(place)})
-        if not as_json:
-            _print(shown, run, made, place)
+        shown.answer({**made.data(), "html": str(place)}, _report_parts(run, made, place))
 
 
 def _is_report(head: bytes) -> bool:
@@ -65,30 +84,197 @@ def _is_report(head: bytes) -> bool:
     return not head or GENERATOR.encode() in head
 
 
-def _print(shown: Output, run: Run, made: Report, place: Path) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    facts = Table.grid(padding=(0, 3))
-    facts.add_column(style="dim")
-    facts.add_column(overflow="fold")
-    for name, value in made.facts():
-        if value != run.history.store.url:  # the title says it
-            facts.add_row(name, printable(value))
-    shown.print(title(run), Text(made.summary, style="bold"), "", facts)
-    if made.shares:
-        shown.print(_shares(made))
-    for caveat in made.caveats():
-        shown.print(Text(caveat, style="yellow"))
-    shown.print(Text.assemble("Report: ", (printable(str(place)), "bold")))
-
-
-def _shares(made: Report) -> Any:
+def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
     from ckpt_tasks.report.report import SHARES_MEAN
-    from ckpt_tasks.report.words import fine_span, percent
 
-    listing = table("", "time", "part", "", "means", right=("time", "part"), unwrapped_columns=("",))
-    for name, seconds, part in made.shares:
-        cells = (name, fine_span(seconds), percent(part), "█" * round(_BAR * part), SHARES_MEAN[name])
-        listing.add_row(*cells, style="bold" if name == "useful" else "")
-    return listing
+    yield title(run)
+    yield made.summary, "bold"
+    yield ""
+    # The title says the URL.
+    yield grid(line for line in made.facts() if line[1] != run.history.store.url)
+    if made.shares:
+        columns = (
+            column("", itemgetter(0), whole=True),
+            column("time", itemgetter(1), fine_span, numbers=True),
+            column("part", itemgetter(2), percent, numbers=True),
+            column("", lambda share: "█" * round(_BAR * share[2]), whole=True),
+            column("means", lambda share: SHARES_MEAN[share[0]]),
+        )
+        yield listing(columns, made.shares, lambda share: "bold" if share[0] == "useful" else "")
+    yield from ((caveat, "yellow") for caveat in made.caveats())
+    yield ["Report: ", (str(place), "bold")]
+
+
+# ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Characters for the largest sum that is shown.
+_CURVE_BAR = 28
+_REACH, _ROWS = 8.0, 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """Measurements and the plan; `source` of the mean time between failures: "prior", "measured" or "given"."""
+
+    observed: Observed
+    recommended: Recommendation
+    source: str
+    overhead_cap: float
+    # None where the store has no limit that it tells.
+    space: Forecast | None
+    # As given: the ledger does not hold a run's policy.
+    keeps: int | None
+
+    @property
+    def at(self) -> TradeOff:
+        """What the recommended interval costs."""
+        return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
+
+
+def plan(
+    directory: RunArgument,
+    *,
+    overhead_cap: CapOption = OVERHEAD_CAP,
+    mtbf_s: MtbfOption = None,
+    max_num_checkpoints: KeepOption = None,
+    svg: SvgOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Recommend how often to save.
+
+    Computes the interval at which waiting for saves and repeating lost work cost least together, from the cost of the
+    run's newest saves and its failures so far; shows what other intervals would cost.
+    """
+    from ckpt_tasks.ledger.observing import observe
+    from ckpt_tasks.reading.reading import open_run
+
+    with output(as_json) as out:
+        run = open_run(directory)
+        observed = observe(run.history)
+        if observed is None:
+            raise CheckpointNotFoundError(
+                "the run has no checkpoint yet, so that nothing has been measured", hint="Save once, then ask again."
+            )
+        planned = _Planned(
+            observed=observed,
+            recommended=recommend(observed, overhead_cap=overhead_cap, mtbf_s=mtbf_s),
+            source="given" if mtbf_s is not None else "measured" if observed.failures else "prior",
+            overhead_cap=overhead_cap,
+            space=_space(run, max_num_checkpoints),
+            keeps=max_num_checkpoints,
+        )
+        if svg is not None:
+            _draw(svg, run, planned)
+        facts = {**_facts(run, planned), "svg": None if svg is None else str(svg)}
+        lines = ((name, value, "bold" if name == "save every" else "") for name, value in _lines(planned))
+        out.answer(facts, [title(run), "", grid(lines), _curve(planned)])
+
+
+def _space(run: Run, max_num_checkpoints: int | None) -> Forecast | None:
+    from ckpt_tasks.policy.retention import RetentionPolicy
+    from ckpt_tasks.reading.room import forecast_run
+    from ckpt_tasks.storage.space import free_bytes
+
+    free = free_bytes(run.history.store)
+    policy = None if max_num_checkpoints is None else RetentionPolicy(max_num_checkpoints=max_num_checkpoints)
+    return None if free is None else forecast_run(run, policy, free)
+
+
+def _facts(run: Run, planned: _Planned) -> dict[str, Any]:
+    observed, recommended = planned.observed, planned.recommended
+    return {
+        "run_key": run.run_key,
+        "checkpoint_dir": run.history.store.url,
+        "observed": asdict(observed),
+        "mtbf_s": recommended.mtbf_s,
+        "mtbf_source": planned.source,
+        "overhead_cap": planned.overhead_cap,
+        "recommended": {**asdict(recommended), **asdict(planned.at)},
+        "space": None if planned.space is None else {**asdict(planned.space), "fits": planned.space.fits},
+        "curve": [asdict(point) for point in trade_off(observed, recommended)],
+    }
+
+
+def _draw(place: Path, run: Run, planned: _Planned) -> None:
+    from ckpt_tasks.report.tradeoff import draw_curve
+
+    observed, recommended = planned.observed, planned.recommended
+    costs = f"a save stalls {fine_span(observed.stall_s)} and flushes {fine_span(observed.flush_s)}"
+    drawn = draw_curve(
+        trade_off(observed, recommended, points=241),
+        planned.at,
+        recommended.least_s,
+        heading=f"{printable(run.run_key or 'run of unknown key')}: what saving every so often costs",
+        about=f"{costs}, failures come every {_mtbf(planned)}",
+    )
+    write_file(place, drawn, what="picture", option="--svg", is_ours=lambda head: not head or b"<svg" in head)
+
+
+def _lines(planned: _Planned) -> list[tuple[str, str]]:
+    observed, recommended, at = planned.observed, planned.recommended, planned.at
+    step = f"a step takes {fine_span(observed.step_s)}, " if observed.step_s else ""
+    every = f"{recommended.interval_s:,.{1 if recommended.interval_s < 99.95 else 0}f} s"
+    every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
+    every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
+    return [
+        (
+            "measured",
+            f"{step}training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}",
+        ),
+        ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training"),
+        ("between failures", _mtbf(planned)),
+        ("save every", every),
+        ("because", _why(planned)),
+        ("costs", f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"),
+        *([("disk", _room(planned.space, planned.keeps))] if planned.space is not None else []),
+    ]
+
+
+def _room(space: Forecast, keeps: int | None) -> str:
+    if space.fits:
+        as_now = "" if keeps else " if the run keeps as many as now (--max-num-checkpoints asks for others)"
+        return f"{space.words}: enough{as_now}"
+    return f"{space.words}: not enough. Keep fewer, or use another disk"
+
+
+def _mtbf(planned: _Planned) -> str:
+    measured = f"{count(planned.observed.failures, 'failure')} and the prior"
+    source = {"prior": "prior: no failure yet", "measured": measured, "given": "given"}[planned.source]
+    return f"{fine_span(planned.recommended.mtbf_s)} ({source})"
+
+
+def _why(planned: _Planned) -> str:
+    observed, recommended = planned.observed, planned.recommended
+    if recommended.decided_by == "optimum":
+        return "no other costs less (Young/Daly)"
+    if recommended.decided_by == "flush":
+        return f"a flush takes that long; the optimum would be {fine_span(recommended.optimum_s)}"
+    least = trade_off_at(max(recommended.optimum_s, observed.flush_s), observed, recommended.mtbf_s)
+    without = f"without it every {fine_span(least.interval_s)}, at {percent(least.total)} in all"
+    return f"of the overhead cap of {100 * planned.overhead_cap:g} %; {without}"
+
+
+_CURVE = (
+    column("save every", "interval_s", fine_span, numbers=True),
+    column("waiting", "overhead", percent, numbers=True),
+    column("done again", "expected_loss", percent, numbers=True),
+    column("together", "total", percent, numbers=True),
+)
+
+
+def _curve(planned: _Planned) -> Any:
+    at = planned.at
+    others = trade_off(planned.observed, planned.recommended, points=_ROWS, reach=_REACH)
+    apart = [point for point in others if not at.interval_s / 1.05 < point.interval_s < at.interval_s * 1.05]
+    points = sorted([*apart, at], key=attrgetter("interval_s"))
+    per_cell = max(point.total for point in points) / _CURVE_BAR or 1.0
+
+    def bar(point: TradeOff) -> Any:
+        waiting, both = round(point.overhead / per_cell), round(point.total / per_cell)
+        mark = " ◂ recommended" if point is at else ""
+        return rendered([("█" * waiting, "yellow"), ("▒" * (both - waiting), "red"), mark])
+
+    def style(point: TradeOff) -> str:
+        return "bold" if point is at else "dim" if point.interval_s < planned.recommended.least_s else ""
+
+    return listing((*_CURVE, column("", lambda point: point, bar)), points, style)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from ckpt_tasks.cli.arguments import argument, option
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig, option_texts
 
@@ -43,15 +44,11 @@ __all__ = [
 
 EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 
-ProgramArgument = Annotated[
-    str | None, typer.Argument(metavar="MODULE:PROGRAM", help="the program [default: the example ByteLM]")
-]
+ProgramArgument = Annotated[str | None, argument("MODULE:PROGRAM", "the program [default: the example ByteLM]")]
 ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]  # its first name, kept for old commands
-ParamOption = Annotated[
-    list[str], typer.Option("--param", metavar="NAME=VALUE", help="a parameter of the program; may be repeated")
-]
-ParamsOption = Annotated[str, typer.Option("--params", metavar="JSON", help="parameters as one JSON object")]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="short for --param seed=N")]
+ParamOption = Annotated[list[str], option("--param", "NAME=VALUE", "a parameter of the program; may be repeated")]
+ParamsOption = Annotated[str, option("--params", "JSON", "parameters as one JSON object")]
+SeedOption = Annotated[int | None, option("--seed", "N", "short for --param seed=N")]
 
 _PANEL = "Checkpoints"
 _DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
@@ -65,12 +62,12 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     kinds, texts = get_type_hints(CheckpointConfig), option_texts()
     options = [
         inspect.Parameter(
-            option.name,
+            field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[str | None, _option(option, kinds[option.name], texts[option.name])],
+            annotation=Annotated[str | None, _option(field, kinds[field.name], texts[field.name])],
         )
-        for option in fields(CheckpointConfig)
+        for field in fields(CheckpointConfig)
     ]
     verb.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
     return verb
@@ -164,15 +161,13 @@ def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **chang
     return words
 
 
-def _option(option: Field[Any], kind: Any, text: str) -> Any:
-    default = _DEFAULTS.get(option.name) or ("none" if option.default is None else option.default)
+def _option(setting: Field[Any], kind: Any, text: str) -> Any:
+    default = _DEFAULTS.get(setting.name) or ("none" if setting.default is None else setting.default)
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
     begin = first[0] if first[1:2].isupper() else first[0].lower()  # URL stays, "A metric" does not
     shown = f"{begin}{first[1:]} [default: {default}]"
-    flag = "--" + option.name.replace("_", "-")
-    return typer.Option(
-        flag, metavar=_metavar(option.name, kind), help=shown, rich_help_panel=_PANEL, show_default=False
-    )
+    flag = "--" + setting.name.replace("_", "-")
+    return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)
 
 
 def _metavar(name: str, kind: Any) -> str:

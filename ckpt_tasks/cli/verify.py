@@ -1,24 +1,33 @@
-"""`ckpt verify`: read everything back; list what is damaged and what is orphaned."""
+"""`ckpt verify` and `ckpt verify-resume`: prove that what is stored is good, and that a killed program resumes."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ckpt_tasks.cli.facts import RunOrCheckpointArgument, parse_target
-from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import JsonOption, Output, output, reading, table
-from ckpt_tasks.report.words import age, count, printable, size, span
+import typer
+
+from ckpt_tasks.cli.arguments import JsonOption, RunOrCheckpointArgument, parse_target
+from ckpt_tasks.cli.output import Column, Output, column, first, listing, output, reading, row_facts, title
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.report.words import age, count, size, span
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.proving.proof import Proof
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.upkeep.upkeep import RunFaults
 
-__all__ = ["verify"]
+__all__ = ["verify", "verify_resume"]
 
-_NAMES_SHOWN = 8
+_FAULTS_SHOWN = 8
+_DIFFERENCES_SHOWN = 5
 
 
 def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None:
@@ -34,13 +43,18 @@ def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None
         began = time.monotonic()
         faults, size_bytes = _read(out, run, only)
         took_s = time.monotonic() - began
-        out.data(_facts(run, faults, size_bytes, took_s))
-        if not as_json:
-            out.print(title(run), _listing(faults))
-            _print_rest(out, run, faults, only)
-            _print_verdict(out, faults, f"{size(size_bytes)} read in {span(took_s)}")
-        if not faults.good:
-            out.fail()
+        facts = {
+            "run_key": run.run_key,
+            "checkpoint_dir": run.history.store.url,
+            "good": faults.good,
+            "checkpoints": row_facts(_COLUMNS, faults.checkpoints.values()),
+            "damaged": list(faults.damaged),
+            "orphans": list(faults.orphans),
+            "read_bytes": size_bytes,
+            "took_s": round(took_s, 3),
+        }
+        out.answer(facts, _parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}"))
+        out.fail(not faults.good)
 
 
 def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, int]:
@@ -62,63 +76,118 @@ def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, in
         return RunFaults(checkpoints, (), ()), done[0]
 
 
-def _facts(run: Run, faults: RunFaults, size_bytes: int, took_s: float) -> dict[str, Any]:
-    return {
-        "run_key": run.run_key,
-        "checkpoint_dir": run.history.store.url,
-        "good": faults.good,
-        "checkpoints": [
-            {"step": c.step, "manifest_digest": digest, "good": not wrong, "faults": list(wrong)}
-            for digest, (c, wrong) in faults.checkpoints.items()
-        ],
-        "damaged": list(faults.damaged),
-        "orphans": list(faults.orphans),
-        "read_bytes": size_bytes,
-        "took_s": round(took_s, 3),
-    }
+def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
+    place = row[0].manifest.rpartition("/")[0] + "/"
+    return "\n".join(first([fault.replace(place, "") for fault in row[1]], _FAULTS_SHOWN)) or "good"
 
 
-def _listing(faults: RunFaults) -> Any:
-    made = table("step", "saved", "size", "result", right=("step", "size"))
-    for checkpoint, wrong in faults.checkpoints.values():
-        place = checkpoint.manifest.rpartition("/")[0] + "/"
-        result = "\n".join(printable(fault.replace(place, "")) for fault in wrong[:_NAMES_SHOWN])
-        if len(wrong) > _NAMES_SHOWN:
-            result += f"\n… and {len(wrong) - _NAMES_SHOWN} more (--json)"
-        cells = (str(checkpoint.step), age(checkpoint.saved_at), size(checkpoint.size_bytes))
-        made.add_row(*cells, result or "good", style="red" if wrong else "")
-    return made
+_COLUMNS = (
+    Column("step", "step", lambda row: row[0].step, numbers=True),
+    Column("manifest_digest", None, lambda row: row[0].manifest_digest),
+    Column("good", None, lambda row: not row[1]),
+    Column("faults", None, lambda row: list(row[1])),
+    column("saved", lambda row: row[0].saved_at, age),
+    column("size", lambda row: row[0].size_bytes, size, numbers=True),
+    column("result", _result),
+)
 
 
-def _print_rest(out: Output, run: Run, faults: RunFaults, only: Checkpoint | None) -> None:
-    from rich.text import Text
-
-    if faults.damaged:
-        out.print(Text(f"Damaged beside the checkpoints: {count(len(faults.damaged), 'object')}", style="red"))
-        out.print(*(Text(f"  {name}", style="red") for name in _some(faults.damaged)))
-    if faults.orphans:
-        out.print(Text(f"Orphaned, the next owner deletes them: {count(len(faults.orphans), 'object')}", style="dim"))
-        out.print(*(Text(f"  {name}", style="dim") for name in _some(faults.orphans)))
-
-
-def _print_verdict(out: Output, faults: RunFaults, work: str) -> None:
-    from rich.text import Text
-
-    bad = sum(1 for _, wrong in faults.checkpoints.values() if wrong)
+def _parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
+    yield title(run)
+    yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
+    for names, what, style in (
+        (faults.damaged, "Damaged beside the checkpoints", "red"),
+        (faults.orphans, "Orphaned, the next owner deletes them", "dim"),
+    ):
+        if names:
+            yield f"{what}: {count(len(names), 'object')}", style
+            yield from ((f"  {name}", style) for name in first(names, _FAULTS_SHOWN))
+    bad, checked = sum(1 for _, wrong in faults.checkpoints.values() if wrong), len(faults.checkpoints)
     if faults.good:
-        good = count(len(faults.checkpoints), "checkpoint")
-        out.print(Text.assemble(("Good", "bold green"), f": {good}, {work}."))
+        yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]
     elif bad:
-        verdict = f": {bad} of {count(len(faults.checkpoints), 'checkpoint')}, {work}."
-        left = bad < len(faults.checkpoints)
-        then = " A restore passes over them." if left else " There is none that could be restored."
-        out.print(Text.assemble(("Damaged", "bold red"), verdict, then))
+        then = " A restore passes over them." if bad < checked else " There is none that could be restored."
+        yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
     else:
-        out.print(
-            Text.assemble(("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}.")
-        )
+        yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]
 
 
-def _some(names: tuple[str, ...]) -> list[str]:
-    more = [f"… and {len(names) - _NAMES_SHOWN} more (--json)"] if len(names) > _NAMES_SHOWN else []
-    return [*(printable(name) for name in names[:_NAMES_SHOWN]), *more]
+# ── verify-resume ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def verify_resume(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODULE:PROGRAM | -- COMMAND…", help="a program, as `ckpt train` takes it; or a command"
+        ),
+    ],
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="how many steps to train a program [default: 12]")
+    ] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program; the value as JSON has it"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a program twice, kill and resume one, compare.
+
+    One of the two trains without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process.
+    After every step the state, the metrics and the random streams are compared, value by value, and at the end the
+    evaluation "quick". Exits with 1 if something differs, and names the first such value and the likely cause.
+
+    A command, `ckpt verify-resume -- python train.py --dir {run}`, is a script of your own with a Checkpointer. It is
+    told where its run is to be by {run} among its words, or by the environment variable CKPT_RUN. Compared are the
+    metrics of every step and the whole last checkpoint.
+    """
+    with output(as_json) as out:
+        proof = _proof(program, steps, params or [])
+        out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
+        out.fail(proof.difference is not None)
+
+
+def _words(proof: Proof, program: list[str]) -> Iterator[str]:
+    of_program, killed = _is_program(program), " and ".join(map(str, proof.killed_within))
+    when = "killed within steps" if of_program else "killed after the commits of steps"
+    yield f"{shlex.join(program)}: {proof.steps} steps, {when} {killed}, resumed twice."
+    if proof.difference is None:
+        what = "Every step is" if of_program else "Metrics of all steps and the last checkpoint are"
+        streams = "all streams" if of_program else "torch's streams"
+        yield f"{what} equal bit for bit: {proof.values} values of state and metrics, and {streams}."
+        if proof.outside:
+            changed = f"Not in the state, and changed by a resume: {', '.join(proof.outside)}. "
+            yield f"{changed}If an evaluation, a later step or the end reads it, put it into the state."
+        return
+    one = proof.difference
+    more = f" and {len(one.what) - _DIFFERENCES_SHOWN} more" if len(one.what) > _DIFFERENCES_SHOWN else ""
+    when = ("before any kill", "after the first resume", "after the second resume")[one.after_kills]
+    yield f"Different from step {one.step} on, {when}: {', '.join(one.what[:_DIFFERENCES_SHOWN])}{more}."
+    yield f"Likely cause: {one.cause}."
+
+
+def _proof(program: list[str], steps: int | None, params: list[str]) -> Proof:
+    if _is_program(program):
+        from ckpt_tasks.proving.proof import verify_resume as prove
+
+        return prove(program[0], dict(map(_parsed, params)), steps=12 if steps is None else steps)
+    if steps is not None or params:
+        raise ConfigError("--steps and --set are for a program", hint="Give a command its own options, after the --.")
+    from ckpt_tasks.proving.script import verify_script
+
+    return verify_script(program)
+
+
+def _is_program(words: list[str]) -> bool:
+    """Tell MODULE:PROGRAM from a command, which is several words or names a file."""
+    return len(words) == 1 and shutil.which(words[0]) is None
+
+
+def _parsed(change: str) -> tuple[str, Any]:
+    name, equals, text = change.partition("=")
+    if not (equals and name.isidentifier()):
+        raise ConfigError(f"{change!r:.100} sets no parameter", hint="Write --set lr=1e-4, a plain name.")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text

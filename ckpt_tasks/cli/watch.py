@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.facts import RunArgument
-from ckpt_tasks.cli.ls import title
-from ckpt_tasks.cli.output import console, finite, output
+from ckpt_tasks.cli.arguments import RunArgument, option
+from ckpt_tasks.cli.output import console, finite, output, rendered, title
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.report.words import age, number, printable, size, span
 
@@ -33,9 +32,9 @@ _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
 
-LinesOption = Annotated[bool, typer.Option("--json", help="print one JSON object per event and line")]
+LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400
-EveryOption = Annotated[float, typer.Option("--every", metavar="SECONDS", help="how often to look")]
+EveryOption = Annotated[float, option("--every", "SECONDS", "how often to look")]
 
 
 def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
@@ -172,32 +171,24 @@ class _Course:
         from rich.console import Group
         from rich.text import Text
 
-        newest, rate = self._newest(), self.rate()
-        lines = [title(self._run)]
+        newest, rate, owner = self._newest(), self.rate(), self._head.state.owner
+        lines: list[Any] = [title(self._run)]
         if newest is None:
-            lines.append(Text("There is no checkpoint yet."))
+            lines.append("There is no checkpoint yet.")
         else:
             speed = "" if rate is None else f", {number(rate)} steps/s"
             saved = f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {span(newest.cost_s)}"
-            lines.append(Text.assemble(("step ", "dim"), (f"{newest.step:,}", "bold"), speed))
-            lines.append(Text.assemble(("last commit ", "dim"), saved))
-        owner = self._head.state.owner
+            lines += [[("step ", "dim"), (f"{newest.step:,}", "bold"), speed], [("last commit ", "dim"), saved]]
         if self._free is None and owner is not None:
-            who = printable(f"process {owner.pid} on {owner.host}")
-            lines.append(Text.assemble(("owner ", "dim"), ("alive", "green"), f": {who}"))
+            lines.append([("owner ", "dim"), ("alive", "green"), f": process {owner.pid} on {owner.host}"])
         else:
-            lines.append(Text.assemble(("owner ", "dim"), (f"none: {printable(self._free or '')}", "yellow")))
+            lines.append([("owner ", "dim"), (f"none: {self._free or ''}", "yellow")])
         lines += self._curve(width)
-        lines += [
-            Text(printable(_line(event)), style="dim", overflow="ellipsis", no_wrap=True) for event in self._shown
-        ]
-        if self._store_error:
-            lines.append(Text(printable(f"The store does not answer: {self._store_error}"), style="red"))
-        return Group(*lines, Text("Ctrl-C ends it; the run goes on.", style="dim"))
+        events = [Text(printable(_line(each)), style="dim", overflow="ellipsis", no_wrap=True) for each in self._shown]
+        outage = [(f"The store does not answer: {self._store_error}", "red")] if self._store_error else []
+        return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run goes on.", "dim")]))
 
-    def _curve(self, width: int) -> list[RenderableType]:
-        from rich.text import Text
-
+    def _curve(self, width: int) -> list[Any]:
         from ckpt_tasks.report.picture import main_metric
 
         name = main_metric(commit.metrics for commit in self._commits)
@@ -205,7 +196,7 @@ class _Course:
             return []
         values = [commit.metrics[name] for commit in self._commits if name in commit.metrics]
         label, last = printable(f"{name} "), f" {number(values[-1])}"
-        return [Text.assemble((label, "dim"), sparkline(values, width - len(label) - len(last)), last)]
+        return [[(label, "dim"), sparkline(values, width - len(label) - len(last)), last]]
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.cli.fork import parse_changes
+from ckpt_tasks.cli.copy import parse_changes
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt, save_steps, tree
 from tests.support.forks import train

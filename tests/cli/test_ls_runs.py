@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.cli.ls_runs import sort_runs
+from ckpt_tasks.cli.ls import sort_runs
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.reading.overview import RunSummary, summaries_below

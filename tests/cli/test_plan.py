@@ -161,8 +161,8 @@ def test_the_picture_is_a_picture(run_dir: Path, tmp_path: Path, costs: dict[str
 
 def test_a_name_cannot_break_the_picture(run_dir: Path, tmp_path: Path) -> None:
     """The run's key is text in the picture, whatever is in it."""
-    from ckpt_tasks.cli.plan import draw_curve
     from ckpt_tasks.policy.cadence import Observed, trade_off, trade_off_at
+    from ckpt_tasks.report.tradeoff import draw_curve
 
     observed = Observed(step_s=0.5, stall_s=0.0, flush_s=0.0, failures=0, trained_s=0.0)
     found = recommend(observed)

@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.cli.evaluate import _check_example
 from ckpt_tasks.cli.settings import config_of, params_of, repeated_command
+from ckpt_tasks.cli.start import check_example
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt
 from tests.support.forks import train
@@ -63,7 +63,7 @@ def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_d
     with Checkpointer(chosen) as made:
         made.save(1, {"at": 1})
         made.record_program("flows.programs.byte_lm:ByteLM", {})
-    _check_example(chosen)
+    check_example(chosen)
 
 
 def test_what_is_not_given_is_as_the_config_has_it() -> None:

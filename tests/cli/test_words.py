@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.cli.facts import Target, parse_target
+from ckpt_tasks.cli.arguments import Target, parse_target
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import age, count, number, printable, size, span
 

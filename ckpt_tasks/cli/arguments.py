@@ -1,16 +1,21 @@
-"""What several verbs share: the run or checkpoint that the user names, and facts that are shown of it."""
+"""What verbs take from the user: a run or a checkpoint, completed by the shell, and options that several share.
+
+Run directories and DIR@STEP are completed from local directories: a key press never sends a request to a server. If
+there is nothing to complete, the shell completes file names.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ckpt_tasks.cli.completion import complete_checkpoint, complete_run
 from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.report.words import span
 
@@ -21,29 +26,87 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointArgument",
+    "JsonOption",
+    "KeyOption",
+    "OneArgument",
     "RunArgument",
     "RunOrCheckpointArgument",
+    "SingleOption",
     "Target",
+    "argument",
+    "complete_run",
     "kept_because",
     "lineage_facts",
+    "option",
     "params_line",
     "parse_target",
     "written",
 ]
 
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="DIR", help="a run directory", show_default=False, autocompletion=complete_run),
-]
+_STEPS_SHOWN = 100
+# A shell splits, expands or runs any other name: the shell itself completes and quotes such a file name.
+_PLAIN = re.compile(r"[\w./+,:%=-]+")
+
+
+def argument(metavar: str, about: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """Declare an argument."""
+    return typer.Argument(metavar=metavar, help=about, show_default=False, autocompletion=complete)
+
+
+def option(flags: str, metavar: str | None, about: str, **more: Any) -> Any:
+    """Declare an option; without a metavar it is a flag."""
+    return typer.Option(*flags.split(), metavar=metavar, help=about, **more)
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the directories that begin with a text; [] if no run is among them."""
+    if "://" in incomplete or incomplete.startswith("~"):
+        return []
+    begun = incomplete.rpartition("/")[2]
+    before = incomplete[: len(incomplete) - len(begun)]
+    try:
+        with os.scandir(before or ".") as entries:
+            names = sorted(e.name for e in entries if e.name.startswith(begun) and e.is_dir() and _is_shown(e, begun))
+    except OSError:
+        return []
+    names = [name for name in names if _PLAIN.fullmatch(before + name)]
+    runs = {name for name in names if os.path.isfile(os.path.join(before, name, "format.json"))}
+    return [before + (name if name in runs else f"{name}/") for name in names] if runs else []
+
+
+def complete_checkpoint(incomplete: str) -> list[str]:
+    """Return DIR@STEP for the checkpoints of a run, newest first; run directories if the text has no @ yet."""
+    directory, at, which = incomplete.rpartition("@")
+    if not at or not directory or "://" in directory or not os.path.isdir(directory):
+        return complete_run(incomplete)
+    from ckpt_tasks.errors import CkptError
+    from ckpt_tasks.reading.reading import open_run
+
+    try:
+        steps = [str(checkpoint.step) for checkpoint in open_run(directory).checkpoints()]
+    except CkptError:
+        return []
+    names = dict.fromkeys(["latest", "best", *steps[:_STEPS_SHOWN]]) if steps else {}
+    return [f"{directory}@{name}" for name in names if name.startswith(which)]
+
+
+def _is_shown(entry: os.DirEntry[str], begun: str) -> bool:
+    return begun.startswith(".") or not entry.name.startswith(".")
 
 
 def _of_run(otherwise: str) -> Any:
-    help_text = f"a step, @latest or @best; {otherwise} if none is named"
-    return typer.Argument(metavar="DIR[@STEP]", help=help_text, show_default=False, autocompletion=complete_checkpoint)
+    return argument("DIR[@STEP]", f"a step, @latest or @best; {otherwise} if none is named", complete_checkpoint)
 
 
+RunArgument = Annotated[str, argument("DIR", "a run directory", complete_run)]
 CheckpointArgument = Annotated[str, _of_run("the latest")]
 RunOrCheckpointArgument = Annotated[str, _of_run("the whole run")]
+OneArgument = Annotated[str, argument("DIR@STEP", "a step of a run, @latest or @best", complete_checkpoint)]
+KeyOption = Annotated[str | None, option("--run-key", "KEY", "key of the new run [default: the last part of TO]")]
+SingleOption = Annotated[
+    bool, option("--single-writer", None, "TO has no put-if-absent; you make sure that no other process writes there")
+]
+JsonOption = Annotated[bool, option("--json", None, "print one JSON object instead of tables")]
 
 
 class Target(NamedTuple):

@@ -1,0 +1,272 @@
+"""`ckpt sync` and `ckpt fork`: a copy of a run, and a new run from a checkpoint of another one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ckpt_tasks.cli.arguments import (
+    CheckpointArgument,
+    JsonOption,
+    KeyOption,
+    RunOrCheckpointArgument,
+    SingleOption,
+    argument,
+    option,
+    parse_target,
+    written,
+)
+from ckpt_tasks.cli.output import Column, Output, column, from_here, grid, listing, output, reading, row_facts, title
+from ckpt_tasks.cli.settings import ckpt_command
+from ckpt_tasks.errors import ConfigError, OwnedError
+from ckpt_tasks.report.words import age, count, size, span
+
+if TYPE_CHECKING:
+    from ckpt_tasks.copying.fork import ForkPlan, Moved
+    from ckpt_tasks.copying.syncing import SyncReport
+    from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.storage.port import Store
+
+__all__ = ["fork", "parse_changes", "sync"]
+
+CopyArgument = Annotated[str, argument("TO", "the target run directory: a new one, or a copy of this run")]
+ForkArgument = Annotated[str, argument("TO", "the new run directory")]
+SetOption = Annotated[
+    list[str] | None,
+    option("--set", "NAME=VALUE", "a parameter of the program to change; the value as JSON has it"),
+]
+
+
+def sync(
+    checkpoint: RunOrCheckpointArgument,
+    to: CopyArgument,
+    *,
+    single_writer: SingleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a run, or one checkpoint, to another store.
+
+    Without @STEP it copies all live checkpoints, with evaluations and pins. Every byte is verified on the way. Objects
+    that TO has are not copied again: repeat the command after an interruption, or to copy what is new. Removes nothing
+    from TO, and does not bring back what was pruned there. Exits with 1 if anything could not be copied.
+    """
+    from ckpt_tasks.storage.locations import Location
+
+    with output(as_json) as out:
+        parsed = parse_target(checkpoint)
+        run = parsed.open()
+        only = None if parsed.which is None else run.find(parsed.which)
+        place = Location(to).resolve()
+        target, began = place.open(), time.monotonic()
+        report = _copy(out, run, only, target, single_writer=single_writer or place.single_writer)
+        took_s = time.monotonic() - began
+        good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
+        facts = {
+            "run_key": run.run_key,
+            "from": run.history.store.url,
+            "to": target.url,
+            "good": good,
+            "checkpoints": row_facts(_COLUMNS, report.rows),
+            "evaluations": report.evaluations,
+            "pins": report.pins,
+            "faults": list(report.faults),
+            "took_s": round(took_s, 3),
+            "leased": not run.read_only,
+        }
+        out.answer(facts, _parts(run, target, report, took_s))
+        out.fail(not good)
+
+
+def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, single_writer: bool) -> SyncReport:
+    from ckpt_tasks.copying.syncing import plan_sync, run_sync
+
+    plan = plan_sync(run, target, only)
+    with reading(out, "copying", plan.size_bytes) as on_progress:
+        try:
+            return run_sync(run, target, plan, single_writer=single_writer, on_progress=on_progress)
+        except OwnedError as error:
+            error.hint = "Nothing is copied to a run that is training: stop it there, or copy to another directory."
+            raise
+
+
+_STYLES = {"copied": "", "damaged": "red", "refused": "red"}
+_COLUMNS = (
+    Column("step", "step", lambda row: row.checkpoint.step, numbers=True),
+    Column("manifest_digest", None, lambda row: row.checkpoint.manifest_digest),
+    column("saved", "checkpoint.saved_at", age),
+    column("size", "checkpoint.size_bytes", size, numbers=True),
+    Column("outcome", None, lambda row: row.outcome),
+    Column("copied_bytes", "copied", lambda row: row.copied_bytes, lambda n: size(n) if n else "", numbers=True),
+    Column("found_bytes", None, lambda row: row.found_bytes),
+    Column("fault", None, lambda row: row.fault),
+    column("result", lambda row: row.outcome + (f", {size(row.found_bytes)} lay there" if row.found_bytes else "")),
+)
+
+
+def _parts(run: Run, target: Store, report: SyncReport, took_s: float) -> Iterator[Any]:
+    yield [*title(run), ("  →  ", "dim"), (target.url, "dim")]
+    if report.rows:
+        yield listing(_COLUMNS, reversed(report.rows), lambda row: _STYLES.get(row.outcome, "dim"))
+    yield from ((fault, "red") for fault in report.faults)
+    copied = [row for row in report.rows if row.outcome == "copied"]
+    more = [count(n, what) for n, what in ((report.evaluations, "evaluation"), (report.pins, "pin")) if n]
+    if copied or more:
+        moved = size(sum(row.copied_bytes for row in copied))
+        summary = ", ".join([f"{count(len(copied), 'checkpoint')} of {len(report.rows)}", *more, moved])
+        yield [("Copied", "bold green"), f": {summary} in {span(took_s)}, every byte verified."]
+    elif not report.faults:
+        yield "There is nothing to copy."
+    if report.faults:
+        yield [("Not everything", "bold red"), " could be copied. See what is damaged: ckpt verify"]
+    yield from _unleased(run)
+
+
+def _unleased(source: Run) -> Iterator[tuple[str, str]]:
+    """Warn if the source was read without a lease."""
+    if source.read_only:
+        words = "The source cannot be written: it was read without a lease, so its owner could prune what was read."
+        yield words, "yellow"
+
+
+# ── fork ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fork(
+    checkpoint: CheckpointArgument,
+    to: ForkArgument,
+    *,
+    changes: SetOption = None,
+    run_key: KeyOption = None,
+    single_writer: SingleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Begin a new run from a checkpoint of another one.
+
+    In one file system nothing is copied: the new run gets hard links. In one S3 store the server copies. Otherwise
+    every byte is sent and verified. Afterwards the runs are independent: either may be pruned or deleted. After an
+    interruption, give the same command again.
+    """
+    with output(as_json) as out:
+        changed, wanted = parse_changes(changes or []), parse_target(checkpoint)
+        run = wanted.open()
+        _check_changes(run, changed)
+        from ckpt_tasks.copying.fork import find_source, plan_fork, run_fork
+        from ckpt_tasks.storage.locations import Location
+
+        place = Location(to).resolve(run_key)
+        target, began = place.open(), time.monotonic()
+        chosen = find_source(run, wanted.which, target)
+        planned = plan_fork(run, chosen, target, changed, run_key)
+        single = single_writer or place.single_writer
+        with reading(out, "copying", chosen.size_bytes) as on_progress:
+            moved = run_fork(run, target, planned, single_writer=single, on_progress=on_progress)
+        took_s = time.monotonic() - began
+        origin = planned.origin
+        facts = {
+            "from": origin.url,
+            "from_run_key": origin.run_key,
+            "to": target.url,
+            "run_key": planned.run_key,
+            "step": planned.checkpoint.step,
+            "manifest_digest": planned.checkpoint.manifest_digest,
+            "set": dict(origin.set),
+            "params": None if planned.params is None else dict(planned.params),
+            "size_bytes": planned.checkpoint.size_bytes,
+            **moved._asdict(),
+            "took_s": round(took_s, 3),
+            "leased": not run.read_only,
+        }
+        out.answer(facts, _fork_parts(planned, target, moved, took_s))
+        out.print_next(*_next_steps(planned, target.url, run.head().state.program))
+        out.print(*_unleased(run))
+
+
+def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a plain loop trains the run: nothing would apply the changes after a restore."""
+    state = run.head().state
+    if changed and state.program is None and state.params is None:
+        raise ConfigError(
+            "--set changes parameters of a program, and no flow has recorded one for this run",
+            hint="Fork without --set and change the values in your own loop, after its restore.",
+        )
+
+
+def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE texts; a value that is not JSON is a string.
+
+    Raises ConfigError for a bad name, a name that is given twice, and a value such as True or .5, which JSON writes
+    otherwise: a string instead of a number would be noticed late.
+    """
+    parsed: dict[str, Any] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"{change!r:.100} changes no parameter", hint="Write --set lr=1e-4, a plain name.")
+        if name in parsed:
+            raise ConfigError(f"the parameter {name!r} is set twice")
+        parsed[name] = _value(name, text)
+    return parsed
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as an infinity
+    except (ValueError, RecursionError):
+        if text in ("True", "False", "None") or _is_number(text):
+            hint = "Write 0.1, 1000, true, false or null; a text that looks like one in quotes: name='\"True\"'."
+            raise ConfigError(f"{name}={text!r:.80} is not a value that JSON knows", hint=hint) from None
+        return text
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _fork_parts(planned: ForkPlan, target: Store, moved: Moved, took_s: float) -> Iterator[Any]:
+    origin = planned.origin
+    ways = (
+        (moved.linked_bytes, "in files of both runs"),
+        (moved.copied_bytes, "copied by the store: `ckpt verify` reads them"),
+        (moved.sent_bytes, "sent, every byte verified"),
+        (moved.found_bytes, "lay there already"),
+    )
+    lines = [
+        ("from", f"{origin.run_key}  {origin.url}"),
+        ("to", f"{planned.run_key}  {target.url}"),
+        ("step", str(origin.step)),
+        ("bytes", ", ".join(f"{size(size_bytes)} {way}" for size_bytes, way in ways if size_bytes) or "none"),
+        ("took", span(took_s)),
+    ]
+    before = origin.params or {}
+    for name, value in origin.set.items():
+        lines.append(
+            ("set", f"{name} = {written(value)}" + (f" (was {written(before[name])})" if name in before else ""))
+        )
+    yield grid(lines)
+    yield ""
+    done = "There already" if planned.done else "Forked"
+    yield [(done, "bold green"), ". The two runs stand alone now: either may be deleted."]
+
+
+def _next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, ...]:
+    """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
+    place = from_here(url)
+    chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
+    steps = str(2 * planned.checkpoint.step)  # without it, the default may be fewer than the run has
+    training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
+    loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
+    return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

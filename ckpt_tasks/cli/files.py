@@ -1,0 +1,227 @@
+"""`ckpt export` and `ckpt import`: a checkpoint as files of other tools, and a checkpoint from such a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from ckpt_tasks.cli.arguments import (
+    CheckpointArgument,
+    JsonOption,
+    KeyOption,
+    SingleOption,
+    argument,
+    option,
+    parse_target,
+)
+from ckpt_tasks.cli.output import Output, column, first, from_here, listing, output, reading, title
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
+from ckpt_tasks.report.words import count, size
+
+if TYPE_CHECKING:
+    from ckpt_tasks.copying.export import ExportReport
+    from ckpt_tasks.copying.importing import ImportPlan
+    from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.reading.reading import Run
+
+__all__ = ["export", "import_"]
+
+_LINES_SHOWN = 8
+_TORCH_SUFFIXES = (".pt", ".pth")
+_LEFT_OUT = {
+    "safetensors": "Left out, since they are not tensors",
+    "torch": "Left out, since random streams are useful only to a restore",
+}
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+OutArgument = Annotated[str, argument("OUT", "NAME.safetensors, NAME.pt, or a directory for shards")]
+GroupOption = Annotated[
+    list[str] | None,
+    option("--group", "NAME", "a group to export; may be repeated [default: modules; for torch all groups]"),
+]
+FormatOption = Annotated[
+    Literal["safetensors", "torch"] | None,
+    option("--format", "FORMAT", "safetensors, or torch: one file of torch.save [default: torch for .pt and .pth]"),
+]
+SizeOption = Annotated[str | None, option("--max-shard-size", "SIZE", "largest shard in a directory [default: 5GB]")]
+OverwriteOption = Annotated[bool, option("--overwrite", None, "replace OUT; of a directory only its weights")]
+
+
+def export(
+    checkpoint: CheckpointArgument,
+    out: OutArgument,
+    *,
+    group: GroupOption = None,
+    format_: FormatOption = None,
+    max_shard_size: SizeOption = None,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as files of safetensors or torch.save.
+
+    Reading the files needs neither this package nor the run. In safetensors files a single module has the names of its
+    state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or several
+    by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. Every byte is
+    verified; OUT appears when all of it is good, or not at all.
+    """
+    with output(as_json) as result:
+        shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
+        chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
+        how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
+        run, record = parse_target(checkpoint).find()
+        try:
+            report = (_to_torch if chosen == "torch" else _to_safetensors)(result, run, record, out, how)
+        except ObjectNotFoundError as error:
+            raise _why_gone(run, record, error) from error
+        names = ("tensors", "size_bytes", "tied", "dtypes", "left_out")
+        facts = {
+            "checkpoint_dir": run.history.store.url,
+            "format": chosen,
+            **{name: getattr(report, name) for name in ("run_key", "step", "manifest_digest", "groups")},
+            "files": [file._asdict() for file in report.files],
+            **{name: getattr(report, name) for name in names},
+        }
+        result.answer(facts, _export_parts(run, report, chosen))
+
+
+def _to_safetensors(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+    from ckpt_tasks.copying.export import plan_export, write_export
+
+    store = run.history.store
+    plan = plan_export(store, checkpoint, out, **how)
+    with reading(result, "exporting", plan.read_bytes) as on_progress:
+        return write_export(store, plan, on_progress)
+
+
+def _to_torch(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+    from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
+
+    if how["max_shard_bytes"] is not None:
+        raise ConfigError("a torch file is not cut into shards", hint="Export safetensors to a directory.")
+    if PurePath(out).suffix == ".safetensors":
+        raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
+    store = run.history.store
+    plan = plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
+    with reading(result, "exporting", plan.read_bytes) as on_progress:
+        return write_torch_export(store, plan, on_progress)
+
+
+def _size_bytes(text: str) -> int:
+    """Read a size: 5GB, 500 MiB, 1000000; raise ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B)?", text.strip().upper(), re.ASCII)
+    if not match:
+        raise ConfigError(f"{text!r:.80} is not a size", hint="Write 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2] or ""])
+
+
+def _why_gone(run: Run, checkpoint: Checkpoint, error: ObjectNotFoundError) -> CkptError:
+    """Return the error for a missing object: pruned during the read, or damaged."""
+    if any(live.manifest_digest == checkpoint.manifest_digest for live in run.checkpoints()):
+        return error
+    return CheckpointNotFoundError(
+        "the run has pruned the checkpoint meanwhile", step=checkpoint.step, hint="Take a newer one: DIR@latest."
+    )
+
+
+_FILES = (
+    column("file", lambda file: from_here(file.path)),
+    column("tensors", lambda file: f"{file.tensors:,}" if file.tensors else "", numbers=True),
+    column("size", "size_bytes", size, numbers=True),
+)
+
+
+def _export_parts(run: Run, report: ExportReport, chosen: str) -> Iterator[Any]:
+    yield title(run, f" step {report.step}")
+    yield listing(_FILES, report.files)
+    views = "Stored as views, since safetensors has no such dtype"
+    for heading, lines in (
+        ("Tied, and stored only under the second name", [f"{name} = {kept}" for name, kept in report.tied.items()]),
+        (views, [f"{name}: {dtype}" for name, dtype in report.dtypes.items()]),
+        (_LEFT_OUT[chosen], [*report.left_out]),
+    ):
+        if lines:
+            yield f"{heading}:", "yellow"
+            yield from (f"  {line}" for line in first(lines, _LINES_SHOWN))
+    summary = f"{count(report.tensors, 'tensor')} of {', '.join(report.groups)}, {size(report.size_bytes)}"
+    yield [("Exported", "bold green"), f" {summary}, every byte verified."]
+
+
+# ── import ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_LEFT_SHOWN = 12
+
+SourceArgument = Annotated[
+    str, argument("SOURCE", "a torch.save or safetensors file, a Lightning checkpoint, or a directory of weights")
+]
+ToArgument = Annotated[str, argument("TO", "a run directory: a new one, or one that holds only imports")]
+StepOption = Annotated[int | None, option("--step", "N", "step of the checkpoint [default: the file's own, else 0]")]
+AsOption = Annotated[
+    list[str] | None,
+    option("--group", "GROUP[=NAME]", "a group to make, and its name in the file; may be repeated [default: all]"),
+]
+
+
+def import_(
+    source: SourceArgument,
+    run: ToArgument,
+    *,
+    step: StepOption = None,
+    group: AsOption = None,
+    run_key: KeyOption = None,
+    single_writer: SingleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a checkpoint from a file of torch.save or others.
+
+    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, or a directory of them. Weights become the
+    group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed: what it may
+    name are tensors and plain values. The whole file is checked before anything is written; every byte is read back.
+    """
+    with output(as_json) as out:
+        from ckpt_tasks.checkpoint.importing import ImportedRun
+        from ckpt_tasks.copying.importing import plan_import
+        from ckpt_tasks.ledger.config import CheckpointConfig
+        from ckpt_tasks.storage.locations import Location
+
+        plan = plan_import(source, step=step, groups=group or ())
+        place = Location(run, single_writer=single_writer)
+        config = CheckpointConfig(checkpoint_dir=place, run_key=run_key, max_num_checkpoints=None, memory_dir=None)
+        with reading(out, "importing", 3 * plan.size_bytes) as on_progress:
+            checkpoint = ImportedRun(config).add(plan, on_progress)
+        facts = {
+            "source": plan.source.name,
+            "source_kind": plan.source.kind,
+            "files": plan.source.files,
+            "checkpoint_dir": config.location.resolve(run_key).url,
+            "step": checkpoint.step,
+            "manifest_digest": checkpoint.manifest_digest,
+            "size_bytes": checkpoint.size_bytes,
+            "taken": [item._asdict() for item in plan.taken],
+            "left": plan.left,
+        }
+        out.answer(facts, _import_parts(plan, run, checkpoint))
+
+
+_TAKEN = (
+    column("group", "group"),
+    column("in the file", "name"),
+    column("kind", "kind"),
+    column("tensors", lambda item: f"{item.tensors:,}" if item.tensors else "", numbers=True),
+    column("size", lambda item: size(item.size_bytes) if item.tensors else "", numbers=True),
+    column("", "note"),
+)
+
+
+def _import_parts(plan: ImportPlan, run: str, checkpoint: Checkpoint) -> Iterator[Any]:
+    from ckpt_tasks.reading.reading import open_run
+
+    yield title(open_run(run), f" step {checkpoint.step}")
+    yield listing(_TAKEN, plan.taken)
+    if plan.left:
+        yield "Not taken:", "yellow"
+        yield from (f"  {line}" for line in first([f"{name}: {why}" for name, why in plan.left.items()], _LEFT_SHOWN))
+    summary = f"{count(len(plan.taken), 'group')} of the {plan.source.kind} {plan.source.name}"
+    yield [("Imported", "bold green"), f" {summary}, {size(checkpoint.size_bytes)}, every byte read back."]
+    yield "No file has all random streams: they begin as in a process that was seeded with 0.", "dim"

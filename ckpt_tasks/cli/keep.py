@@ -1,0 +1,303 @@
+"""`ckpt pin`, `unpin`, `rm`, `prune` and `rollback`: which checkpoints stay, and from which one training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ckpt_tasks.cli.arguments import (
+    JsonOption,
+    OneArgument,
+    RunArgument,
+    argument,
+    complete_checkpoint,
+    option,
+    parse_target,
+)
+from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title
+from ckpt_tasks.errors import ConfigError, OwnedError
+from ckpt_tasks.report.words import age, count, size
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+    from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.policy.retention import Verdict
+    from ckpt_tasks.reading.reading import Run
+
+__all__ = ["pin", "prune", "rm", "rollback", "unpin"]
+
+ReasonOption = Annotated[str, option("--reason -m", "TEXT", "why it must stay")]
+DryOption = Annotated[bool, option("--dry-run", None, "only print what would happen")]
+NewestOption = Annotated[int | None, option("--max-num-checkpoints", "N", "keep the newest N checkpoints")]
+EveryOption = Annotated[int | None, option("--keep-every-n-steps", "N", "also keep every N-th step")]
+BestOption = Annotated[int, option("--keep-best", "N", "also keep the best N", show_default=False)]
+MetricOption = Annotated[str | None, option("--best-metric", "NAME", "metric for --keep-best [default: the run's own]")]
+ModeOption = Annotated[str | None, option("--best-mode", "min|max", "whether its lowest or its highest value is best")]
+MemoryOption = Annotated[str, option("--memory-dir", "PATH", "the memory_dir option of the run")]
+BackArgument = Annotated[str, argument("DIR@STEP", "the checkpoint to go back to", complete_checkpoint)]
+WhyOption = Annotated[str, option("--reason", "TEXT", "why; recorded in the ledger and shown in the report")]
+SkipOption = Annotated[
+    str | None,
+    option(
+        "--skip-batches", "401-410|N", "batches to skip after that: the steps that would take them, or the next N",
+        show_default=False,
+    ),
+]  # fmt: skip
+
+
+def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: JsonOption = False) -> None:
+    """Keep a checkpoint, whatever the policy of its run says.
+
+    Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
+    """
+    with output(as_json) as out:
+        run, record = _named(checkpoint)
+        run.pin(record, reason)
+        _say(out, run, record, {"pinned": reason}, f"Pinned: {reason}. No rule removes it now.")
+
+
+def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
+    """Remove a pin: the retention policy decides again.
+
+    Works while another process trains the run.
+    """
+    with output(as_json) as out:
+        run, record = _named(checkpoint)
+        was = run.head().state.pins.get(record.manifest_digest)
+        if was is None:
+            raise ConfigError("the checkpoint is not pinned", step=record.step, hint="`ckpt ls` shows which ones are.")
+        run.unpin(record)
+        text = f"Unpinned; it was pinned: {was}. The run's own policy decides about it now."
+        _say(out, run, record, {"pinned": None, "was": was}, text)
+
+
+def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
+    """Remove one checkpoint from its run, and delete its objects.
+
+    The newest, the newest good, pinned and leased checkpoints stay, with exit status 1, as do objects that the store
+    refuses to delete. The newest checkpoint is read back first. Takes ownership of the run while it works, so a run
+    that is training is refused.
+    """
+    with output(as_json) as out:
+        run, record = _named(checkpoint)
+        verdict = _look(run, record) if dry_run else _remove(parse_target(checkpoint).checkpoint_dir, record)
+        goes = not verdict.keep and not dry_run
+        undeleted = _undeleted(run, _attempt(record)) if goes else []
+        fate = "stays" if verdict.keep else "would go" if dry_run else "not deleted" if undeleted else "removed"
+        facts = {"dry_run": dry_run, "verdict": fate, "reasons": list(verdict.reasons), "size_bytes": record.size_bytes}
+        text = f"It stays: {', '.join(verdict.reasons)}."
+        if undeleted:
+            text = f"Not deleted: {count(len(undeleted), 'object')}. Allow this process to delete, then: ckpt prune"
+        elif not verdict.keep:
+            text = f"{'Would be removed' if dry_run else 'Removed'}: {size(record.size_bytes)}."
+        elif record.manifest_digest in run.head().state.pins:
+            text += " `ckpt unpin` leaves it to the policy."
+        _say(out, run, record, facts, text)
+        out.fail(verdict.keep or bool(undeleted))
+
+
+def prune(
+    directory: RunArgument,
+    *,
+    max_num_checkpoints: NewestOption = None,
+    keep_every_n_steps: EveryOption = None,
+    keep_best: BestOption = 0,
+    best_metric: MetricOption = None,
+    best_mode: ModeOption = None,
+    memory_dir: MemoryOption = "auto",
+    dry_run: DryOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove checkpoints that no rule keeps.
+
+    Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased
+    ones always stay. Takes ownership of the run while it works: a run that is training is refused, since it prunes
+    itself. Frees the run's snapshots in this host's memory, unless one of them is not in storage yet.
+    """
+    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.upkeep.upkeep import missing_metric
+
+    with output(as_json) as out:
+        run = open_run(directory)
+        state = run.head().state
+        if max_num_checkpoints is None and (keep_every_n_steps is not None or keep_best):
+            raise ConfigError(
+                "without --max-num-checkpoints every checkpoint stays, and the other rules say nothing",
+                hint="Add --max-num-checkpoints N, the number of newest ones to keep.",
+            )
+        config = CheckpointConfig(
+            checkpoint_dir=directory,
+            max_num_checkpoints=max_num_checkpoints,
+            keep_every_n_steps=keep_every_n_steps,
+            keep_best=keep_best,
+            best_metric=best_metric or (state.best_metric if keep_best else None),
+            best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
+            memory_dir=memory_dir,
+        )
+        # The run keeps the named metric as the one that @best means, so it must exist even if no best one is kept.
+        named = replace(config.retention_policy, keep_best=keep_best or int(best_metric is not None))
+        missing = missing_metric(state, named)
+        if missing is not None:
+            raise ConfigError(missing, hint="Name one of them with --best-metric; nothing was removed.")
+        _prune(out, run, config, dry_run)
+
+
+def rollback(
+    target: BackArgument,
+    *,
+    skip_batches: SkipOption = None,
+    reason: WhyOption = "by hand",
+    as_json: JsonOption = False,
+) -> None:
+    """Go back to an older checkpoint.
+
+    The next restore takes DIR@STEP. Checkpoints after it are marked as abandoned, not deleted. Every byte of DIR@STEP
+    is read back first. Uncommitted snapshots in memory are not used. Takes ownership of the run for a moment: a run
+    that is training is refused.
+    """
+    from ckpt_tasks.checkpoint.rollback import parse_skip
+    from ckpt_tasks.ledger.config import CheckpointConfig
+
+    with output(as_json) as out:
+        parsed = parse_target(target)
+        if parsed.which is None:
+            raise ConfigError(f"{target!r:.200} names no step", hint="Write DIR@STEP, as ckpt ls lists them.")
+        run, checkpoint = parsed.find()
+        skip = parse_skip(skip_batches, checkpoint.step)
+        config = CheckpointConfig(checkpoint_dir=parsed.checkpoint_dir, memory_dir=None)
+        with _held(config, "Stop the training first: a rollback would fence it.") as ckpt:
+            ckpt.rollback(checkpoint.step, skip_batches=skip, reason=reason)
+        left = sorted(checkpoint.step for checkpoint in run.checkpoints() if checkpoint.abandoned)
+        parts = [f"Training goes on from step {checkpoint.step}; {count(len(left), 'checkpoint')} left behind."]
+        parts += [f"Then it leaves out the batches of steps {skip[0]} to {skip[1]}."] if skip else []
+        facts = {"checkpoint_dir": run.history.store.url, "step": checkpoint.step, "skip": skip, "left_behind": left}
+        out.answer(facts, [*parts, f"Reason: {reason}"])
+
+
+# ── one checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _named(text: str) -> tuple[Run, Checkpoint]:
+    target = parse_target(text)
+    if target.which is None:
+        raise ConfigError(f"{text!r:.200} names no checkpoint", hint="Write DIR@500, DIR@latest or DIR@best.")
+    return target.find()
+
+
+def _look(run: Run, checkpoint: Checkpoint) -> Verdict:
+    from ckpt_tasks.upkeep.upkeep import newest_good, plan_removal
+
+    state = run.head().state
+    verified = frozenset({newest_good(run.history.store, state).manifest_digest})
+    plan = plan_removal(state, checkpoint.manifest_digest, verified)
+    return next(v for v in plan if v.manifest_digest == checkpoint.manifest_digest)
+
+
+def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
+    from ckpt_tasks.ledger.config import CheckpointConfig
+
+    config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=None, memory_dir=None)
+    hint = "Only the process that trains a run removes its checkpoints. Stop it first, or let it prune."
+    with _held(config, hint) as ckpt:
+        return ckpt.remove(checkpoint)
+
+
+@contextmanager
+def _held(config: CheckpointConfig, hint: str) -> Iterator[Checkpointer]:
+    """Own the run in the block; the error of a run that another process owns says what to do."""
+    from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+
+    with Checkpointer(config) as ckpt:
+        try:
+            ckpt.acquire()
+            yield ckpt
+        except OwnedError as error:
+            error.hint = hint
+            raise
+
+
+def _say(out: Output, run: Run, checkpoint: Checkpoint, facts: dict[str, Any], text: str) -> None:
+    named = {"step": checkpoint.step, "manifest_digest": checkpoint.manifest_digest}
+    out.answer(
+        {"checkpoint_dir": run.history.store.url, **named, **facts}, [title(run, f" step {checkpoint.step}"), text]
+    )
+
+
+# ── prune ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_STYLES = {"stays": "", "stays after all": "red", "not deleted": "red"}
+_COLUMNS = (
+    Column("step", "step", lambda row: row[0].step, numbers=True),
+    Column("verdict", None, lambda row: row[2]),
+    Column("reasons", None, lambda row: list(row[0].reasons)),
+    Column("saved_at", "saved", lambda row: row[1].saved_at, age),
+    Column("size_bytes", "size", lambda row: row[1].size_bytes, size, numbers=True),
+    column("verdict", itemgetter(2)),
+    column("because", lambda row: ", ".join(row[0].reasons)),
+    Column("manifest_digest", None, lambda row: row[0].manifest_digest),
+)
+
+
+def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> None:
+    from ckpt_tasks.upkeep.upkeep import orphans, plan_prune
+
+    head, store = run.head(), run.history.store
+    before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}
+    swept = sorted({*orphans(store, head.state), *filter(head.state.has_retired, store.names(""))})
+    verdicts, freed_bytes = (plan_prune(head.state, config.retention_policy), 0) if dry_run else _execute(config)
+    left = {checkpoint.manifest_digest for checkpoint in run.checkpoints()}
+    undeleted = [] if dry_run else _undeleted(run)
+    planned = ((each, before[each.manifest_digest]) for each in verdicts)
+    rows = [(each, checkpoint, _fate(each, checkpoint, left, undeleted, dry_run)) for each, checkpoint in planned]
+    swept = [name for name in swept if name not in undeleted]
+    facts = {"checkpoint_dir": store.url, "dry_run": dry_run, "freed_memory_bytes": freed_bytes}
+    lists = {"checkpoints": row_facts(_COLUMNS, rows), "swept": swept, "undeleted": undeleted}
+    table = listing(_COLUMNS, rows, lambda row: _STYLES.get(row[2], "yellow"))
+    out.answer({**facts, **lists}, [title(run), table, *_summary(rows, swept, dry_run)])
+    if undeleted:
+        what = f"{count(len(undeleted), 'object')} of retired checkpoints could not be deleted, and take up room."
+        out.print(f"{what} Allow this process to delete, and prune again.")
+    if freed_bytes:
+        out.print(f"Freed {size(freed_bytes)} of this host's memory: snapshots of the run, which storage has.")
+    elif not swept and all(fate == "stays" for *_, fate in rows):
+        out.print("There is nothing to remove.")
+    out.fail(bool(undeleted) or any(fate == "stays after all" for *_, fate in rows))
+
+
+def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
+    """Prune; return the verdicts, and how many bytes of snapshots in memory were freed."""
+    with _held(config, "A run that is training prunes itself. --dry-run only looks.") as ckpt:
+        return ckpt.prune(), ckpt.freed_bytes
+
+
+def _undeleted(run: Run, prefix: str = "") -> list[str]:
+    """List the objects below `prefix` of checkpoints that the run no longer has, because nobody could delete them."""
+    return sorted(filter(run.head().state.has_retired, run.history.store.names(prefix)))
+
+
+def _attempt(checkpoint: Checkpoint) -> str:
+    return checkpoint.manifest.rpartition("/")[0] + "/"
+
+
+def _fate(verdict: Verdict, checkpoint: Checkpoint, left: set[str], undeleted: list[str], dry_run: bool) -> str:
+    if verdict.keep or dry_run:
+        return "stays" if verdict.keep else "would go"
+    if verdict.manifest_digest in left:
+        return "stays after all"
+    return "not deleted" if any(name.startswith(_attempt(checkpoint)) for name in undeleted) else "removed"
+
+
+def _summary(rows: list[tuple[Verdict, Checkpoint, str]], swept: list[str], dry_run: bool) -> Iterator[Any]:
+    if any(fate == "stays after all" for *_, fate in rows):
+        yield "Nothing was removed: the newest checkpoint cannot be read back. Look at it: ckpt verify", "red"
+        return
+    gone = [checkpoint.size_bytes for _, checkpoint, fate in rows if fate in ("would go", "removed")]
+    parts = [f"{count(len(gone), 'checkpoint')} of {len(rows)}, {size(sum(gone))}"] if gone else []
+    parts += [f"{count(len(swept), 'object')} that nothing names"] if swept else []
+    if parts:
+        yield f"{'Would remove' if dry_run else 'Removed'} {', and '.join(parts)}."

@@ -1,0 +1,241 @@
+"""`ckpt init`, `train`, `evaluate`, `up` and `down`: a project, its training, and the server and worker beside it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tasks.cli.arguments import JsonOption, argument, option
+from ckpt_tasks.cli.output import Output, column, listing, output, report_errors
+from ckpt_tasks.cli.settings import (
+    EXAMPLE,
+    ParamOption,
+    ParamsOption,
+    ProgramArgument,
+    ProgramOption,
+    SeedOption,
+    ckpt_command,
+    config_of,
+    importing_prefect,
+    json_object,
+    params_of,
+    repeated_command,
+    with_config_options,
+)
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.system import gang_rank
+
+if TYPE_CHECKING:
+    from ckpt_tasks.ledger.config import CheckpointConfig
+
+__all__ = ["check_example", "down", "evaluate", "init", "train", "up"]
+
+DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
+NameOption = Annotated[
+    str | None, option("--name", "NAME", "name of the run and the deployments [default: that of DIR]")
+]
+StepsOption = Annotated[int, option("--steps", "N", "train until this step")]
+BatchStepsOption = Annotated[
+    int | None, option("--batch-steps", "N", "steps in one Prefect task [default: as many as take 30 s]")
+]
+ForkOption = Annotated[str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run")]
+WhichOption = Annotated[
+    str,
+    option("--which", "STEP|WORD", 'a step, "latest", "best", or "pending": each that the suite has not evaluated'),
+]
+SuiteOption = Annotated[str, option("--suite", "NAME", "name of the evaluation")]
+LimitOption = Annotated[int | None, option("--limit", "N", "evaluate at most this many pending checkpoints")]
+PromoteOption = Annotated[
+    str | None, option("--promote", "MODULE:FUNCTION", "call this function with each new best checkpoint")
+]
+PromoteParamsOption = Annotated[str, option("--promote-params", "JSON", "more arguments for that function")]
+RunKeyOption = Annotated[
+    str | None, option("--run-key", "NAME", "name of the run [default: the program's: byte-lm for ByteLM]")
+]
+PlaceOption = Annotated[str | None, option("--checkpoint-dir", "DIR", "where the run lives [default: runs/RUN_KEY]")]
+PortOption = Annotated[int | None, option("--port", "N", "port of the server [default: Prefect's own, 4200]")]
+
+_ABOUT = {
+    "training.py": "the program: your data and your model go here",
+    "test_resume.py": "kills it, resumes it, and compares every bit",
+    "prefect.yaml": "what `ckpt up` deploys",
+    "README.md": "the commands",
+    ".gitignore": "",
+}
+_GONE = ("ended", "was gone")
+_PARTS = (column("part", "name", whole=True), column("state", "status"), column("", "about"))
+
+
+def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Write a project that runs at once.
+
+    It holds a program with a small example of a model and its data for you to replace, deployments, and a test that
+    kills the training and resumes it. DIR must be new or empty.
+    """
+    from ckpt_tasks.deploying.project import PROGRAM, write_project
+
+    with output(as_json) as out:
+        named, written = write_project(directory, name)
+        facts = {"name": named, "directory": str(directory.absolute()), "program": PROGRAM, "files": written}
+        width = max(map(len, written))
+        lines = [f"  {file.ljust(width)}  {_ABOUT[file]}".rstrip() for file in written]
+        out.answer(facts, [f"{named}: a project in {directory}", *lines])
+        there = [] if directory.absolute() == Path.cwd() else [f"cd {shlex.quote(str(directory))}"]
+        ckpt = ckpt_command() if os.sep not in ckpt_command() else os.path.abspath(ckpt_command())
+        out.print_next(*there, f"{ckpt} train {PROGRAM} --run-key {named} --steps 3000", f"{ckpt} up")
+
+
+@with_config_options
+def train(
+    ctx: typer.Context,
+    program: ProgramArgument = None,
+    *,
+    steps: StepsOption = 600,
+    param: ParamOption = [],  # noqa: B006 (typer copies it)
+    params: ParamsOption = "{}",
+    seed: SeedOption = None,
+    batch_steps: BatchStepsOption = None,
+    fork_from: ForkOption = None,
+    as_json: JsonOption = False,
+    named: ProgramOption = None,
+    **settings: str | None,
+) -> None:
+    """Train a program; the same command resumes it.
+
+    MODULE:PROGRAM is a class, or a function that returns an object, with `state`, `train_step()` and `evaluate(suite)`.
+    The working directory is searched for the module first. `ckpt init` writes a program to start from.
+    """
+    name = program or named or EXAMPLE
+    with report_errors(as_json) as out:
+        if steps < 1:
+            raise ConfigError(f"--steps must be 1 or more, not {steps}")
+        if of_gang := gang_rank():
+            raise ConfigError(
+                f"{of_gang}, and ckpt train trains in one process",
+                hint="Start it without torchrun, or use a Checkpointer in a script of your own.",
+            )
+        config, given = config_of(settings, name), params_of(param, params, seed)
+        with importing_prefect():
+            from ckpt_tasks.flows.console import Training, train_in_terminal
+
+        training = Training(
+            program=name, config=config, steps=steps, params=given, batch_steps=batch_steps, fork_from=fork_from
+        )
+        done = train_in_terminal(training, again=shlex.join(repeated_command(ctx)), stderr=as_json)
+        out.answer(done.facts())
+        if done.status == 0:
+            _print_next(out, ctx, config, steps)
+    raise typer.Exit(done.status)
+
+
+def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps: int) -> None:
+    place = str(config.checkpoint_dir)
+    kept = ("checkpoint_dir", "run_key", "param", "params", "seed", "program", "named")
+    without = [str(parameter.name) for parameter in ctx.command.params if parameter.name not in kept]
+    evaluation = repeated_command(ctx, without=without)
+    evaluation[1] = "evaluate"
+    commands = (
+        [ckpt_command(), "ls", place],
+        [ckpt_command(), "report", place],
+        repeated_command(ctx, without=("as_json",), steps=2 * steps),
+        [*evaluation, "--suite", "full"],
+    )
+    out.print_next(*map(shlex.join, commands))
+
+
+def evaluate(
+    program: ProgramArgument = None,
+    *,
+    which: WhichOption = "latest",
+    suite: SuiteOption = "quick",
+    run_key: RunKeyOption = None,
+    checkpoint_dir: PlaceOption = None,
+    limit: LimitOption = None,
+    promote: PromoteOption = None,
+    promote_params: PromoteParamsOption = "{}",
+    param: ParamOption = [],  # noqa: B006 (typer copies it)
+    params: ParamsOption = "{}",
+    seed: SeedOption = None,
+    as_json: JsonOption = False,
+    named: ProgramOption = None,
+) -> None:
+    """Evaluate committed checkpoints, each once per suite.
+
+    Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
+    """
+    name = program or named or EXAMPLE
+    with report_errors(as_json) as out:
+        config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
+        asked = {"limit": limit, "promote": promote, "promote_params": json_object("--promote-params", promote_params)}
+        given = params_of(param, params, seed)
+        if not (program or named):
+            check_example(config)
+        with importing_prefect():
+            from ckpt_tasks.flows.console import evaluate_in_terminal
+
+        done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)
+        out.answer(done.facts())
+    raise typer.Exit(done.status)
+
+
+def check_example(config: CheckpointConfig) -> None:
+    """Raise ConfigError if no program is named and the run trains another one than the example."""
+    from ckpt_tasks.reading.reading import run_of
+    from ckpt_tasks.session.forked import trains
+
+    with suppress(CheckpointNotFoundError):
+        state = run_of(config).head().state
+        if not trains(state, EXAMPLE):
+            raise ConfigError(
+                f"no program is named, and the run trains {state.program}",
+                hint=f"Name it: ckpt evaluate {state.program} …",
+            )
+
+
+def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
+    """Start a Prefect server, a worker and the deployments here.
+
+    What runs already stays as it is; the same command restarts what died. The deployments are those of prefect.yaml in
+    the working directory, or else the example's. Returns when all of it answers. The server asks for a password, in a
+    file that only you can read. A server that PREFECT_API_URL names is used, and never stopped.
+    """
+    with report_errors(as_json) as out:
+        with importing_prefect():
+            from ckpt_tasks.deploying.site import bring_up
+
+        out.print("Starting what does not run yet: half a minute …")
+        site = bring_up(Path.cwd(), port)
+        facts = {**asdict(site), "deployments": list(site.deployments)}
+        asks = f"; it asks for the password in {file}" if (file := site.password_file) else ""
+        out.answer(facts, [listing(_PARTS, site.parts), f"The page is at {site.page}{asks}", ""])
+        train = next((name for name in site.deployments if name.startswith("train/")), site.deployments[0])
+        out.print_next(
+            f"export PREFECT_API_URL={site.url}",
+            *([f'export PREFECT_API_AUTH_STRING="$(cat {shlex.quote(file)})"'] if file else []),
+            f"prefect deployment run '{train}' --watch",
+            f"{ckpt_command()} down",
+        )
+
+
+def down(*, as_json: JsonOption = False) -> None:
+    """Stop what `ckpt up` started.
+
+    Running training finishes its step, commits, and resumes with the next `ckpt up`. Also cleans up after a reboot or a
+    kill.
+    """
+    with report_errors(as_json) as out:
+        with importing_prefect():
+            from ckpt_tasks.deploying.site import take_down
+
+        parts = take_down()
+        shown: Any = listing(_PARTS, parts) if parts else "Nothing of ckpt up is there to end."
+        out.answer({"parts": [asdict(part) for part in parts]}, [shown])
+        ours = [name for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING") if name in os.environ]
+        if ours and any(part.name == "server" and part.status in _GONE for part in parts):
+            out.print_next(f"unset {' '.join(ours)}")
