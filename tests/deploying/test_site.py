@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import httpx
@@ -273,6 +274,56 @@ def test_another_program_on_the_port_is_named(answer: bytes) -> None:
         with pytest.raises(SiteError, match=r"another program listens there: .*Choose another --port"):
             answers(f"http://127.0.0.1:{listening.getsockname()[1]}/api")
         thread.join()
+
+
+REFUSED = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+
+class Gate:
+    """A way to a server, of which it is a thread: while `shut`, it answers 429 to all that is said."""
+
+    def __init__(self, url: str):
+        self._to = urlsplit(url)
+        self.shut = threading.Event()
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}/api"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                here, _ = self.listening.accept()
+                there = socket.create_connection((self._to.hostname or "", self._to.port or 0))
+                for one, other, goes in ((here, there, True), (there, here, False)):
+                    threading.Thread(target=self._pass, args=(one, other, goes), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket, goes: bool) -> None:
+        with one, suppress(OSError):
+            while said := one.recv(65536):
+                if goes and self.shut.is_set():
+                    one.sendall(REFUSED)
+                    break
+                other.sendall(said)
+        with suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_worker_that_the_api_refuses_comes_back(shell: Shell, server: dict[str, str]) -> None:
+    """429 to all requests ends Prefect's worker; the keeper starts it again when the API answers, and it reports."""
+    gate = Gate(server["PREFECT_API_URL"])
+    shell.url = gate.url
+    shell.environment |= {"PREFECT_CLIENT_MAX_RETRIES": "0", "PREFECT_WORKER_QUERY_SECONDS": "1"}  # not for a minute
+    with gate.listening:
+        shell("ckpt", "up", "--json", url=True)
+        before = shell.part("worker")
+        gate.shut.set()
+        until(lambda: not before.lives, PATIENCE_S)
+        gate.shut.clear()
+        until(partial(shell.is_another, "worker", before), PATIENCE_S)
+        shell("ckpt", "down", url=True)
+    assert "429 Too Many Requests" in (shell.home / "worker.log").read_text()
 
 
 @pytest.mark.slow
