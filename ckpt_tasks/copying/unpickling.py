@@ -220,8 +220,8 @@ class _Machine:
         return call.function(*args)
 
     def _storage(self, kind: str, type_: Any, key: str, location: str, elements: int) -> TypedStorage:
+        if kind != "storage" or type(key) is not str or type(elements) is not int:  # their text can be without end
+            raise ValueError("it refers to something that is no storage")
         dtype = torch.uint8 if type_ is torch.UntypedStorage else type_.dtype
-        if kind != "storage":
-            raise ValueError(f"it refers to {kind!r:.80}, and not to a storage")
         storage = self._storage_of(key, dtype, elements)
         return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -124,6 +124,13 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "key": lambda made: b"}" + made + b"Ns",
     "key in a set": lambda made: call("__builtin__.set", b"](" + made + b"e"),
     "argument": lambda made: call("collections.OrderedDict", made),
+    "kind": lambda made: b"(" + made + b"N" + text("0") + text("cpu") + b"K\1tQ",
+    "record": lambda made: b"(" + text("storage") + b"ctorch\nFloatStorage\n" + made + text("cpu") + b"K\1tQ",
+    "elements": lambda made: (
+        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + made + b"tQ"
+    ),
+    "type": lambda made: b"(" + text("storage") + made + text("0") + text("cpu") + b"K\1tQ",
+    "size": lambda made: call("torch._utils._rebuild_tensor_v2", b"N", b"K\0", made, b"K\1\x85", b"\x89", b"N"),
     "params": lambda made: (
         b"}(" + text("state") + b"}" + text("param_groups") + b"]}" + text("params") + b"](" + made + b"esau"
     ),
@@ -132,7 +139,8 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
 
 def bomb(name: str, place: str, size: int) -> bytes:
     """Return a pickle of a dict with weights' name, and with something small that stands for something large."""
-    return b"\x80\2}" + text("x") + PLACES[place](BOMBS[name](size)) + b"s."
+    # Made first, since what it is made of stays on the stack.
+    return b"\x80\2" + BOMBS[name](size) + b"q\xf3}" + text("x") + PLACES[place](b"h\xf3") + b"s."
 
 
 def opcodes(data: bytes) -> list[bytes]:

@@ -167,7 +167,7 @@ def test_adalora_in_a_trainer_takes_the_same_ranks_away(tmp_path: Path) -> None:
             logging_steps=1, learning_rate=0.05, per_device_train_batch_size=4,
         )  # fmt: skip
         recording = Allocating(stop)
-        trainer = CkptTrainer(
+        trainer: Any = CkptTrainer(
             model=Reversing(),
             args=args,
             train_dataset=[{"x": row} for row in torch.randn(32, 4, generator=torch.Generator().manual_seed(3))],
