@@ -221,7 +221,7 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
 
     What began "in an hour" and is silent counts as silent, not as new.
     """
-    deployment = client.create_deployment(client.create_flow(watch), "back")  # type: ignore[arg-type]
+    deployment = client.create_deployment(client.create_flow(watch), "back")
     hour = timedelta(hours=1)
     late = client.create_flow_run_from_deployment(deployment, state=Scheduled(scheduled_time=datetime.now(UTC) + hour))
     check = check_flow_runs(client, "back")
