@@ -19,7 +19,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluation_watcher
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.picture import sort_metrics
-from ckpt_tasks.report.words import clock, fine_span, plain_table, printable
+from ckpt_tasks.report.words import clock, fine_span, plain_table, printable, size
 from ckpt_tasks.session.session import Progress, watcher
 
 __all__ = ["EvaluationLine", "LiveLine", "Screen", "print_evaluation", "print_evaluations", "print_run"]
@@ -194,10 +194,9 @@ class EvaluationLine:
 
 
 def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
-    size_bytes = checkpoint.size_bytes
     yield str(checkpoint.step)
     yield from (f"{checkpoint.metrics[name]:.4g}" if name in checkpoint.metrics else "" for name in metrics)
-    yield f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.1f} KiB"
+    yield size(checkpoint.size_bytes)
     yield fine_span(checkpoint.cost_s)
     yield checkpoint.saved_at[11:19]
 

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "finite",
     "finite_json",
     "flag",
+    "moment_of",
     "optional",
     "parse_json",
     "text",
@@ -132,3 +134,17 @@ def _whole_number(digits: str) -> int:
     if len(digits) > _DIGITS:
         raise ValueError(f"a whole number of {len(digits)} digits")
     return int(digits)
+
+
+def moment_of(iso: Any) -> datetime | None:
+    """Read a time in ISO form, of UTC if it names no zone; None if it is not one.
+
+    Anybody may have written the run directory, and a machine's clock may be wrong: the time fits every time zone.
+    """
+    try:
+        moment = datetime.fromisoformat(iso)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        moment.astimezone()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return moment

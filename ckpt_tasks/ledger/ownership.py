@@ -14,7 +14,6 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Protocol
 from weakref import WeakValueDictionary, ref
@@ -32,6 +31,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.parsing import moment_of
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import Head, History, now_iso
@@ -344,7 +344,8 @@ def _time_of(sign: bytes) -> float:
     try:
         body = json.loads(sign)
         if "taken_at" in body:
-            return datetime.fromisoformat(body["taken_at"]).timestamp()
+            taken = moment_of(body["taken_at"])
+            return math.nan if taken is None else taken.timestamp()
         return float(body["at_s"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return math.nan

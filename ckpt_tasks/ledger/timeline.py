@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
+from ckpt_tasks.format.parsing import moment_of
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
@@ -149,10 +149,8 @@ def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:
 
 
 def _seconds(at: str) -> float | None:
-    try:
-        return datetime.fromisoformat(at).timestamp()
-    except (ValueError, OverflowError):
-        return None  # anybody may have written the run directory
+    moment = moment_of(at)
+    return None if moment is None else moment.timestamp()
 
 
 def _step(event: Mapping[str, Any]) -> int | None:

@@ -6,6 +6,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckpt_tasks.format.parsing import moment_of
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -81,7 +83,7 @@ def clock(seconds: float) -> str:
 
 def age(iso: str, now: datetime | None = None) -> str:
     """Write how long ago a time was; "now" for a time in the future, "?" for an invalid one."""
-    moment = _moment(iso)
+    moment = moment_of(iso)
     if moment is None:
         return "?"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
@@ -90,7 +92,7 @@ def age(iso: str, now: datetime | None = None) -> str:
 
 def when(iso: str) -> str:
     """Write a time to the second in the reader's time zone; "?" for an invalid one."""
-    moment = _moment(iso)
+    moment = moment_of(iso)
     return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -118,17 +120,6 @@ def number(value: float) -> str:
 def count(many: int, one: str, more: str | None = None) -> str:
     """Write a count with its noun: 1 object, 3 objects."""
     return f"{many:,} {one if many == 1 else more or one + 's'}"
-
-
-def _moment(iso: str) -> datetime | None:
-    # Anybody may have written the run directory, and a machine's clock may be wrong.
-    try:
-        moment = datetime.fromisoformat(iso)
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        moment.astimezone()
-    except (ValueError, OverflowError):
-        return None
-    return moment
 
 
 def plain_table() -> Table:

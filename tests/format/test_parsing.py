@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
+from typing import Any
 
 import pytest
 
 from ckpt_tasks.format import parsing
-from ckpt_tasks.format.parsing import check_json, finite_json, parse_json
+from ckpt_tasks.format.parsing import check_json, finite_json, moment_of, parse_json
 
 
 def test_what_json_lacks_is_written_as_a_text_at_any_depth() -> None:
@@ -50,3 +52,25 @@ def test_the_longest_number_is_read_whatever_the_process_allows(allowed: int) ->
             parse_json(b"9" * 4301)
     finally:
         sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize(
+    ("iso", "seconds"),
+    [
+        ("1970-01-01T00:01:00+00:00", 60),
+        ("1970-01-01T09:01:00+09:00", 60),
+        ("1970-01-01T00:01:00", 60),
+        ("soon", None),
+        ("", None),
+        (7, None),
+        ("0001-01-01T00:00:00+23:59", None),
+    ],
+)
+def test_a_time_without_a_zone_is_of_utc(iso: Any, seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text is the same time on every host, whatever its zone; what is no time is None."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        moment = moment_of(iso)
+        assert (None if moment is None else moment.timestamp()) == seconds
+    time.tzset()
