@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Self
 
 from rich.console import Console
@@ -70,28 +71,44 @@ class Screen(Console):
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
-class LiveLine:
-    """Show the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
+class _Line:
+    """One line that changes on a terminal, else one every 10 s; in the block, `watched` calls it."""
 
-    def __init__(self, out: Console, total_steps: int):
+    def __init__(self, out: Console, watched: ContextVar[Any], *, stays: bool):
         self._out = out
-        self._total = total_steps
-        self._live = Live(console=out, refresh_per_second=4, transient=False) if out.is_terminal else None
-        self._pace_s: float | None = None
-        self._rate: float | None = None
-        self._last_s = time.monotonic()
+        self._watched = watched
+        self._live = Live(console=out, refresh_per_second=4, transient=not stays) if out.is_terminal else None
         self._shown_s = 0.0
 
     def __enter__(self) -> Self:
-        self._token = watcher.set(self)
+        self._token = self._watched.set(self)
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        watcher.reset(self._token)
+        self._watched.reset(self._token)
         if self._live:
             self._live.stop()
+
+    def _show(self, text: Callable[[float], str], *, last: bool = False) -> None:
+        """Show what `text` returns for the width that there is; outside of a terminal the last one at once."""
+        if self._live:
+            self._live.update(Text(text(self._out.width), no_wrap=True, overflow="ellipsis"))
+        elif last or time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
+            self._shown_s = time.monotonic()
+            self._out.print(text(math.inf), soft_wrap=True)
+
+
+class LiveLine(_Line):
+    """Show the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
+
+    def __init__(self, out: Console, total_steps: int):
+        super().__init__(out, watcher, stays=True)
+        self._total = total_steps
+        self._pace_s: float | None = None
+        self._rate: float | None = None
+        self._last_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         """Show a completed step."""
@@ -101,11 +118,7 @@ class LiveLine:
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
-        if self._live:
-            self._live.update(Text(self.text(progress, self._out.width), no_wrap=True, overflow="ellipsis"))
-        elif now - self._shown_s >= _PLAIN_EVERY_S or progress.step == self._total:
-            self._shown_s = now
-            self._out.print(self.text(progress), soft_wrap=True)
+        self._show(lambda width: self.text(progress, width), last=progress.step == self._total)
 
     def text(self, progress: Progress, width: float = math.inf) -> str:
         """Return the line: step, first metric, speed, time left, last commit and how long training waited for it.
@@ -164,33 +177,16 @@ def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResu
     out.print(table)
 
 
-class EvaluationLine:
+class EvaluationLine(_Line):
     """Show the evaluations of the flow in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console):
-        self._out = out
-        self._live = Live(console=out, refresh_per_second=4, transient=True) if out.is_terminal else None
+        super().__init__(out, evaluation_watcher, stays=False)
         self._shown_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self._token = evaluation_watcher.set(self)
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        evaluation_watcher.reset(self._token)
-        if self._live:
-            self._live.stop()
 
     def __call__(self, done: int, known: int) -> None:
         """Show how many evaluations are done, of those known so far."""
-        text = f"{done} of {known} checkpoints evaluated"
-        if self._live:
-            self._live.update(Text(text))
-        elif time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
-            self._shown_s = time.monotonic()
-            self._out.print(text)
+        self._show(lambda width: f"{done} of {known} checkpoints evaluated")
 
 
 def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:

@@ -101,9 +101,9 @@ def _modes(module: nn.Module) -> Modes:
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """List a module and all in it: in every save, so faster than named_modules()."""
-    found = [("", module)]
-    for name, one in found:
+    modules = [("", module)]
+    for name, one in modules:
         if inner := one._modules:
             prefix = f"{bare_name(f'{name}.').rstrip('.')}." if name else ""
-            found += [(prefix + key, value) for key, value in inner.items() if value is not None]
-    return found
+            modules += [(prefix + key, value) for key, value in inner.items() if value is not None]
+    return modules
