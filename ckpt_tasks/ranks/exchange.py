@@ -2,7 +2,7 @@
 
 Invariants
 
-1. `agree` returns the same answer in every rank, or raises in every rank that is alive, within the deadline.
+1. A meeting gives the same answer to every rank, or raises in every rank that is alive, within the deadline.
 2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
 4. Every request to that store has a time limit: the process that holds the store may hang.
@@ -13,19 +13,19 @@ One process is the case of one rank: it sends nothing.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from queue import Empty
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
-from ckpt_tasks import errors
-from ckpt_tasks.errors import CkptError, StateError, StoreError
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.ranks.connection import Connection
+from ckpt_tasks.ranks.meeting import Meeting, StoreMeeting
 from ckpt_tasks.system import has_ended, host_name, process_start
 
 __all__ = [
@@ -43,12 +43,12 @@ __all__ = [
 _PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
-_PROBE_S = 2.0
 _LOOK_S = 1.0  # a waiting rank looks this often whether ranks have ended
 _MARGIN = 1.5  # rank 0 gives up first, and says which rank it waited for
 SILENT = "It hangs, is slow or has ended, or has made another number of Checkpointers: look at its log."
 
 Decide = Callable[[list[bytes]], bytes]
+_T = TypeVar("_T")
 
 
 class Exchange(Protocol):
@@ -61,6 +61,21 @@ class Exchange(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that decides."""
+
+    @property
+    def patience(self) -> int:
+        """How many deadlines a meeting may take: rank 0 gives up after one, and says which rank it waited for."""
+
+    def meeting(self, topic: str, deadline_s: float) -> AbstractContextManager[Meeting]:
+        """Meet the other ranks on a topic, which is used once: each one gathers and then publishes in the block.
+
+        An exception in any rank's block is raised in all ranks. Raises StoreError if a rank sends nothing for
+        `deadline_s`.
+        """
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Send this rank's word on a topic, which is used once; return rank 0's answer: `decide(the words by rank)`.
@@ -80,10 +95,32 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """The only rank of a training in one process."""
+    """The only rank of a training in one process: what it says is what all say."""
 
     rank = 0
     size = 1
+    first = True
+    patience = 1
+
+    def meeting(self, topic: str, deadline_s: float) -> Self:
+        """Meet nobody."""
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let an exception through."""
+
+    def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
+        """Return this rank's word."""
+        return [word]
+
+    def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
+        """Return the answer."""
+        return answer
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Decide at once."""
@@ -108,9 +145,12 @@ ALONE = Alone()
 class StoreExchange:
     """Ranks that share a c10d store; `name` is that of one Checkpointer, the same in all ranks."""
 
+    patience = 2
+
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S):
         self.rank = rank
         self.size = size
+        self.first = rank == 0
         self._store = store
         self._name = name
         self._timeout_s = timeout_s
@@ -122,15 +162,17 @@ class StoreExchange:
             with _reaching(name):
                 self._request("append", self._processes, f"{rank} {os.getpid()} {start}\n")
 
+    def meeting(self, topic: str, deadline_s: float) -> StoreMeeting:
+        """Meet the other ranks by way of the store."""
+        return StoreMeeting(self, f"{self._name}/{topic}", deadline_s)
+
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Decide in rank 0; wait for its answer in the others."""
-        topic = f"{self._name}/{topic}"
-        if self.rank == 0:
-            return self._decide(topic, word, decide, deadline_s)
-        with _reaching(topic):
-            self._put(f"{topic}/{self.rank}", _sealed(word))
-            answer = self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, 0)
-        return _opened(answer)
+        with self.meeting(topic, deadline_s) as meeting:
+            if isinstance(word, BaseException):
+                raise word
+            words = meeting.gather(word, bytes, bytes)
+            return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until the others have read their answers."""
@@ -152,31 +194,35 @@ class StoreExchange:
             key = f"{self._name}/{topic}"
             return bytes(self._request("get", key)) if self._request("check", [key]) else None
 
-    def _decide(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        answer: bytes | BaseException
+    def send(self, topic: str, word: bytes) -> None:
+        """Send this rank's word to rank 0."""
+        with _reaching(topic):
+            self._put(f"{topic}/{self.rank}", word)
+
+    def collect(self, topic: str, deadline_s: float) -> list[bytes]:
+        """Return the words of the other ranks in rank 0."""
         end_s = time.monotonic() + deadline_s
-        try:
-            with _reaching(topic):
-                left_s = (max(0.0, end_s - time.monotonic()) for _ in range(1, self.size))
-                said = [self._get(f"{topic}/{rank}", for_s, rank) for rank, for_s in enumerate(left_s, start=1)]
-            if isinstance(word, BaseException):
-                raise word
-            answer = decide([word, *(_opened(data, rank) for rank, data in enumerate(said, start=1))])
-        except BaseException as error:
-            answer = error
-            raise
-        finally:
-            with _reaching(topic):
-                for rank in range(1, self.size):
-                    self._put(f"{topic}/answer/{rank}", _sealed(answer))
-                self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
-        return answer
+        with _reaching(topic):
+            left_s = (max(0.0, end_s - time.monotonic()) for _ in range(1, self.size))
+            return [self._get(f"{topic}/{rank}", for_s, rank) for rank, for_s in enumerate(left_s, start=1)]
+
+    def tell(self, topic: str, answer: bytes) -> None:
+        """Send rank 0's answer to the others."""
+        with _reaching(topic):
+            for rank in range(1, self.size):
+                self._put(f"{topic}/answer/{rank}", answer)
+            self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
+
+    def hear(self, topic: str, deadline_s: float) -> bytes:
+        """Return rank 0's answer."""
+        with _reaching(topic):
+            return self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, 0)
 
     def _request(self, name: str, *arguments: Any) -> Any:
         """Call a method of this thread's connection to the store; raise StoreError if it does not answer."""
         connection = getattr(self._clients, "connection", None)
         if connection is None:
-            connection = self._clients.connection = _Connection(self._store)
+            connection = self._clients.connection = Connection(self._store)
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
@@ -229,67 +275,6 @@ class StoreExchange:
     def _has_ended(self, key: str) -> bool:
         """Return True if the rank that a key ends with has ended."""
         return bool(self._request("check", [f"{self._name}/ended/{key.rpartition('/')[2]}"]))
-
-
-class _Connection:
-    """A connection to a c10d store in a thread of its own, because torch waits for an answer without a time limit."""
-
-    def __init__(self, store: Any):
-        self._store = store
-        self._requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
-        self._answers: SimpleQueue[Any] = SimpleQueue()
-        queues = (store, self._requests, self._answers)
-        threading.Thread(target=_serve, args=queues, name="ckpt-ranks", daemon=True).start()
-
-    def __del__(self) -> None:
-        self._requests.put(None)
-
-    def request(self, name: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Return what a method of the store returns.
-
-        Raises Empty after `timeout_s`, and RuntimeError if the store's process has ended.
-        """
-        self._requests.put((name, arguments))
-        end_s = time.monotonic() + timeout_s
-        while True:
-            left_s = end_s - time.monotonic()
-            try:
-                answer = self._answers.get(timeout=max(0.0, min(_PROBE_S, left_s)))
-            except Empty:
-                if left_s <= _PROBE_S:
-                    raise
-                _check_listening(self._store)
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            return answer
-
-
-def _check_listening(store: Any) -> None:
-    """Raise RuntimeError if the store's process has ended; torch tries for minutes to make a new connection to it."""
-    tcp = store
-    while (inner := getattr(tcp, "underlying_store", None)) is not None:
-        tcp = inner
-    place = (getattr(tcp, "host", None), getattr(tcp, "port", None))
-    if None in place:
-        return  # a store in a file or in this process
-    try:
-        socket.create_connection(place, timeout=_PROBE_S).close()
-    except ConnectionRefusedError as error:
-        raise RuntimeError(f"nothing listens at {place[0]}:{place[1]}") from error
-    except OSError:
-        return  # it may be stopped, or slow
-
-
-def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
-    client = None
-    while (request := requests.get()) is not None:
-        name, arguments = request
-        try:
-            client = client or store.clone()
-            answers.put(getattr(client, name)(*arguments))
-        except Exception as error:  # noqa: BLE001 (raised by who asked)
-            answers.put(error)
 
 
 _made = 0
@@ -368,32 +353,3 @@ def _reaching(topic: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
         raise StoreError(f"the ranks cannot reach each other: {error!s:.200}", key=topic) from error
-
-
-def _sealed(word: bytes | BaseException) -> bytes:
-    if not isinstance(word, BaseException):
-        return b"=" + word
-    kind = type(word).__name__ if isinstance(word, CkptError) else "StateError"
-    said = {name: value for name, value in vars(word).items() if _is_plain(value)}
-    return b"!" + json.dumps({"message": str(word), **said, "kind": kind}).encode()
-
-
-def _opened(data: bytes, rank: int | None = None) -> bytes:
-    """Return a word; if it is an exception, raise it with the number of its rank."""
-    if data[:1] == b"=":
-        return data[1:]
-    said = json.loads(data[1:])
-    kind, message = str(said.pop("kind")), str(said.pop("message"))
-    error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
-    for name, value in said.items():
-        if not name.startswith("_") and not callable(
-            getattr(error, name, callable)
-        ):  # the store asks nobody who they are
-            setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
-    if rank is not None and not error.message.startswith("rank "):
-        error.message = f"rank {rank}: {error.message}"
-    raise error
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | tuple | list)

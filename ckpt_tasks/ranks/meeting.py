@@ -1,0 +1,127 @@
+"""A meeting of the ranks by way of a c10d store, and how a word or an exception travels through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+from ckpt_tasks import errors
+from ckpt_tasks.errors import CkptError, StateError
+
+if TYPE_CHECKING:
+    from ckpt_tasks.ranks.exchange import StoreExchange
+
+__all__ = ["Meeting", "StoreMeeting"]
+
+_T = TypeVar("_T")
+
+
+class Meeting(Protocol):
+    """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
+
+    def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
+        """Return the words of all ranks in rank 0, in their order, and nothing in the others.
+
+        `write` and `read` turn a word into bytes and back where it leaves the process.
+        """
+
+    def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
+        """Return rank 0's answer in every rank."""
+
+
+class StoreMeeting:
+    """A meeting by way of a c10d store. Whoever has said nothing when the block fails says that, and hears the rest."""
+
+    def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
+        self._exchange = exchange
+        self._topic = topic
+        self._deadline_s = deadline_s
+        self._said = self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or self._over:
+            return
+        raised = error
+        if not self._said:
+            try:
+                self._gather(error)
+            except BaseException as other:  # noqa: BLE001 (own: it is raised below)
+                raised = other
+        if not self._over and self._exchange.first:
+            self._tell(raised)
+        elif not self._over:
+            try:
+                self._hear()  # raises what rank 0 raises, which may be what another rank has said
+            except BaseException as heard:
+                raise heard from None
+        if raised is not error:
+            raise raised
+
+    def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
+        """Collect the words in rank 0; send this rank's in the others."""
+        said = self._gather(write(word) if not self._exchange.first else b"")
+        return [word, *(read(data) for data in said)] if self._exchange.first else []
+
+    def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
+        """Tell the answer in rank 0; wait for it in the others."""
+        if not self._exchange.first:
+            return read(self._hear())
+        self._tell(write(answer))
+        return answer
+
+    def _gather(self, word: bytes | BaseException) -> list[bytes]:
+        self._said = True
+        if not self._exchange.first:
+            self._over = True  # nobody answers if the word cannot be sent
+            self._exchange.send(self._topic, sealed(word))
+            self._over = False
+            return []
+        said = self._exchange.collect(self._topic, self._deadline_s)
+        if isinstance(word, BaseException):
+            raise word
+        return [opened(data, rank) for rank, data in enumerate(said, start=1)]
+
+    def _tell(self, answer: bytes | BaseException) -> None:
+        self._over = True
+        self._exchange.tell(self._topic, sealed(answer))
+
+    def _hear(self) -> bytes:
+        self._over = True
+        return opened(self._exchange.hear(self._topic, self._deadline_s))
+
+
+def sealed(word: bytes | BaseException) -> bytes:
+    """Return a word, or an exception, as bytes."""
+    if not isinstance(word, BaseException):
+        return b"=" + word
+    kind = type(word).__name__ if isinstance(word, CkptError) else "StateError"
+    said = {name: value for name, value in vars(word).items() if _is_plain(value)}
+    return b"!" + json.dumps({"message": str(word), **said, "kind": kind}).encode()
+
+
+def opened(data: bytes, rank: int | None = None) -> bytes:
+    """Return a word; if it is an exception, raise it with the number of its rank."""
+    if data[:1] == b"=":
+        return data[1:]
+    said = json.loads(data[1:])
+    kind, message = str(said.pop("kind")), str(said.pop("message"))
+    error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
+    for name, value in said.items():
+        if not name.startswith("_") and not callable(
+            getattr(error, name, callable)
+        ):  # the store asks nobody who they are
+            setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
+    if rank is not None and not error.message.startswith("rank "):
+        error.message = f"rank {rank}: {error.message}"
+    raise error
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | tuple | list)
