@@ -37,19 +37,19 @@ from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.ranks.exchange import StoreExchange
 from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.commit import prepare_checkpoint
-from ckpt_tasks.saving.committer import Committer, Line
+from ckpt_tasks.saving.committer import Committer
 from ckpt_tasks.saving.differences import compared
 from ckpt_tasks.saving.parts import (
     RankPart,
     Saving,
-    Stored,
     digest_image,
     encode_groups,
     joined,
     new_attempt,
     same_step,
 )
+from ckpt_tasks.saving.prepared import prepare_checkpoint
+from ckpt_tasks.saving.tenure import Line
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
@@ -168,7 +168,7 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     Raises IntegrityError where the parts do not make a checkpoint.
     """
     pruner = Pruner(history, RetentionPolicy(max_num_checkpoints=2))
-    committer = Committer(history, saving.owner, saving.run_key, pruner, Line(), world_size=saving.world_size)
+    committer = Committer(history, saving.owner, pruner, Line(), world_size=saving.world_size, owner_timeout_s=60.0)
     exchange = handed_in(words)
     at = [time.process_time()]
     words = fetched(exchange, words[0])
@@ -179,8 +179,7 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     at.append(time.process_time())
     committer.put_manifest(prepared)
     at.append(time.process_time())
-    stored = Stored.of(parts[0].objects, parts[0].index)
-    entry, _ = committer.commit(committer.admit(), prepared, stored=stored, cost_s=0.0, observed={})
+    entry, _ = committer.commit(committer.admit(), prepared, cost_s=0.0, observed={})
     at.append(time.process_time())
     del parts, prepared
     open_checkpoint(history.store, entry.state.live[-1])

@@ -12,15 +12,16 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tasks.checkpoint.tenure import Following, Tenure, take
+from ckpt_tasks.checkpoint.acquiring import share_tenure
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import StoreExchange, Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
-from ckpt_tasks.saving.committer import Line
 from ckpt_tasks.saving.differences import refuse_differences
+from ckpt_tasks.saving.tenure import Line, Tenure
+from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.placements import World
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class Agreement:
         self._topics = 0
 
     @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes what is written once."""
+        return self.exchange.first
+
+    @property
     def alone(self) -> bool:
         """Whether there is one rank."""
         return self.world.size == 1
@@ -65,13 +71,11 @@ class Agreement:
         self._topics += 1
         return f"{name}/{self._topics}"
 
-    def tenure(
-        self, make: Callable[[], Tenure], line: Line, timeout_s: float, open_memory: Callable[[str], None]
-    ) -> Tenure | Following:
-        """Take the run directory in rank 0, which may wait `timeout_s` for another owner; see `take`."""
+    def tenure(self, take: Callable[[], Tenure], line: Line, timeout_s: float, cache: SnapshotCache) -> Tenure:
+        """Take the run directory in rank 0, which may wait `timeout_s` for another owner; see `share_tenure`."""
         deadline_s = self.deadline_s + timeout_s
         self.exchange.agree(self.topic("options"), self._options, _same_options, self.deadline_s)
-        return take(self.exchange, self.topic("own"), make, line, deadline_s=deadline_s, open_memory=open_memory)
+        return share_tenure(self.exchange, self.topic("own"), take, line, cache, deadline_s=deadline_s)
 
     def together(self, name: str) -> AbstractContextManager[Together]:
         """Run a block in all ranks, or in none; see `all_or_none`."""

@@ -308,11 +308,11 @@ class Checkpointer(HeldRun):
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
         with self._saver.turn():
-            committer = self._begin_save()
+            tenure = self._begin_save()
             steps = self._steps.since(self._line.step)
-            saving = committer.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
+            saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
             snapshot = self._saver.snapshot(
-                committer, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
+                tenure, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
             )
         self._at.saved(step, epoch, interim=interim)
         return snapshot

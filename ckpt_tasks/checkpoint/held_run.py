@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt_tasks.checked import checked
+from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.rollback import checked_skip
-from ckpt_tasks.checkpoint.tenure import Following, Tenure
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
+from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.state.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.system import gang_rank
@@ -67,7 +68,7 @@ class HeldRun:
         self._history = History(self._location.open())
         self._take_over = take_over
         self._flow_run_id = flow_run_id
-        self._tenure: Tenure | Following | None = None
+        self._tenure: Tenure | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
         self._ranks = Agreement(process_group, config)
         self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
@@ -117,12 +118,12 @@ class HeldRun:
         """Call a listener after every commit, failed save and restore from now on."""
         self._saver.listeners.add(listener)
 
-    def _own(self) -> Tenure | Following:
+    def _own(self) -> Tenure:
         """Return the ownership; take the run directory if this process does not hold it."""
         self._process.check()
         if self._tenure is None:
-            make = partial(
-                Tenure,
+            take = partial(
+                take_run,
                 self._history,
                 self.config,
                 self._cache,
@@ -134,7 +135,7 @@ class HeldRun:
                 world_size=self._ranks.world.size,
             )
             try:
-                self._tenure = self._ranks.tenure(make, self._line, self.config.owner_timeout_s, self._cache.open)
+                self._tenure = self._ranks.tenure(take, self._line, self.config.owner_timeout_s, self._cache)
             except OwnedError as error:
                 if self._ranks.alone and (of_gang := gang_rank()):
                     error.hint = f"{of_gang}, and each rank is alone: call init_process_group() before Checkpointer()."
@@ -144,7 +145,7 @@ class HeldRun:
             self._damaged = self._tenure.damaged
             self._knows_line = False
             self._take_over = False  # once only: a later owner is not fenced by this process
-            self._saver.committer = self._tenure.committer
+            self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
         return self._tenure
@@ -175,24 +176,24 @@ class HeldRun:
         """
         held = self._held()
         self.wait()
-        if not isinstance(held, Tenure):
+        if not self._ranks.first:
             raise StateError("only rank 0 removes checkpoints", hint="Call it in rank 0.")
         return self._pruner.remove(held.owner, checkpoint, self._line.digest)
 
     @checked
     def note(self, what: str, **fields: Any) -> None:
         """Write an event of your own into the run's history. Raises StateError if the directory is not held."""
-        self._held().note(what, fields)
+        self._note_once(what, fields)
 
     def record_failure(self, **fields: Any) -> None:
         """Record a failed attempt, one more without progress, in the history. Raises StateError as `note` does."""
-        self._held().note("failure", fields, lambda state: state.with_stall(self._flow_run_id))
+        self._note_once("failure", fields, lambda state: state.with_stall(self._flow_run_id))
 
     @checked
     def record_program(self, program: str, params: Mapping[str, Any]) -> None:
         """Record in the run's history its program and the parameters. Raises StateError as `note` does."""
         recorded = {"program": program, "params": params}
-        self._held().note("program", recorded, lambda state: replace(state, program=program, params=params))
+        self._note_once("program", recorded, lambda state: replace(state, program=program, params=params))
 
     @checked
     def rollback(
@@ -205,11 +206,11 @@ class HeldRun:
         checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
         ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing changes then.
         """
-        held = self._held()
+        self._held()
         self._saver.wait()
         target = self.run.find(step)
         skip = checked_skip(skip_batches, target.step)
-        if isinstance(held, Tenure) and (faults := verify_checkpoint(self._history.store, target)):
+        if self._ranks.first and (faults := verify_checkpoint(self._history.store, target)):
             raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=step)
         rollback = Rollback(identity=target.manifest_digest, step=target.step, skip=skip, by=self._flow_run_id)
         self._record_rollback(rollback, why=reason)
@@ -218,7 +219,7 @@ class HeldRun:
 
     def _record_rollback(self, rollback: Rollback, **fields: Any) -> None:
         fields = {"step": rollback.step, "skip": rollback.skip, **fields}
-        self._held().note("rollback", fields, lambda state: state.rolled_back(rollback))
+        self._note_once("rollback", fields, lambda state: state.rolled_back(rollback))
 
     @checked
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
@@ -229,7 +230,7 @@ class HeldRun:
         """
         held = None if dry_run else self._held()
         self.wait()
-        if not isinstance(held, Tenure):
+        if held is None or not self._ranks.first:
             return self._pruner.plan(self._line.digest)
         verdicts = self._pruner.run(held.owner, self._line.digest)
         if not self._knows_line:
@@ -239,10 +240,16 @@ class HeldRun:
     def _pin(self, step: int, reason: str | None) -> None:
         held = self._held()
         self._saver.wait()
-        if isinstance(held, Tenure):
+        if self._ranks.first:
             self._pruner.pin(held.owner, step, reason)
 
-    def _held(self) -> Tenure | Following:
+    def _note_once(
+        self, what: str, fields: Mapping[str, Any], change: Callable[[State], State] = lambda state: state
+    ) -> None:
+        if (committer := self._held().committer) is not None:
+            committer.note(what, fields, change)
+
+    def _held(self) -> Tenure:
         """Return the ownership; raise StateError if this process does not hold the directory."""
         self._process.check()
         if self._tenure is None:
@@ -252,7 +259,7 @@ class HeldRun:
         self._tenure.beat()
         return self._tenure
 
-    def _begin_save(self, error: Exception | None = None) -> Committer | Follower:
+    def _begin_save(self, error: Exception | None = None) -> Tenure:
         """Take the run for a save; the caller holds `turn()`.
 
         `error` says why this rank cannot save: it is raised in all ranks. In the first save nothing is written then.
@@ -263,15 +270,16 @@ class HeldRun:
                     raise error
                 confirm()
             self._knows_state = True
-        committer = self._own().committer
+        tenure = self._own()
         if not self._knows_line:
             with self._ranks.together("line") as confirm:
-                committer.check_line()
+                if tenure.committer is not None:
+                    tenure.committer.check_line()
                 confirm()
             self._knows_line = True
         if error is not None:
-            self._saver.refuse(committer, error, committer.next_number())
-        return committer
+            self._saver.refuse(tenure, error, tenure.next_number())
+        return tenure
 
     def _refuse_save(self, error: Exception) -> NoReturn:
         """Raise `error` in all ranks, so that no rank waits for this one."""
@@ -313,5 +321,5 @@ class HeldRun:
 def _leave(saver: weakref.ref[Saver]) -> None:
     """Remember a save under way, for the next Checkpointer on this run: nothing refers to this one any more."""
     left = saver()
-    if left is not None and left.committer is not None:
-        left_here[left.committer.owner.id] = left
+    if left is not None and left.tenure is not None:
+        left_here[left.tenure.owner.id] = left

@@ -29,9 +29,9 @@ from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.commit import prepare_checkpoint
-from ckpt_tasks.saving.committer import Committer, Follower, Line
 from ckpt_tasks.saving.parts import RankPart, Saving, Stored, joined
+from ckpt_tasks.saving.prepared import prepare_checkpoint
+from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
@@ -62,9 +62,7 @@ class ImportedRun(HeldRun):
             newest = self._newest(plan.step)
             self._line.follow(newest)
             self._line.known_n = newest.n if newest is not None else -1
-            committer = self._begin_save()
-            assert isinstance(committer, Committer)
-            return self._write(committer, plan, on_progress)
+            return self._write(self._begin_save(), plan, on_progress)
         finally:
             self._release(prune_s=0.0)
 
@@ -86,12 +84,15 @@ class ImportedRun(HeldRun):
             )
         return live[0]
 
-    def _write(self, committer: Committer, plan: ImportPlan, on_progress: OnProgress) -> Checkpoint:
+    def _write(self, tenure: Tenure, plan: ImportPlan, on_progress: OnProgress) -> Checkpoint:
+        if (committer := tenure.committer) is None:
+            raise StateError("only rank 0 imports", hint="Call it in rank 0.")
         admitted = committer.admit()
-        saving = _new_saving(committer, plan)
+        saving = _new_saving(tenure, plan)
         store = self._history.store
         try:
-            prepared = prepare_checkpoint(saving, [_Writer(store, saving.attempt, plan, on_progress).write()])
+            part = _Writer(store, saving.attempt, plan, on_progress).write()
+            prepared = prepare_checkpoint(saving, [part])
             committer.put_manifest(prepared)
             new = prepared.checkpoint(parent=None, n=admitted[0].next_n, cost_s=0.0)
             faults = verify_checkpoint(WatchedStore(store, on_progress), new)
@@ -105,19 +106,19 @@ class ImportedRun(HeldRun):
         except CkptError:
             committer.abandon(saving.attempt)
             raise
-        stored = Stored.of(prepared.manifest.objects, prepared.index)
-        entry, _ = committer.commit(admitted, prepared, stored=stored, cost_s=0.0, observed={})
+        entry, _ = committer.commit(admitted, prepared, cost_s=0.0, observed={})
+        self._line.committed(entry.state.live[-1], Stored.of(part.objects, part.index))
         return entry.state.live[-1]
 
 
-def _new_saving(committer: Follower, plan: ImportPlan) -> Saving:
-    saving = committer.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
+def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
+    saving = tenure.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
     return replace(saving, environment={IMPORTED_FROM: plan.source.name})
 
 
 def _check_bounds(plan: ImportPlan) -> None:
     """Make index and manifest without a store or a byte of a tensor: raise what a save and a reader would refuse."""
-    saving = _new_saving(Follower(identify(None), "run", Line()), plan)
+    saving = _new_saving(Tenure(identify(None), "run", Line()), plan)
     prepare_checkpoint(saving, [_Writer(None, saving.attempt, plan).write()])
 
 

@@ -16,14 +16,11 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tasks.system import system
 
-if TYPE_CHECKING:
-    from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-
-__all__ = ["Interrupt", "hold_signals", "leave_flow_run"]
+__all__ = ["Interrupt", "leave_flow_run"]
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -174,18 +171,3 @@ def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
     if current is not None and current.flow_run is not None and str(current.flow_run.id) == flow_run_id:
         _log.warning("Another process goes on with this flow run, and this one ends: %s", why)
         raise sys.modules["prefect.exceptions"].Abort(str(why)) from why
-
-
-def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
-    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, a pending one included.
-
-    For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
-    """
-    if not ckpt._entered or not ckpt._process.is_here:
-        return
-    if hold:
-        ckpt._deliver_signal()  # nothing has been trained since the last commit
-        ckpt._interrupt.install()
-    else:
-        ckpt._interrupt.uninstall()
-        ckpt._interrupt.deliver()

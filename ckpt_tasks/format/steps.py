@@ -12,7 +12,7 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.arrow import FAULTS, array, read_arrow
 from ckpt_tasks.format.digests import digest_hex
 
-__all__ = ["MAX_STEPS_BYTES", "StepMetrics", "read_steps", "write_steps"]
+__all__ = ["MAX_STEPS_BYTES", "StepMetrics", "read_steps", "steps_file", "write_steps"]
 
 MAX_STEPS_BYTES = 256 << 20
 _MAX_ROWS = 1 << 23
@@ -37,13 +37,19 @@ class StepMetrics(NamedTuple):
 
 def write_steps(steps: Iterable[StepMetrics]) -> bytes:
     """Write the metrics of steps, in their order, as the bytes of an uncompressed Arrow IPC file."""
-    rows = [(step, at_s, name, value) for step, at_s, metrics in steps for name, value in metrics.items()]
+    rows = [(step, at_s, name, float(value)) for step, at_s, metrics in steps for name, value in metrics.items()]
     columns = [*zip(*rows, strict=True)] or [(), (), (), ()]
     arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, _SCHEMA) as writer:
         writer.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA))
     return sink.getvalue()
+
+
+def steps_file(steps: Iterable[StepMetrics]) -> bytes:
+    """Return steps as the bytes of a file with its own digest, for a snapshot that outlives its process."""
+    data = write_steps(steps)
+    return bytes.fromhex(digest_hex(data)) + data
 
 
 def read_steps(data: bytes, *, digest: str, name: str) -> list[StepMetrics]:

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from ckpt_tasks.errors import (
@@ -45,9 +44,9 @@ from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import read_good
-from ckpt_tasks.system import system
+from ckpt_tasks.system import now_iso, system
 
-__all__ = ["Head", "History", "now_iso"]
+__all__ = ["Head", "History"]
 
 _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names in the first list; a second one asks for all
@@ -391,8 +390,3 @@ def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Ent
 
 def _numbered(names: list[str]) -> list[tuple[int, str]]:
     return [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
-
-
-def now_iso() -> str:
-    """Return the time as text, for people; nothing is decided from it."""
-    return datetime.fromtimestamp(system().time(), UTC).isoformat(timespec="milliseconds")

@@ -34,8 +34,8 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.parsing import moment_of
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.fencing import check_owner
-from ckpt_tasks.ledger.history import Head, History, now_iso
-from ckpt_tasks.system import boot_id, has_ended, process_start, system
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.system import boot_id, has_ended, now_iso, process_start, system
 
 __all__ = [
     "NEVER_OWNED",

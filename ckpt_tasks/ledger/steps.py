@@ -23,7 +23,7 @@ from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 
-__all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file", "steps_file"]
+__all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file"]
 
 _MOST_KEPT = 1 << 18  # uncommitted steps; beyond that every second one is dropped
 _AT_ONCE = 16  # parallel requests to a remote store
@@ -68,12 +68,6 @@ def put_steps(
     name = steps_name(attempt)
     store.put(name, [data])
     return new, [name, digest_hex(data)]
-
-
-def steps_file(steps: tuple[StepMetrics, ...]) -> bytes:
-    """Return steps as the bytes of a file with its own digest, for a snapshot that outlives its process."""
-    data = write_steps(_numbers(steps))
-    return bytes.fromhex(digest_hex(data)) + data
 
 
 def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:

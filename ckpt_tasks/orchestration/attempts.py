@@ -27,7 +27,7 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_logger, get_run_logger
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.interrupt import hold_signals
+from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import (
     CkptError,
     ConfigError,

@@ -52,23 +52,15 @@ _T = TypeVar("_T")
 
 
 class Exchange(Protocol):
-    """The exchange of words between the ranks of one training."""
+    """The exchange of words between the ranks of one training: this is `rank` of `size`, and the `first` one decides.
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
+    A meeting may take `patience` deadlines: rank 0 gives up after one, and says which rank it waited for.
+    """
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that decides."""
-
-    @property
-    def patience(self) -> int:
-        """How many deadlines a meeting may take: rank 0 gives up after one, and says which rank it waited for."""
+    rank: int
+    size: int
+    first: bool
+    patience: int
 
     def meeting(self, topic: str, deadline_s: float) -> AbstractContextManager[Meeting]:
         """Meet the other ranks on a topic, which is used once: each one gathers and then publishes in the block.
@@ -78,11 +70,15 @@ class Exchange(Protocol):
         """
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Send this rank's word on a topic, which is used once; return rank 0's answer: `decide(the words by rank)`.
+        """Meet on a topic with this rank's word; return rank 0's answer: `decide(the words by rank)`.
 
-        If a rank's word is an exception, or `decide` raises, that is raised in all ranks. Raises StoreError if a rank
-        sends nothing for `deadline_s`.
+        A word that is an exception is raised in all ranks.
         """
+        with self.meeting(topic, deadline_s) as meeting:
+            if isinstance(word, BaseException):
+                raise word
+            words = meeting.gather(word, bytes, bytes)
+            return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every rank has read rank 0's answers: this process may hold them, and end next."""
@@ -94,7 +90,7 @@ class Exchange(Protocol):
         """Return the last posted word of a topic, from any rank; does not wait."""
 
 
-class Alone:
+class Alone(Exchange):
     """The only rank of a training in one process: what it says is what all say."""
 
     rank = 0
@@ -122,12 +118,6 @@ class Alone:
         """Return the answer."""
         return answer
 
-    def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Decide at once."""
-        if isinstance(word, BaseException):
-            raise word
-        return decide([word])
-
     def drain(self, timeout_s: float) -> None:
         """Do nothing."""
 
@@ -142,7 +132,7 @@ class Alone:
 ALONE = Alone()
 
 
-class StoreExchange:
+class StoreExchange(Exchange):
     """Ranks that share a c10d store; `name` is that of one Checkpointer, the same in all ranks."""
 
     patience = 2
@@ -165,14 +155,6 @@ class StoreExchange:
     def meeting(self, topic: str, deadline_s: float) -> StoreMeeting:
         """Meet the other ranks by way of the store."""
         return StoreMeeting(self, f"{self._name}/{topic}", deadline_s)
-
-    def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Decide in rank 0; wait for its answer in the others."""
-        with self.meeting(topic, deadline_s) as meeting:
-            if isinstance(word, BaseException):
-                raise word
-            words = meeting.gather(word, bytes, bytes)
-            return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until the others have read their answers."""
@@ -300,15 +282,10 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:
     """Return in every rank what `make` returns in rank 0, or raise what it raises there."""
-    word: bytes | BaseException = b""
-    if exchange.rank == 0:
-        try:
-            word = make()
-        except BaseException as error:
-            if exchange.size == 1:
-                raise
-            word = error
-    return exchange.agree(topic, word, lambda words: words[0], deadline_s)
+    with exchange.meeting(topic, deadline_s) as meeting:
+        answer = make() if exchange.first else b""
+        meeting.gather(b"", bytes, bytes)
+        return meeting.publish(answer, bytes, bytes)
 
 
 @contextmanager

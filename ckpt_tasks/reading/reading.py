@@ -20,11 +20,11 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import evaluation_name, is_group
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Owner
-from ckpt_tasks.ledger.history import Head, History, now_iso
+from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 from ckpt_tasks.state.processes import Process
 from ckpt_tasks.storage.locations import Location, location_of
-from ckpt_tasks.system import system
+from ckpt_tasks.system import now_iso, system
 
 if TYPE_CHECKING:
     from ckpt_tasks.ledger.config import CheckpointConfig

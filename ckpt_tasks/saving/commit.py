@@ -1,4 +1,4 @@
-"""The steps of a commit: parts of the ranks → index and manifest → ledger entry.
+"""The last steps of a commit: a prepared checkpoint → index and manifest in the store → ledger entry.
 
 Invariants (MUST: breaking one loses data)
 
@@ -11,143 +11,21 @@ Invariants (MUST: breaking one loses data)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
-from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
-from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import fold
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.index import Index, parse_index, write_index
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix
+from ckpt_tasks.errors import CkptError, IntegrityError, StateError
+from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.format.manifest import Manifest, ObjectRecord
-from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.history import History, now_iso
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.differences import refuse_differences
-from ckpt_tasks.saving.parts import RankPart, Saving
-from ckpt_tasks.saving.provenance import provenance
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.upkeep import Retirement
 
-__all__ = [
-    "PreparedCheckpoint",
-    "commit",
-    "discard",
-    "prepare_checkpoint",
-    "prepare_part",
-    "write_index_and_manifest",
-]
-
+__all__ = ["commit", "discard", "write_index_and_manifest"]
 
 _AT_ONCE = 8  # parallel requests to a remote store
-
-
-@dataclass(frozen=True)
-class PreparedCheckpoint:
-    """A checkpoint before its ledger entry: its manifest, and the bytes of manifest and index.
-
-    `reuses` names the objects of older attempts that are part of it.
-    """
-
-    saving: Saving
-    manifest: Manifest
-    index_bytes: bytes
-    manifest_bytes: bytes
-    digest: str
-
-    @property
-    def index(self) -> Index:
-        """The index, as a view of its bytes."""
-        return parse_index(self.index_bytes, self.manifest.index.name)
-
-    @property
-    def reuses(self) -> tuple[str, ...]:
-        """Names of the objects that other attempts wrote."""
-        own = attempt_prefix(self.saving.attempt)
-        return tuple(record.name for record in self.manifest.objects if not record.name.startswith(own))
-
-    @property
-    def own_names(self) -> tuple[str, ...]:
-        """Names of the objects that this attempt wrote, manifest first."""
-        own = attempt_prefix(self.saving.attempt)
-        objects = (record.name for record in self.manifest.objects if record.name.startswith(own))
-        return (own + MANIFEST_NAME, self.manifest.index.name, *objects)
-
-    def checkpoint(self, *, parent: str | None, n: int, cost_s: float) -> Checkpoint:
-        """Return the checkpoint as the ledger holds it, committed by entry `n`."""
-        manifest = self.manifest
-        data_bytes = sum(record.size_bytes for record in manifest.objects)
-        return Checkpoint(
-            step=manifest.step,
-            attempt=manifest.attempt,
-            manifest=attempt_prefix(self.saving.attempt) + MANIFEST_NAME,
-            manifest_digest=self.digest,
-            parent=parent,
-            n=n,
-            metrics=manifest.metrics,
-            size_bytes=data_bytes + len(self.index_bytes) + len(self.manifest_bytes),
-            objects=len(manifest.objects) + 2,
-            saved_at=manifest.created_at,
-            cost_s=round(cost_s, 6),
-            epochs=self.saving.epochs,
-            reuses=fold(self.reuses),
-            interim=self.saving.interim,
-        )
-
-
-@gc_paused()
-def prepare_checkpoint(saving: Saving, parts: Sequence[RankPart]) -> PreparedCheckpoint:
-    """Make index and manifest from the parts of all ranks, and check them as a restore does; write nothing.
-
-    Raises IntegrityError if a rank or a region is missing, UnsupportedStateError if one would be too large, and
-    StateError if ranks have drifted apart.
-    """
-    index, objects = _combine(parts, saving.world_size)
-    groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
-    index_bytes = write_index(index)
-    del index  # for 10⁶ regions it has 130 MiB
-    prepared = _prepared(saving, index_bytes, objects, groups)
-    # The reader itself checks it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
-    try:
-        open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
-    except IntegrityError as error:
-        if saving.world_size > 1:
-            error.hint = "The ranks disagree on where their parts lie: cut a tensor over one mesh, or parts of it."
-        raise
-    return prepared
-
-
-@gc_paused()
-def prepare_part(saving: Saving, part: RankPart) -> PreparedCheckpoint:
-    """Make index and manifest of one rank's part alone, for the seal in its own memory."""
-    return _prepared(saving, write_index(part.index), part.objects, saving.groups)
-
-
-def _prepared(
-    saving: Saving,
-    index_bytes: bytes,
-    objects: Sequence[ObjectRecord],
-    groups: Mapping[str, Mapping[str, object]],
-) -> PreparedCheckpoint:
-    place = attempt_prefix(saving.attempt) + INDEX_NAME
-    manifest = Manifest(
-        run_key=saving.run_key,
-        step=saving.attempt.step,
-        attempt=saving.attempt.name,
-        world_size=saving.world_size,
-        index=ObjectRecord(place, len(index_bytes), digest_hex(index_bytes), len(index_bytes)),
-        objects=tuple(objects),
-        groups=groups,
-        metrics=dict(saving.metrics),
-        created_at=now_iso(),
-        environment={**provenance(), **saving.environment},
-    )
-    manifest_bytes = manifest.to_bytes()
-    return PreparedCheckpoint(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
@@ -206,56 +84,3 @@ def discard(store: Store, attempt: Attempt) -> None:
     with suppress(CkptError):
         for name in store.names(attempt_prefix(attempt)):
             store.delete(name)
-
-
-class _PreparedStore:
-    """Index and manifest of a checkpoint that is not written yet, as a store of these two objects."""
-
-    url = ""
-    near = True
-    gap_bytes = 0
-
-    def __init__(self, prepared: PreparedCheckpoint):
-        manifest = prepared.manifest
-        self._objects = {
-            manifest.index.name: prepared.index_bytes,
-            attempt_prefix(prepared.saving.attempt) + MANIFEST_NAME: prepared.manifest_bytes,
-        }
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        data = self._objects[name]
-        if len(data) > max_bytes:
-            raise UnsupportedStateError(
-                f"{name.rpartition('/')[2]} would have {len(data)} bytes, more than the {max_bytes} that are read",
-                hint="Keep large values in tensors.",
-            )
-        return data
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        into[:] = self._objects[name][begin : begin + into.nbytes]
-
-    def size(self, name: str) -> int:
-        return len(self._objects[name])
-
-
-def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[ObjectRecord]]:
-    ranks = sorted(part.rank for part in parts)
-    if ranks != list(range(world_size)):
-        raise IntegrityError(f"ranks {ranks} handed in their parts, 0 to {world_size - 1} were expected")
-    index = Index.joined(part.index for part in sorted(parts, key=lambda part: part.rank))
-    return index, [record for part in parts for record in part.objects]
-
-
-def _combine_groups(
-    groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
-) -> dict[str, Mapping[str, object]]:
-    """Return the groups of the checkpoint: with every rank's tree what is by rank, the others as rank 0 has them.
-
-    Raises StateError if ranks differ in what must be equal.
-    """
-    ordered = sorted(parts, key=lambda part: part.rank)
-    refuse_differences([part.compared for part in ordered])
-    return {
-        name: {"kind": group["kind"], "trees": [part.trees[name] for part in ordered]} if "by_rank" in group else group
-        for name, group in groups.items()
-    }

@@ -114,6 +114,10 @@ class Stored:
         """Index the objects of a checkpoint, or of one rank's part of it, by name."""
         return cls({_last(record.name): record for record in records}, index)
 
+    def kept(self, keeps: Callable[[str], bool]) -> Stored:
+        """Return those objects whose names the run still keeps."""
+        return Stored({last: record for last, record in self.records.items() if keeps(record.name)}, self.index)
+
 
 def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
     """Name an owner's next attempt to save a step; every rank computes the same name.

@@ -2,6 +2,7 @@
 
 Training fills a slot and continues. One thread digests and seals the snapshot. Another thread writes and commits it,
 then takes the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
+Here is what training and these threads know of each other; `saver.py` starts them.
 
 Invariants
 
@@ -15,27 +16,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
-from ckpt_tasks.saving.commit import PreparedCheckpoint
-from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import say_wait
-from ckpt_tasks.saving.parts import RankPart, Saving, SupersededError
+from ckpt_tasks.saving.parts import RankPart, Saving
+from ckpt_tasks.saving.prepared import PreparedCheckpoint
+from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
-from ckpt_tasks.storage.port import watching
 from ckpt_tasks.system import system
 
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
 _LOOK_S = 1.0  # a waiting thread checks this often whether the store is stuck
-_FOR_RANKS = 2  # times the timeout: the flush gives up earlier, and says which rank it waited for
 _LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have succeeded
 
 
@@ -62,15 +62,16 @@ Outcome = Committed | Superseded | Failed
 class Snapshot:
     """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer snapshot may replace it. `known` is set once `prepared` or `error` is; until then `digested` yields
-    two parts of each image, as written and with reused objects, and then None. `copy` runs on devices: call its wait()
-    before reading the images. `base` is the checkpoint whose objects may be reused. `given_up` asks the threads to
-    drop the snapshot; `outcome` says how its flush ended. `handed_in`: the flush waits for other ranks. `unsealed`: the
-    memory directory could not take its seal. `compared` returns what is compared between ranks.
+    `keep`: no newer snapshot may replace it. `digested` yields the part of each image, and then None; `known` is set
+    once it has, and `error` says why it may have ended early. `sealed` is the index and manifest that the snapshot has
+    in memory. `copy` runs on devices: call its wait() before reading the images. `given_up` asks the threads to drop
+    the snapshot; `superseded` are the steps of those whose place it has taken; `outcome` says how its flush ended.
+    `patience`: the flush is stuck after so many timeouts, since it may wait for other ranks. `unsealed`: the memory
+    directory could not take its seal. `compared` returns what is compared between ranks.
     """
 
     slot: str
-    committer: Committer | Follower
+    tenure: Tenure
     saving: Saving
     images: ImageSet
     stall_s: float
@@ -79,15 +80,15 @@ class Snapshot:
     copy: DeviceCopy | None = None
     compared: Callable[[], Compared] = dict
     taken_s: float = field(default_factory=lambda: system().monotonic())
-    base: str | None = None
-    prepared: PreparedCheckpoint | None = None
+    sealed: PreparedCheckpoint | None = None
     error: BaseException | None = None
     given_up: bool = False
-    handed_in: bool = False
+    patience: int = 1
     unsealed: bool = False
+    superseded: tuple[int, ...] = ()
     outcome: Outcome | None = None
     known: threading.Event = field(default_factory=lambda: system().event())
-    digested: SimpleQueue[tuple[RankPart, RankPart] | None] = field(default_factory=lambda: system().queue())
+    digested: SimpleQueue[RankPart | None] = field(default_factory=lambda: system().queue())
 
     @property
     def lacks_seal(self) -> bool:
@@ -100,15 +101,9 @@ class Snapshot:
         if self.error is not None:
             raise self.error
 
-    def wait_prepared(self) -> PreparedCheckpoint:
-        """Wait until the snapshot is digested, and return the checkpoint that it would become."""
-        self.wait_digested()
-        assert self.prepared is not None
-        return self.prepared
-
     def seal_of(self, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
         """Return the seal of the snapshot in memory; `in_flight` names the one before it, if storage lacks that."""
-        newest = self.committer.line.digest
+        newest = self.tenure.line.digest
         return Seal(
             run_key=self.saving.run_key,
             checkpoint=prepared.checkpoint(parent=newest, n=-1, cost_s=self.stall_s),
@@ -119,25 +114,13 @@ class Snapshot:
 
 
 class Pipeline:
-    """Run `seal` and `flush` for every snapshot, each in a thread; a flush is stuck after `timeout_s` without progress.
+    """The snapshots under way: one that is flushed, one that waits, those replaced since, and what is in each slot.
 
-    `seal` also gets the snapshot in the other slot if storage lacks it. `sealed` is called when the slot may be filled
-    again. `flush` returns the checkpoint that it committed, or raises. `tells_superseded`: it is called for a replaced
-    snapshot, too, which other ranks may be about to commit.
+    A flush is stuck after `timeout_s` without progress.
     """
 
-    def __init__(
-        self,
-        seal: Callable[[Snapshot, Snapshot | None], None],
-        sealed: Callable[[Snapshot], None],
-        flush: Callable[[Snapshot], Checkpoint],
-        timeout_s: float,
-        *,
-        tells_superseded: bool = False,
-    ):
-        self._seal = seal
-        self._sealed = sealed
-        self._flush = flush
+    def __init__(self, timeout_s: float):
+        self.running = False  # a thread takes snapshots until none waits
         self._timeout_s = timeout_s
         self._changed = system().condition()
         self._flushing: Snapshot | None = None
@@ -145,23 +128,20 @@ class Pipeline:
         self._last: Snapshot | None = None
         self._moved_s = 0.0
         self._failure: BaseException | None = None
-        self._running = False
-        self._sealer: threading.Thread | None = None
         self._ended = False
         self._held: str | None = None
         self._held_lacks = False  # storage does not have the snapshot in the held slot, nor a newer one
         self._in_slot: dict[str, Snapshot] = {}
         self._stored_s = -math.inf  # when the newest committed snapshot was taken
-        self._superseded: list[int] = []
-        self._tells_superseded = tells_superseded
+        self.superseded: list[int] = []  # the steps of replaced snapshots that no ledger entry names yet
         self._replaced: list[Snapshot] = []
 
     @property
     def stuck(self) -> bool:
         """Whether the store, or the other ranks, have taken nothing of the running flush for too long."""
         with self._changed:
-            patience = _FOR_RANKS if self._flushing is not None and self._flushing.handed_in else 1
-            return self._flushing is not None and system().monotonic() - self._moved_s > patience * self._timeout_s
+            flushing, silent_s = self._flushing, system().monotonic() - self._moved_s
+            return flushing is not None and silent_s > flushing.patience * self._timeout_s
 
     def _stuck_error(self, more: str = "") -> StoreError:
         left = self.under_way
@@ -210,9 +190,8 @@ class Pipeline:
             if self._flushing and self._waiting:
                 waiting, self._waiting = self._waiting, None
                 waiting.given_up = True
-                self._superseded.append(waiting.saving.attempt.step)
-                if self._tells_superseded:
-                    self._replaced.append(waiting)
+                self.superseded.append(waiting.saving.attempt.step)
+                self._replaced.append(waiting)
             before = self._in_slot.pop(slot, None)
             self._held_lacks = self._held_lacks and slot != self._held
         if before is not None:
@@ -257,11 +236,12 @@ class Pipeline:
         held = next(slot for slot in SLOTS if slot != self.next_slot())
         self.hold(held, lacks=self._only_memory_has(held))
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Take over a full slot.
+    @contextmanager
+    def submitting(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
+        """Take over a full slot after the block, which starts the threads; yield the snapshot in the other slot.
 
-        Raises the error by which the run was lost, or RuntimeError if the process cannot start a thread; the slot stays
-        the caller's then.
+        The other one only if storage lacks it. The threads wait until the block has ended, so that training continues
+        before they start. If the block fails, or the run was lost, the error is raised and the slot stays the caller's.
         """
         with self._changed:
             # The flush thread is about to take up the waiting snapshot.
@@ -269,12 +249,7 @@ class Pipeline:
             if isinstance(self._failure, _LAST):
                 failure, self._failure = self._failure, None
                 raise failure
-            # Both threads wait for this lock first, so training continues before they start.
-            if not self._running:
-                system().start_thread(self._run, name="ckpt-flush")
-                self._running = True  # until no snapshot waits
-            pair = (snapshot, self._not_stored(snapshot.slot))
-            self._sealer = system().start_thread(self._digest, *pair, name="ckpt-seal")
+            yield self._not_stored(snapshot.slot)
             self._last = self._waiting = snapshot
             self._in_slot[snapshot.slot] = snapshot
 
@@ -316,73 +291,41 @@ class Pipeline:
                 self._waiting.given_up = True
                 self._waiting = None
 
-    @property
-    def superseded(self) -> list[int]:
-        """The steps of replaced snapshots that no ledger entry names yet."""
+    # ── for the threads ──────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self) -> list[Snapshot]:
+        """Return the snapshot to flush next, after those that were replaced; nothing if no snapshot waits."""
         with self._changed:
-            return [*self._superseded]
+            waiting, replaced = self._waiting, self._replaced
+            self._flushing, self._waiting, self._moved_s = waiting, None, system().monotonic()
+            self.running = waiting is not None
+            self._changed.notify_all()
+            if waiting is None:
+                return []
+            self._replaced, waiting.superseded = [], tuple(self.superseded)
+            return [*replaced, waiting]
 
-    def forget_superseded(self, superseded: list[int]) -> None:
-        """Forget the first `superseded` steps: a ledger entry names them."""
+    def ended(self, snapshot: Snapshot, outcome: Outcome) -> None:
+        """Remember how the flush of a snapshot has ended."""
         with self._changed:
-            del self._superseded[: len(superseded)]
+            if snapshot is not self._flushing:
+                return  # it was replaced
+            snapshot.outcome, self._flushing = outcome, None
+            if isinstance(outcome, Committed):
+                self._stored_s, self._held_lacks = snapshot.taken_s, False
+                del self.superseded[: len(snapshot.superseded)]
+            if isinstance(outcome, Failed):
+                self.fail(outcome.error)
+            self._changed.notify_all()
 
-    # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _digest(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        with self._changed:
-            pass  # submit() holds it
-        system().lower_priority()  # only now: submit() waits for this thread to start
-        try:
-            if snapshot.copy is not None:
-                snapshot.copy.wait()
-            if before is not None:
-                before.known.wait()
-            self._seal(snapshot, before)
-        except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer takes it)
-            snapshot.error = error
-        finally:
-            snapshot.digested.put(None)
-            snapshot.known.set()
-        if not snapshot.lacks_seal:
-            self._sealed(snapshot)
-
-    def _run(self) -> None:
-        with self._changed:
-            pass  # as above
-        system().lower_priority()
-        while True:
-            with self._changed:
-                snapshot: Snapshot | None = self._waiting
-                self._flushing, self._waiting, self._moved_s = snapshot, None, system().monotonic()
-                if snapshot is None:
-                    self._running = False
-                    self._changed.notify_all()
-                    return
-                replaced, self._replaced = self._replaced, []
-                self._changed.notify_all()
-            for older in replaced:
-                self._outcome_of(older)
-            outcome = self._outcome_of(snapshot)
-            with self._changed:
-                snapshot.outcome, self._flushing = outcome, None
-                if isinstance(outcome, Committed):
-                    self._stored_s, self._held_lacks = snapshot.taken_s, False
-                if isinstance(outcome, Failed):
-                    self.fail(outcome.error)
-                self._changed.notify_all()
-
-    def _outcome_of(self, snapshot: Snapshot) -> Outcome:
-        try:
-            with watching(self._moved):
-                return Committed(self._flush(snapshot))
-        except SupersededError:
-            return Superseded()
-        except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
-            return Failed(error)
-
-    def _moved(self) -> None:
+    def moved(self) -> None:
+        """Note that the flush has made progress."""
         self._moved_s = system().monotonic()
+
+    def submitted(self) -> None:
+        """Wait until the block of `submitting` has ended."""
+        with self._changed:
+            pass
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -390,10 +333,7 @@ class Pipeline:
         """Wait as wait() does, at the interpreter's end; daemon threads that still train cannot submit any more."""
         with self._changed:
             self._ended = True
-        failure = self.wait()
-        if self._sealer is not None:
-            self._sealer.join(self._timeout_s)  # a thread inside torch would abort the interpreter
-        return failure
+        return self.wait()
 
     def _goes_on(self) -> bool:
         """Whether this thread may submit a snapshot; at the interpreter's end a daemon thread waits to be stopped."""

@@ -6,18 +6,19 @@ Nothing here reads or writes the ledger. What a rank hands to the committer is a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.records import Compared, Seal
-from ckpt_tasks.ledger.steps import steps_file
+from ckpt_tasks.format.records import Compared
+from ckpt_tasks.format.steps import steps_file
 from ckpt_tasks.policy.space import CheckpointSize
-from ckpt_tasks.saving.commit import PreparedCheckpoint
 from ckpt_tasks.saving.differences import compared
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, digest_image, joined, reuse
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, digest_image, joined, reuse
+from ckpt_tasks.saving.pipeline import Snapshot
+from ckpt_tasks.saving.prepared import prepare_part
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
@@ -117,24 +118,28 @@ class RankSaver:
         for image in images:
             touch(image.buffer, lambda: self._plan is plan)
 
-    def digest(
-        self, attempt: Attempt, images: ImageSet, base: Stored | None, given_up: Callable[[], bool]
-    ) -> Iterator[tuple[RankPart, RankPart]]:
-        """Digest image by image; yield each image's part twice: as written, and with objects of `base` reused."""
-        for image in images.images:
-            part = digest_image(attempt, image, given_up, self._rank)
-            yield part, reuse(part, base)
+    def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
+        """Digest this rank's part of a snapshot, and seal it in memory; does not wait for other ranks or the store.
 
-    def seal(self, slot: str, prepared: PreparedCheckpoint, seal: Seal) -> bool:
-        """Seal the snapshot in a slot; say whether it outlives the process, if memory can, and log a warning if not."""
+        `before` is the older snapshot that storage may lack. Logs a warning if memory cannot take the seal.
+        """
+        saving, parts = snapshot.saving, []
+        for image in snapshot.images.images:
+            parts.append(digest_image(saving.attempt, image, lambda: snapshot.given_up, self._rank))
+            snapshot.digested.put(parts[-1])
+        if not self._cache.outlives and self._world_size > 1:
+            snapshot.unsealed = self._cache.left is not None
+            return
+        prepared = snapshot.sealed = prepare_part(saving, joined(parts, self._rank))
+        in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
         files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
-        files[STEPS_NAME] = steps_file(prepared.saving.steps)
+        files[STEPS_NAME] = steps_file(saving.steps)
         try:
-            self._cache.memory.seal(slot, files, seal.to_bytes())
+            self._cache.memory.seal(snapshot.slot, files, snapshot.seal_of(prepared, in_flight).to_bytes())
+            snapshot.unsealed = self._cache.left is not None
         except StoreError as error:
-            _log.warning("Step %d will not survive this process in memory: %s", seal.checkpoint.step, error)
-            return False
-        return self._cache.left is None
+            _log.warning("Step %d will not survive this process in memory: %s", saving.attempt.step, error)
+            snapshot.unsealed = True
 
     def refuse(self, slot: str, attempt: Attempt) -> None:
         """Unseal the snapshot in a slot and its local copy: its save was refused, so nothing may restore it."""
@@ -143,40 +148,40 @@ class RankSaver:
             if self._cache.copies is not None:
                 self._cache.copies.unseal(attempt)
 
-    def copy(self, copies: LocalCopies, images: ImageSet, prepared: PreparedCheckpoint, seal: Seal) -> None:
-        """Write a snapshot to the local directory; log a warning if that fails."""
-        by_name = {image.name: image.bytes for image in images.images}
+    def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
+        """Put every image as soon as it is digested, except those that are `stored` already; return this rank's part.
+
+        Returns None if a newer snapshot has replaced this one. With a local directory, what storage would hold of this
+        rank is written there first; a failure of that is logged.
+        """
+        attempt = snapshot.saving.attempt
+        digested: Iterable[RankPart] = iter(snapshot.digested.get, None)
+        try:
+            if (copies := self._cache.copies) is not None:
+                digested = [*digested]
+                snapshot.wait_digested()
+                self._copy(copies, snapshot, joined([reuse(one, stored) for one in digested], self._rank))
+            parts = []
+            for image, written in zip(snapshot.images.images, digested, strict=False):
+                moved()
+                part = reuse(written, stored)
+                if part is written:
+                    store.put(attempt_prefix(attempt) + image.name, [image.bytes])
+                parts.append(part)
+            snapshot.wait_digested()
+        except SupersededError:
+            return None
+        return joined(parts, self._rank).with_groups(attempt.step, snapshot.saving.groups, snapshot.compared())
+
+    def _copy(self, copies: LocalCopies, snapshot: Snapshot, part: RankPart) -> None:
+        prepared = prepare_part(snapshot.saving, part, snapshot.sealed)
+        by_name = {image.name: image.bytes for image in snapshot.images.images}
         objects = {record.name: by_name[record.name.rpartition("/")[2]] for record in prepared.manifest.objects}
         index = prepared.manifest.index.name, prepared.index_bytes
         try:
-            copies.write(objects, index, prepared.manifest_bytes, seal)
+            copies.write(objects, index, prepared.manifest_bytes, snapshot.seal_of(prepared, None))
         except StoreError as error:
-            _log.warning("Step %d has no copy in the local directory: %s", seal.checkpoint.step, error)
-
-    def put(
-        self,
-        store: Store,
-        attempt: Attempt,
-        images: ImageSet,
-        *,
-        digested: Iterable[tuple[RankPart, RankPart]],
-        keeps: Callable[[str], bool],
-    ) -> tuple[RankPart, bool]:
-        """Put every image as soon as it is digested, except one whose reused object the run still `keeps`.
-
-        Returns the rank's part, and whether every planned reuse was possible. The part is incomplete if `digested` ends
-        early.
-        """
-        parts, as_planned = [], True
-        for image, (written, reused) in zip(images.images, digested, strict=False):
-            moved()
-            part = reused
-            if not keeps(reused.objects[0].name):
-                as_planned = as_planned and reused is written
-                part = written
-                store.put(attempt_prefix(attempt) + image.name, [image.bytes])
-            parts.append(part)
-        return joined(parts, self._rank), as_planned
+            _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
         """Return a slot's images, made on first use; the caller holds `_taking`."""

@@ -1,6 +1,6 @@
-"""The way of a save, from a captured state to a commit: the rank's half, then the committer's, in the background.
+"""Saves behind training's back: training waits for `snapshot` only, and threads seal and save what it has copied.
 
-Training waits for `snapshot` only. `_seal` and `_flush` run in the pipeline's threads.
+`one_save.py` says what a save is.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
-from ckpt_tasks.saving.commit import PreparedCheckpoint, prepare_checkpoint
-from ckpt_tasks.saving.committer import Committer, Follower
 from ckpt_tasks.saving.ending import report_lost
-from ckpt_tasks.saving.joint_save import JointSave
 from ckpt_tasks.saving.listening import Listeners
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, joined
-from ckpt_tasks.saving.pipeline import Committed, Failed, Pipeline, Snapshot
+from ckpt_tasks.saving.one_save import OneSave
+from ckpt_tasks.saving.parts import Saving, SupersededError
+from ckpt_tasks.saving.pipeline import Committed, Failed, Outcome, Pipeline, Snapshot, Superseded
 from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.saving.schedule import SaveSchedule
+from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.state.restore_parts import Captured
+from ckpt_tasks.storage.port import watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
@@ -40,8 +39,8 @@ _log = logging.getLogger("ckpt_tasks")
 class Saver:
     """Take snapshots of the state and commit them in the background.
 
-    `committer` belongs to the present ownership and is released at the interpreter's end. Every snapshot is committed
-    by the committer that it was taken with.
+    `tenure` is the present ownership, which is released at the interpreter's end. Every snapshot is committed in the
+    one that it was taken in.
     """
 
     def __init__(
@@ -55,21 +54,23 @@ class Saver:
         ranks: Exchange = ALONE,
     ):
         self.listeners = Listeners()
-        self.committer: Committer | Follower | None = None
+        self.tenure: Tenure | None = None
         self._ranks = ranks
-        self._history = history
         self._config = config
         self._cache = cache
         self._pruner = pruner
-        self._schedule = schedule
         self._rank = RankSaver(cache, ranks.rank, ranks.size)
-        self._joint = JointSave(
-            ranks, self._rank, history, cache, deadline_s=config.flush_timeout_s, commit_entry=self._commit
+        self._pipeline = Pipeline(config.flush_timeout_s)
+        self._save = OneSave(
+            ranks=ranks,
+            rank=self._rank,
+            history=history,
+            cache=cache,
+            schedule=schedule,
+            listeners=self.listeners,
+            deadline_s=config.flush_timeout_s,
         )
-        self._pipeline = Pipeline(
-            self._seal, self._take_other, self._flush, config.flush_timeout_s, tells_superseded=ranks.size > 1
-        )
-        pruner.in_use = lambda: frozenset(s.base for s in self._pipeline.under_way if s.base is not None)
+        self._sealer: threading.Thread | None = None
         self._early = False  # the newest snapshot is of step 0: an optimizer will create its state in step 1
         self._warned_stuck = False
         self._turn = system().lock()
@@ -87,7 +88,7 @@ class Saver:
 
     def snapshot(
         self,
-        committer: Committer | Follower,
+        tenure: Tenure,
         saving: Saving,
         captured: Captured,
         *,
@@ -107,20 +108,20 @@ class Saver:
             error.step = saving.attempt.step
             self._pipeline.fail(error)
             with suppress(CkptError):
-                self.refuse(committer, error, saving.number)
+                self.refuse(tenure, error, saving.number)
             return None
         try:
             self._plan(captured)
             compared = self._rank.sample(captured, saving)
             images, copy = self._rank.fill(slot, captured)
         except StoreError as error:
-            self.refuse(committer, error, saving.number)
+            self.refuse(tenure, error, saving.number)
         self._early = saving.attempt.step == 0
         stall_s = system().monotonic() - started_s
         observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
             slot=slot,
-            committer=committer,
+            tenure=tenure,
             saving=saving,
             images=images,
             stall_s=stall_s,
@@ -131,7 +132,7 @@ class Saver:
         )
         self._warn_if_stuck(saving.attempt.step)
         try:
-            self._pipeline.submit(snapshot)  # last: whatever waits after it waits for what the threads compute
+            self._submit(snapshot)  # last: whatever waits after it waits for what the threads compute
         except BaseException:
             if copy is not None:  # no thread waits for the copy, and the slot will be filled again
                 copy.wait()
@@ -194,14 +195,14 @@ class Saver:
         """Release the run directory; return False if the store is stuck and cannot take the release."""
         if self._pipeline.stuck:
             return False
-        committer, self.committer = self.committer, None
-        if committer is not None and not committer.release():
+        tenure, self.tenure = self.tenure, None
+        if tenure is not None and not tenure.release():
             self._cache.close(keep=False)  # the memory of a fenced process is not part of the run
         return True
 
     def finish(self) -> None:
         """Commit what a Checkpointer that is gone has under way, and release its memory for the next one."""
-        failure = self._pipeline.end()
+        failure = self._end_pipeline()
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
         self._pruner.cancel(_END_S)
@@ -215,7 +216,7 @@ class Saver:
             # A daemon thread that is taking a snapshot submits it first: the one before may have made way for it. The
             # next one waits for its turn until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
-            failure = self._pipeline.end()
+            failure = self._end_pipeline()
             if failure is not None:
                 report_lost(failure, kept=kept)
             self._pruner.cancel(_END_S)
@@ -225,10 +226,10 @@ class Saver:
             if left := self._pipeline.under_way:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
-    def refuse(self, committer: Committer | Follower, error: Exception, number: int) -> NoReturn:
+    def refuse(self, tenure: Tenure, error: Exception, number: int) -> NoReturn:
         """Raise `error` in all ranks: this one cannot take the snapshot of a save."""
-        self._ranks.agree(committer.topic(number), error, b"".join, self._config.flush_timeout_s)
-        raise error
+        with self._ranks.meeting(tenure.topic(number), self._config.flush_timeout_s):
+            raise error
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -238,91 +239,58 @@ class Saver:
             self.forget_plan()
             self._rank.plan(captured)
 
-    def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        if self._ranks.size > 1:
-            self._joint.seal(snapshot, before)
-            return
-        committer, attempt = snapshot.committer, snapshot.saving.attempt
-        assert isinstance(committer, Committer)
-        with committer.choosing_base() as base:
-            snapshot.base = base.manifest_digest if base is not None else None
-        parts: list[RankPart] = []
-        stored = committer.line.stored_of(self._history.store, base)
-        for digested in self._rank.digest(attempt, snapshot.images, stored, lambda: snapshot.given_up):
-            parts.append(digested[1])
-            snapshot.digested.put(digested)  # the flush waits for it
-        prepared = prepare_checkpoint(snapshot.saving, [joined(parts)])
-        in_flight = before.prepared.digest if before is not None and before.prepared is not None else None
-        seal = snapshot.seal_of(prepared, in_flight)
-        snapshot.prepared = prepared
-        snapshot.unsealed = not self._rank.seal(snapshot.slot, prepared, seal)
+    def _submit(self, snapshot: Snapshot) -> None:
+        """Hand a full slot to the threads; raise RuntimeError if the process cannot start one."""
+        with self._pipeline.submitting(snapshot) as before:
+            if not self._pipeline.running:
+                system().start_thread(self._save_all, name="ckpt-flush")
+                self._pipeline.running = True  # until no snapshot waits
+            self._sealer = system().start_thread(self._seal, snapshot, before, name="ckpt-seal")
 
-    def _take_other(self, snapshot: Snapshot) -> None:
+    def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
+        self._pipeline.submitted()
+        system().lower_priority()  # only now: training waits for this thread to start
+        try:
+            if snapshot.copy is not None:
+                snapshot.copy.wait()
+            if before is not None:
+                before.known.wait()
+            self._rank.seal(snapshot, before)
+        except BaseException as error:  # noqa: BLE001 (the flush raises it, and the trainer takes it)
+            snapshot.error = error
+        finally:
+            snapshot.digested.put(None)
+            snapshot.known.set()
         # Only after a seal: until then the other slot may hold the previous process's snapshot.
-        if not snapshot.given_up and snapshot.saving.attempt.step:
+        if not (snapshot.lacks_seal or snapshot.given_up) and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
-    def _flush(self, snapshot: Snapshot) -> Checkpoint:
+    def _save_all(self) -> None:
+        self._pipeline.submitted()
+        system().lower_priority()
+        while snapshots := self._pipeline.take():
+            for snapshot in snapshots:
+                self._pipeline.ended(snapshot, self._outcome_of(snapshot))
+
+    def _outcome_of(self, snapshot: Snapshot) -> Outcome:
         step = snapshot.saving.attempt.step
         try:
-            checkpoint, entry = self._commit_alone(snapshot) if self._ranks.size == 1 else self._joint.commit(snapshot)
+            with watching(self._pipeline.moved):
+                return Committed(self._save.run(snapshot))
         except SupersededError:
-            raise  # not a failure
-        except Exception as error:
+            return Superseded()
+        except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
             if isinstance(error, CkptError) and error.step is None:
                 error.step = step
-            self.listeners.failed(step, error)
-            raise
-        self._cache.forget_left()
-        self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
-        if self._cache.copies is not None:  # of many ranks, only rank 0 knows what else is live
-            self._cache.copies.retain(entry.state.live if entry and self._ranks.size == 1 else [checkpoint])
-        if entry is not None and isinstance(snapshot.committer, Committer):
-            self._schedule.learn(entry)
-            snapshot.committer.prune_behind(entry)
-        return checkpoint
+            if isinstance(error, Exception):
+                self.listeners.failed(step, error)
+            return Failed(error)
 
-    def _commit_alone(self, snapshot: Snapshot) -> tuple[Checkpoint, Entry]:
-        committer, attempt = snapshot.committer, snapshot.saving.attempt
-        assert isinstance(committer, Committer)
-        admitted = committer.admit(self._rank.size)  # a fenced process must not write
-        _, state = admitted
-        try:
-            if (copies := self._cache.copies) is not None:
-                prepared = snapshot.wait_prepared()
-                self._rank.copy(copies, snapshot.images, prepared, snapshot.seal_of(prepared, None))
-            digested = iter(snapshot.digested.get, None)
-            part, as_planned = self._rank.put(
-                self._history.store, attempt, snapshot.images, digested=digested, keeps=state.keeps
-            )
-            prepared = snapshot.wait_prepared()
-            if not as_planned:  # an object that should be reused has been retired since
-                prepared = prepare_checkpoint(snapshot.saving, [part])
-            committer.put_manifest(prepared)
-        except CkptError:
-            committer.abandon(attempt)
-            raise
-        entry = self._commit(
-            committer, snapshot, admitted, prepared, Stored.of(prepared.manifest.objects, prepared.index)
-        )
-        return entry.state.live[-1], entry
-
-    def _commit(
-        self,
-        committer: Committer,
-        snapshot: Snapshot,
-        admitted: tuple[Head, State],
-        prepared: PreparedCheckpoint,
-        stored: Stored,
-    ) -> Entry:
-        superseded = self._pipeline.superseded
-        flush_s = round(system().monotonic() - snapshot.taken_s, 6)
-        observed = {**snapshot.observed, "flush_s": flush_s, **({"superseded": superseded} if superseded else {})}
-        entry, steps = committer.commit(admitted, prepared, stored=stored, cost_s=snapshot.stall_s, observed=observed)
-        self._pipeline.forget_superseded(superseded)
-        if steps:
-            self.listeners.measured(steps)
-        return entry
+    def _end_pipeline(self) -> BaseException | None:
+        failure = self._pipeline.end()
+        if self._sealer is not None:
+            self._sealer.join(self._config.flush_timeout_s)  # a thread inside torch would abort the interpreter
+        return failure
 
     def _warn_if_stuck(self, step: int) -> None:
         stuck = self._pipeline.stuck

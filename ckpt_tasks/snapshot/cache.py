@@ -53,17 +53,14 @@ _log = logging.getLogger("ckpt_tasks")
 class CachedSnapshot:
     """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
 
-    `slot` is its slot in the memory directory, None for a copy in the local directory.
+    `slot` is its slot in the memory directory, None for a copy in the local directory. `checkpoint` is the one in the
+    ledger, or the one that it would become (`n` is -1).
     """
 
     seal: Seal
     store: ReadableStore
     slot: str | None
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint; its `n` is -1."""
-        return self.seal.checkpoint
+    checkpoint: Checkpoint
 
     @property
     def place(self) -> str:
@@ -71,8 +68,8 @@ class CachedSnapshot:
         return "in memory" if self.slot else "in the local directory"
 
     def open(self) -> Opened:
-        """Open it as the checkpoint that it is or would become."""
-        return open_checkpoint(self.store, self.checkpoint)
+        """Open it by its own manifest; the one in the ledger may name objects of older checkpoints instead."""
+        return open_checkpoint(self.store, self.seal.checkpoint)
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of its `rows`."""
@@ -145,8 +142,7 @@ class SnapshotCache:
         return snapshots
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
-        committed = self._world.size > 1 and any(checkpoint.manifest == seal.checkpoint.manifest for checkpoint in live)
-        return seal.run_key == self._run_key and (committed or usable(seal, live))
+        return seal.run_key == self._run_key and usable(seal, live)
 
     def _in_memory(self, live: tuple[Checkpoint, ...]) -> list[CachedSnapshot | RankSnapshot]:
         memory = self.left or self.memory
@@ -162,15 +158,14 @@ class SnapshotCache:
         self, slot: str | None, own: Part, of_rank: Callable[[int], Iterable[Part]], live: tuple[Checkpoint, ...]
     ) -> CachedSnapshot | RankSnapshot:
         """Return the snapshot of this rank's part; `of_rank` lists the parts that another rank of this host has."""
+        checkpoint = next((one for one in live if one.manifest == own.seal.checkpoint.manifest), own.seal.checkpoint)
         if self._world.size == 1:
-            return CachedSnapshot(own.seal, own.store, slot)
-        attempt = own.seal.checkpoint.manifest
+            return CachedSnapshot(own.seal, own.store, slot, checkpoint)
         parts = {self._world.rank: own}
         for rank in {*range(self._world.size)} - {self._world.rank}:
-            same = [part for part in of_rank(rank) if part.seal.checkpoint.manifest == attempt]
+            same = [part for part in of_rank(rank) if part.seal.checkpoint.manifest == checkpoint.manifest]
             parts |= {rank: same[0]} if same else {}
-        committed = (checkpoint for checkpoint in live if checkpoint.manifest == attempt)
-        return RankSnapshot(self._world.rank, parts, slot, next(committed, own.seal.checkpoint))
+        return RankSnapshot(self._world.rank, parts, slot, checkpoint)
 
     def _remembered(self, rank: int) -> Iterator[Part]:
         memory = SlotFiles(self._root / self._name(rank))
@@ -233,6 +228,11 @@ class SnapshotCache:
         if self.left is not None:
             self.left.clear(slot)
 
+    def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
+        """Delete local copies that no restart needs; a part of many is of use with the others only: the newest."""
+        if self.copies is not None:
+            self.copies.retain(live if self._world.size == 1 else [checkpoint])
+
     def forget_left(self, *, keep: bool = False) -> None:
         """Release the memory directory that this process no longer uses; by default its snapshots are removed."""
         left, self.left = self.left, None
@@ -278,11 +278,11 @@ def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path
 
 def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
     """Say whether a snapshot may be restored: it is committed, or follows the newest committed checkpoint."""
-    if any(checkpoint.manifest_digest == seal.checkpoint.manifest_digest for checkpoint in live):
+    if any(checkpoint.manifest == seal.checkpoint.manifest for checkpoint in live):
         return True
-    newest = lineage(live)[0] if live else None
-    if newest is None:
+    if not live:
         return seal.newest is None
+    newest = lineage(live)[0]
     return newest.manifest_digest == seal.newest or seal.in_flight in _identities(newest)
 
 

@@ -63,7 +63,7 @@ class Pruner:
         self.deleted: frozenset[str] = frozenset()
         self.named: dict[str, tuple[str, ...]] = {}
         self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
-        self.in_use: Callable[[], frozenset[str]] = frozenset
+        self.base: str | None = None  # the checkpoint whose objects a save under way may reuse
         self.retiring = system().lock()
         self._history = history
         self.policy = policy
@@ -79,7 +79,7 @@ class Pruner:
         return self._plan(self._history.head().state, going_on_from)
 
     def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
-        known, in_use = frozenset(self.verified), {base, *self.in_use()}
+        known, in_use = frozenset(self.verified), {base, self.base}
         verdicts = plan_prune(state, self.policy, verified=known, restored_from=going_on_from)
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.interrupt import hold_signals
+from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, StateMismatchError, UnsupportedStateError
 
 

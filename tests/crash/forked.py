@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.interrupt import hold_signals
+from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.tensors import same_bits
 

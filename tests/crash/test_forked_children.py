@@ -50,7 +50,7 @@ LAST = 4
 SAVING: dict[str, Phase] = {
     "copy": ("ckpt_tasks.snapshot.snapshot", "copy_tensors"),
     "digest": ("ckpt_tasks.saving.rank_saver", "digest_image"),
-    "prepare": ("ckpt_tasks.saving.saver", "prepare_checkpoint"),
+    "prepare": ("ckpt_tasks.saving.rank_saver", "prepare_part"),
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),

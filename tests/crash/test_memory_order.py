@@ -24,6 +24,7 @@ from ckpt_tasks.snapshot import memory as shared_memory
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.cli_runs import flip
 from tests.support.pipelines import Gate, Refusing, committed, die, opened
+from tests.support.syncs import state_of as frozen_state
 from tests.support.waiting import until
 
 SIZE = 1 << 14
@@ -122,10 +123,35 @@ def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memor
     until(lambda: ckpt._saver._pipeline.stuck)
     before = _last_seal(ckpt, memory)
     ckpt.step(2, state_of(2, 2 * SIZE))
-    assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest_digest
+    assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest
     gate.opened.set()
     until(lambda: not ckpt._saver._pipeline.stuck)
     ckpt.close()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["committed", "one more in memory"])
+def test_a_snapshot_is_its_checkpoint_though_that_reuses_an_object(
+    run_dir: Path, memory: Path, caplog: pytest.LogCaptureFixture, lost: bool
+) -> None:
+    """P44: memory has the whole of a step of which storage has a part under an older name; the run goes on from it."""
+    ckpt = _start(run_dir, memory)
+    ckpt.save(1, frozen_state(1))
+    reused = ckpt.save(2, frozen_state(2))
+    assert reused.reuses
+    assert _last_seal(ckpt, memory).checkpoint.manifest_digest != reused.manifest_digest
+    if lost:
+        ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+        ckpt.step(3, frozen_state(3))
+        ckpt._saver.wait_idle()
+    die(ckpt)
+    with _start(run_dir, memory) as ckpt, caplog.at_level(logging.INFO, "ckpt_tasks"):
+        state = frozen_state(0)
+        assert ckpt.restore(state) == state["seen"][0] == 2 + lost
+        assert state["model"]["adapter"][0].item() == 2.0 + lost
+        assert f"Restored step {2 + lost} from memory" in caplog.text
+        assert ckpt.save(4, frozen_state(4)).reuses
+    chain = {c.manifest_digest: c.parent for c in ckpt.checkpoints()}
+    assert [*chain.values()] == [*[*chain][1:], None]  # each one follows the one before it
 
 
 def _last_seal(ckpt: Checkpointer, memory: Path) -> Seal:

@@ -221,7 +221,9 @@ def test_a_new_run_in_the_same_place_does_not_see_the_old_ones_memory(
     assert _train(run_dir, memory, 0)[0] == 0
 
 
-def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memory: Path, stuck: Stuck) -> None:
+def test_a_slot_is_filled_only_when_the_other_one_is_sealed(
+    run_dir: Path, memory: Path, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P31: at every moment after the first snapshot one slot is complete, also right after a restore from memory."""
     _died(run_dir, memory, 7, stuck)
     ckpt = Checkpointer(_config(run_dir, memory))
@@ -231,14 +233,14 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(run_dir: Path, memor
     restored = ckpt._saver._pipeline._last
     assert restored is not None
     restored.known.wait(30)
-    seal, gone = ckpt._saver._seal, []
+    seal, gone = ckpt._saver._rank.seal, []
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.05)
         gone.append(len(_slots(memory)))
         seal(*arguments)
 
-    ckpt._saver._pipeline._seal = slowly
+    monkeypatch.setattr(ckpt._saver._rank, "seal", slowly)
     for step in (8, 9, 10, 11):
         ckpt.step(step, state_of(step, SIZE))
     last = ckpt._saver._pipeline._last

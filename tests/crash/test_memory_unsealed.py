@@ -17,6 +17,7 @@ import pytest
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.records import Seal
+from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory
@@ -74,7 +75,8 @@ class Life:
         options = {"memory_dir": str(memory), "on_flush_failure": "warn"}
         self.ckpt = opened(run_dir, self._calls, flush_timeout_s=timeout_s, **options)
         self._saver = self.ckpt._saver
-        self._seal, self._saver._pipeline._seal = self._saver._pipeline._seal, self.seal
+        self._seal = self._saver._rank.seal
+        self._saver._rank.seal = self.seal  # type: ignore[method-assign]
         self.restored = self.ckpt.restore(state := state_of(0, SIZE))
         assert step_of(state) == self.restored >= safe
         self.settle()
@@ -92,7 +94,7 @@ class Life:
         attempt = snapshot.saving.attempt
         fate = self._calls.fates.get(attempt.step, FATES[0])
         if fate.seal == "unread":
-            snapshot.digested.put(next(self._saver._rank.digest(attempt, snapshot.images, None, lambda: False)))
+            snapshot.digested.put(digest_image(attempt, snapshot.images.images[0], lambda: False))
             raise StoreError("the second image cannot be read, on purpose")
         in_the_way = [slot / "manifest.json" for slot in self._memory.glob(f"*/*/{snapshot.slot}")]
         for path in in_the_way if fate.seal == "full" else ():
@@ -105,8 +107,8 @@ class Life:
     def settle(self) -> None:
         """Wait until the last snapshot is sealed or will not be, and its flush has ended or is stuck; then look."""
         pipeline = self._saver._pipeline
-        if pipeline._sealer is not None:
-            pipeline._sealer.join(30)  # it prepares the other slot at its end
+        if self._saver._sealer is not None:
+            self._saver._sealer.join(30)  # it prepares the other slot at its end
         while not (pipeline.idle or (pipeline.stuck and self._calls.stuck.is_set())):
             time.sleep(0.001)  # a flush that is only slow is waited for, whatever the timeout
         self.look()

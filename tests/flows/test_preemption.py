@@ -21,7 +21,7 @@ from prefect.states import AwaitingRetry, Cancelling, Suspended
 from prefect.utilities import engine
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.interrupt import hold_signals
+from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
 from tests.flows.gated import timed
 

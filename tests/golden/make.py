@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
-from ckpt_tasks.checkpoint import tenure
+from ckpt_tasks.checkpoint import acquiring
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Entry, State
@@ -231,7 +231,7 @@ def fixed() -> Iterator[None]:
             return NOON
 
     replaced: list[tuple[Any, str, Any]] = [
-        (tenure, "identify", lambda flow_run_id: owner),
+        (acquiring, "identify", lambda flow_run_id: owner),
         *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit)),  # how long a save takes
         (System, "time", lambda self: NOON.timestamp()),
         (history, "datetime", Noon),

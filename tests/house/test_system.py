@@ -7,7 +7,7 @@ import ast
 from tests.house.sources import files, parse, where
 
 ROOMS = ("ledger", "reading", "upkeep", "saving")
-FILES = ("checkpoint/held_run.py", "checkpoint/checkpointer.py", "checkpoint/tenure.py", "storage/retrying.py")
+FILES = ("checkpoint/held_run.py", "checkpoint/checkpointer.py", "checkpoint/acquiring.py", "storage/retrying.py")
 MODULES = ("time", "secrets", "random", "socket", "queue")
 THREADS = ("Thread", "Lock", "RLock", "Event", "Condition", "Semaphore", "Timer", "local")
 

@@ -15,9 +15,10 @@ import pytest
 
 from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
-from ckpt_tasks.ledger.history import History, now_iso
+from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import now_iso
 from tests.ledger.test_ownership import held_by, mine, owner_in
 from tests.support.calls import FailingReads
 from tests.support.systems import Hurried, running_on

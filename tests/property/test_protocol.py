@@ -23,7 +23,8 @@ from ckpt_tasks.ledger import history
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict, plan_retention
 from ckpt_tasks.saving import committer
-from ckpt_tasks.saving.commit import PreparedCheckpoint, commit, discard
+from ckpt_tasks.saving.commit import commit, discard
+from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep import pruning, upkeep
 from tests.property.protocol import Ablation, Outcome, play

@@ -105,7 +105,7 @@ def train_and_die(rank: int, size: int, kind: str, root: str, life: Life) -> Any
         with telling:
             report((what, value))
 
-    _after(Committer, "commit", lambda _, committer: tell("commit", committer.line.last_commit.step))
+    _after(Committer, "commit", lambda committed, _: tell("commit", committed[0].state.live[-1].step))
     if life.waits:
         _after(Checkpointer, "step", lambda taken, ckpt: ckpt.wait())
     _after(Checkpointer, "step", lambda taken, ckpt: time.sleep(life.pause_s))
@@ -174,7 +174,11 @@ def _always(*args: Any, **options: Any) -> bool:
 
 
 def _of_a_save(self: object, name: str, *args: Any, **options: Any) -> bool:
-    return name.startswith(("save/", "checkpoint_"))
+    return name.startswith("checkpoint_")
+
+
+def _in_a_save(self: object, topic: str, *args: Any, **options: Any) -> bool:
+    return "/save/" in topic
 
 
 def _of_a_commit(self: object, event: dict[str, Any], *args: Any, **options: Any) -> bool:
@@ -186,6 +190,6 @@ _CALLS: dict[str, list[tuple[type, str, Callable[..., bool]]]] = {
     "step": [(torch.optim.AdamW, "step", _always)],
     "snapshot": [(RankSaver, "fill", _always)],
     "put": [(LocalStore, "put", _of_a_save)],
-    "hand-over": [(StoreExchange, "agree", _of_a_save)],
+    "hand-over": [(StoreExchange, "send", _in_a_save), (StoreExchange, "collect", _in_a_save)],
     "commit": [(History, "append", _of_a_commit)],
 }

@@ -20,8 +20,8 @@ from ckpt_tasks.format import ledger
 from ckpt_tasks.format.index import Index
 from ckpt_tasks.reading import opening
 from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.commit import prepare_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
+from ckpt_tasks.saving.prepared import prepare_checkpoint
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
 from tests.support.ledgers import owner_of

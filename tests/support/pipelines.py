@@ -72,7 +72,7 @@ def die(ckpt: Checkpointer) -> None:
     assert ckpt._tenure is not None
     ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)  # what the kernel does with the lock of a process that is gone
-    ckpt._saver.committer = None  # the next Checkpointer of this process knows of no save under way
+    ckpt._saver.tenure = None  # the next Checkpointer of this process knows of no save under way
 
 
 def committed(run_dir: Path) -> list[int]:

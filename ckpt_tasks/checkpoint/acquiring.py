@@ -1,0 +1,88 @@
+"""Take a run directory: the first rank of a training takes it, and all ranks have the ownership then, or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from ckpt_tasks.errors import ObjectNotFoundError, StoreError
+from ckpt_tasks.format.records import read_owner
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import acquire, damage, identify
+from ckpt_tasks.ranks.exchange import Exchange, all_or_none, from_first
+from ckpt_tasks.saving.committer import Committer
+from ckpt_tasks.saving.tenure import Line, Tenure
+from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.upkeep.pruning import Pruner
+
+__all__ = ["share_tenure", "take_run"]
+
+
+def share_tenure(
+    ranks: Exchange, topic: str, take: Callable[[], Tenure], line: Line, cache: SnapshotCache, *, deadline_s: float
+) -> Tenure:
+    """Take a run directory in the first rank, tell the others, and open each rank's memory for the run's key.
+
+    What one rank raises is raised in all; the directory is not held then.
+    """
+    taken: list[Tenure] = []
+
+    def own() -> bytes:
+        taken.append(take())
+        return json.dumps({"run_key": taken[0].run_key, "owner": asdict(taken[0].owner)}).encode()
+
+    try:
+        answer = json.loads(from_first(ranks, topic, own, deadline_s))
+        tenure = taken[0] if taken else Tenure(read_owner(answer["owner"]), answer["run_key"], line, ranks.size)
+        with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
+            try:
+                cache.open(tenure.run_key)
+            except ObjectNotFoundError as error:
+                why = "this rank does not find the run that rank 0 has taken"
+                raise StoreError(why, hint="Give all ranks one directory that they share.") from error
+            confirm()
+    except BaseException:
+        for held in taken:
+            held.quiet()
+            held.release()  # so the next owner need not wait for the timeout
+        raise
+    return tenure
+
+
+def take_run(
+    history: History,
+    config: CheckpointConfig,
+    cache: SnapshotCache,
+    pruner: Pruner,
+    line: Line,
+    *,
+    single_writer: bool,
+    take_over: bool,
+    flow_run_id: str | None,
+    world_size: int = 1,
+) -> Tenure:
+    """Take a run directory, and make what its owner needs: a heartbeat, the run's key, and the committer.
+
+    `single_writer`: the store cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError
+    or StoreError; the directory is not held then.
+    """
+    cache.check()
+    key = config.run_key or history.store.url.rstrip("/").rpartition("/")[2]
+    history.create(key, single_writer=single_writer)
+    key = history.check(config.run_key) or key
+    damaged = damage(history)
+    me, best = identify(flow_run_id), (config.best_metric, config.best_mode)
+    timeout_s = config.owner_timeout_s
+    owner = acquire(history, me, take_over=take_over, timeout_s=timeout_s, best=best)
+    committer = Committer(history, owner, pruner, line, world_size=world_size, owner_timeout_s=timeout_s)
+    tenure = Tenure(owner, key, line, world_size, committer, damaged)
+    try:
+        history.store.keep_room()
+        pruner.new_owner()
+        tenure.beat()
+    except BaseException:
+        tenure.release()
+        raise
+    return tenure

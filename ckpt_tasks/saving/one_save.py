@@ -1,0 +1,154 @@
+"""One save, from a snapshot in memory to its ledger entry: the same for one rank and for many.
+
+Each rank writes its part, the first one commits the parts of all, and all follow the new checkpoint. With one rank the
+meeting is with nobody: what it gathers is the rank's own part, and what it publishes is its own answer.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ckpt_tasks.errors import CkptError, FencedError, StateError
+from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ranks.exchange import Exchange
+from ckpt_tasks.saving.listening import Listeners
+from ckpt_tasks.saving.parts import RankPart, Stored, SupersededError, same_step
+from ckpt_tasks.saving.pipeline import Snapshot
+from ckpt_tasks.saving.prepared import prepare_checkpoint
+from ckpt_tasks.saving.rank_saver import RankSaver
+from ckpt_tasks.saving.schedule import SaveSchedule
+from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.storage.port import moved
+from ckpt_tasks.system import system
+
+__all__ = ["OneSave"]
+
+
+class OneSave:
+    """Save one snapshot after the other; `run` is called by one thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        ranks: Exchange,
+        rank: RankSaver,
+        history: History,
+        cache: SnapshotCache,
+        schedule: SaveSchedule,
+        listeners: Listeners,
+        deadline_s: float,
+    ):
+        self._ranks = ranks
+        self._rank = rank
+        self._history = history
+        self._cache = cache
+        self._schedule = schedule
+        self._listeners = listeners
+        self._deadline_s = deadline_s
+
+    def run(self, snapshot: Snapshot) -> Checkpoint:
+        """Write this rank's part of a snapshot, and commit it with the parts of all ranks; return the checkpoint.
+
+        Raises SupersededError if a rank has a newer snapshot already, and the error of any rank in all of them: nothing
+        is committed then.
+        """
+        topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
+        try:
+            with self._ranks.meeting(topic, self._deadline_s) as ranks:  # what one rank raises, all of them raise
+                part, admitted = self._written(snapshot)
+                parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
+                if admitted is not None and all(parts):  # the first rank has all parts, and none was replaced
+                    entry = self._commit(snapshot, admitted, parts)
+                done = ranks.publish(_checkpoint_of(entry), _to_bytes, _from_bytes)
+        except CkptError as error:
+            if (done := _checkpoint_of(entry)) is None:
+                self._failed(snapshot, error)
+                raise
+            # else it is committed, though not all ranks know it
+        if done is None or part is None:
+            if snapshot.tenure.committer is not None and any(parts):  # no rank is still writing: all have answered
+                snapshot.tenure.committer.abandon(snapshot.saving.attempt)
+            raise SupersededError
+        self._follow(snapshot, done, part, entry)
+        return done
+
+    def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
+        """Write this rank's part, except what the last checkpoint has; return it, and what the first rank commits upon.
+
+        The part is None if a newer snapshot has replaced this one.
+        """
+        committer, line, store = snapshot.tenure.committer, snapshot.tenure.line, self._history.store
+        admitted = None
+        try:
+            if snapshot.given_up:
+                return None, None  # its slot is being filled again
+            if committer is not None:
+                admitted = committer.admit(self._rank.size)  # a fenced process must not write
+                committer.hold_base()
+            stored = line.reusable(store)
+            if stored is not None and admitted is not None:
+                stored = stored.kept(admitted[1].keeps)
+            return self._rank.write(store, snapshot, stored), admitted
+        finally:
+            snapshot.patience = self._ranks.patience
+            moved()
+
+    def _commit(self, snapshot: Snapshot, admitted: tuple[Head, State], parts: list[RankPart | None]) -> Entry:
+        """Check the parts, write index and manifest, and put the ledger entry: here the checkpoint begins to exist."""
+        committer = snapshot.tenure.committer
+        assert committer is not None  # the first rank's
+        present = same_step([part for part in parts if part is not None])
+        prepared = prepare_checkpoint(snapshot.saving, present, snapshot.sealed)
+        committer.put_manifest(prepared)
+        observed = {**snapshot.observed, "flush_s": round(system().monotonic() - snapshot.taken_s, 6)}
+        if snapshot.superseded:
+            observed["superseded"] = [*snapshot.superseded]
+        entry, steps = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
+        if steps:
+            self._listeners.measured(steps)
+        return entry
+
+    def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
+        """Leave nothing of a save that has failed in this or another rank, except the snapshot in memory."""
+        tenure, attempt = snapshot.tenure, snapshot.saving.attempt
+        tenure.fenced = tenure.fenced or isinstance(error, FencedError)
+        if type(error) is StateError:  # the ranks do not fit together: in no rank may the snapshot be restored
+            snapshot.unsealed = True
+            self._rank.refuse(snapshot.slot, attempt)
+        if tenure.committer is None:
+            tenure.line.unsure = True
+        else:
+            tenure.committer.abandon(attempt)
+
+    def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
+        """Continue from the new checkpoint: tell listeners, learn what it cost, and prune what it makes superfluous."""
+        tenure = snapshot.tenure
+        tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
+        self._cache.forget_left()
+        self._listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
+        self._cache.committed(checkpoint, entry.state.live if entry is not None else ())
+        if tenure.committer is not None and entry is not None:
+            self._schedule.learn(entry)
+            tenure.committer.prune_behind(entry)
+
+
+def _checkpoint_of(entry: Entry | None) -> Checkpoint | None:
+    return entry.state.live[-1] if entry is not None else None
+
+
+def _part_to_bytes(part: RankPart | None) -> bytes:
+    return part.to_bytes() if part is not None else b""
+
+
+def _part_from_bytes(data: bytes) -> RankPart | None:
+    return RankPart.from_bytes(data) if data else None
+
+
+def _to_bytes(checkpoint: Checkpoint | None) -> bytes:
+    return json.dumps(checkpoint_item(checkpoint)).encode() if checkpoint is not None else b""
+
+
+def _from_bytes(data: bytes) -> Checkpoint | None:
+    return read_checkpoint(json.loads(data)) if data else None

@@ -1,0 +1,147 @@
+"""What each rank knows of the run that it saves: the line of its checkpoints, and the present ownership."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tasks.errors import CkptError
+from ckpt_tasks.format.records import Checkpoint, Owner
+from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.ledger.metrics import checked_metrics
+from ckpt_tasks.ledger.ownership import Heartbeat
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
+from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.saving.committer import Committer
+
+__all__ = ["Line", "Tenure"]
+
+
+@dataclass
+class Line:
+    """The line of checkpoints that this process continues; it outlives an ownership.
+
+    `parent` is the checkpoint that the next one follows: restored from, or committed last. `known_n` is the newest
+    ledger entry that is known here to have committed a checkpoint. `unsure`: a save of many ranks failed here, but may
+    have been committed, so that other ranks may have another parent.
+    """
+
+    parent: Checkpoint | None = None
+    last_commit: Checkpoint | None = None
+    known_n: int = -1
+    unsure: bool = False
+    stored: tuple[str, Stored] | None = None  # (manifest digest, its objects): at least those of this rank
+
+    @property
+    def digest(self) -> str | None:
+        """The identity of `parent`."""
+        return self.parent.manifest_digest if self.parent is not None else None
+
+    @property
+    def step(self) -> int:
+        """The step of `parent`, -1 without one."""
+        return self.parent.step if self.parent is not None else -1
+
+    def reusable(self, store: Store) -> Stored | None:
+        """Return the parent's objects for reuse; None if there is none that all ranks know, or it cannot be read.
+
+        All ranks have the same parent: they agree on every commit before they write the next snapshot.
+        """
+        if self.parent is None or self.unsure:
+            return None
+        if self.stored is None or self.stored[0] != self.parent.manifest_digest:
+            try:
+                opened = open_checkpoint(store, self.parent)
+            except CkptError:
+                return None  # everything is written then
+            self.stored = self.parent.manifest_digest, Stored.of(opened.manifest.objects, opened.index)
+        return self.stored[1]
+
+    def follow(self, parent: Checkpoint | None) -> None:
+        """Continue from a checkpoint."""
+        self.parent, self.unsure = parent, False
+
+    def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
+        """Continue from a checkpoint that this process has committed; `stored` is what this rank has of it."""
+        self.stored = checkpoint.manifest_digest, stored
+        self.follow(checkpoint)
+        self.last_commit = checkpoint
+        self.known_n = checkpoint.n
+
+
+@dataclass(eq=False)
+class Tenure:
+    """One ownership of a run directory, as each rank of the training that has it knows it.
+
+    The first rank alone has the `committer` and the `heartbeat`; `damaged` names the ledger entries that it could not
+    read: the owner's own entry stands above them. `fenced` is set once a save finds that another process owns the
+    directory.
+    """
+
+    owner: Owner
+    run_key: str
+    line: Line
+    world_size: int = 1
+    committer: Committer | None = None
+    damaged: tuple[str, ...] = ()
+    heartbeat: Heartbeat | None = None
+    fenced: bool = False
+    saves: int = 0
+
+    def new_saving(
+        self,
+        step: int,
+        groups: Mapping[str, Mapping[str, object]],
+        *,
+        metrics: Mapping[str, float] | None,
+        epochs: int | None,
+        interim: bool,
+        steps: tuple[StepMetrics, ...] = (),
+    ) -> Saving:
+        """Name a new attempt to save a step."""
+        number = self.next_number()
+        return Saving(
+            attempt=new_attempt(step, self.owner, number),
+            run_key=self.run_key,
+            owner=self.owner,
+            groups=groups,
+            metrics=checked_metrics(metrics or {}),
+            epochs=epochs,
+            interim=interim,
+            world_size=self.world_size,
+            number=number,
+            steps=steps,
+        )
+
+    def next_number(self) -> int:
+        """Return the number of the next save; all ranks count alike."""
+        self.saves += 1
+        return self.saves
+
+    def topic(self, number: int) -> str:
+        """Return the name under which the ranks agree on a save."""
+        return f"save/{self.owner.epoch}/{number}"
+
+    def check(self) -> None:
+        """Raise FencedError if the heartbeat has seen another owner; a lost run fails the save of the other ranks."""
+        if self.heartbeat is not None and self.heartbeat.fenced is not None:
+            raise self.heartbeat.fenced
+
+    def beat(self) -> None:
+        """Show life, in the first rank: start the heartbeat again if `quiet` has stopped it."""
+        if self.heartbeat is None and self.committer is not None:
+            self.heartbeat = self.committer.heartbeat()
+
+    def quiet(self) -> None:
+        """Stop the heartbeat: other processes may take the directory after the timeout."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+            self.heartbeat = None
+
+    def release(self) -> bool:
+        """Release the run directory, which the first rank does; return False if another process owns it."""
+        return not self.fenced if self.committer is None else self.committer.release()
