@@ -27,7 +27,7 @@ from prefect.states import (
 
 from ckpt_tasks.doctor.server import check_flow_runs
 from ckpt_tasks.flows.watch import watch
-from ckpt_tasks.orchestration.abandoned import Limits
+from ckpt_tasks.orchestration.abandoned import Limits, start_again
 
 
 @flow
@@ -244,3 +244,12 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
     assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
     for run in (late.id, soon.id, silent):
         client.delete_flow_run(run)
+
+
+def test_who_was_ended_is_marked_before_it_waits(client: SyncPrefectClient) -> None:
+    """`ckpt down` ends a process that once waited for its flow's retry: crashed first, so that a worker takes it."""
+    run = made(client, "down", Running(), Failed(), Running(), retries=1)
+    assert client.read_flow_run(run).empirical_policy.retry_type == "in_process"
+    assert start_again(client, run, "Its site was taken down.")
+    assert state_of(client, run) == "AwaitingRetry"
+    assert client.read_flow_run(run).empirical_policy.retry_type == "reschedule"
