@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from ckpt_tasks.policy.space import Forecast, gib
@@ -280,12 +281,13 @@ def _stopping(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
 
 def _threads(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
     """Do waiting OpenMP threads free their cores? The environment variable that OpenMP reads says it."""
-    unset = [job.name for job in pool.jobs if not job.env.get(WAIT_POLICY)]
-    if not unset:
+    if unset := [job.name for job in pool.jobs if not job.env.get(WAIT_POLICY)]:
+        seen = (
+            f"{WAIT_POLICY} is not set for {_some(unset)}: threads spin while they wait, and steps may take 5 × as long"
+        )
+        yield Check("threads", "warning", seen, f"Set {WAIT_POLICY}=passive in the job variables' env.")
+    else:
         yield Check("threads", "ok", f"{WAIT_POLICY} is set: {_some([job.name for job in pool.jobs])}")
-        return
-    seen = f"{WAIT_POLICY} is not set for {_some(unset)}: threads spin while they wait, and steps may take 5 × as long"
-    yield Check("threads", "warning", seen, f"Set {WAIT_POLICY}=passive in the job variables' env.")
 
 
 def _tags(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
@@ -293,12 +295,11 @@ def _tags(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
     deployed = [job for job in pool.jobs if job.deployed and not _is_repeated(job)]
     if not deployed or not any(rule.name in (_ZOMBIES, _RESUMES) for rule in facts.automations or ()):
         return
-    without = [job.name for job in deployed if TAG not in job.tags]
-    if not without:
+    if without := [job.name for job in deployed if TAG not in job.tags]:
+        seen = f"the automations do not hold for {_some(without)}"
+        yield Check("tags", "warning", seen, f"Give what trains the tag {TAG}, and deploy it again.")
+    else:
         yield Check("tags", "ok", f"the automations hold for {_some([job.name for job in deployed])}")
-        return
-    seen = f"the automations do not hold for {_some(without)}"
-    yield Check("tags", "warning", seen, f"Give what trains the tag {TAG}, and deploy it again.")
 
 
 _OF_SERVER = (_server, _fastapi, _leases, _automations, _heartbeat, _pool)
@@ -368,12 +369,7 @@ def _is_repeated(job: JobFacts) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading whole numbers of a version."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, takewhile(str.isdecimal, version.partition("+")[0].split("."))))
 
 
 def _seconds(text: str | None) -> int | None:

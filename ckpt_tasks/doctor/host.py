@@ -57,9 +57,8 @@ def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
     except ObjectNotFoundError:
         verdict = judge(measure(store, large_bytes=_SMALL_BYTES))
         seen = f"{store.url}: no run yet; {verdict.words}"
-        if verdict.fit:
-            return Check("store", "ok", seen), None
-        return Check("store", "wrong", seen, "ckpt doctor-store says more."), None
+        wrong = Check("store", "wrong", seen, "ckpt doctor-store says more.")
+        return Check("store", "ok", seen) if verdict.fit else wrong, None
     history = History(patient)
     key = history.check(None)
     if key is None:

@@ -19,16 +19,7 @@ import httpx
 import prefect
 import prefect.context  # reads the settings: when this is imported, not in the middle of a check
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterId,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import StateType, WorkerStatus, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
@@ -120,10 +111,10 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
         return Check("flow runs", "wrong", seen, "Start the deployment `watch` once; its schedule should do it.")
     if abandoned:
         return Check("flow runs", "warning", seen, "Start a worker of their work pool, or resume the pool.")
-    scheduled = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+    scheduled = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
     planned = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=["watch"])),
-        flow_run_filter=FlowRunFilter(state=scheduled),
+        flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=["watch"])),
+        flow_run_filter=filters.FlowRunFilter(state=scheduled),
         sort=FlowRunSort.EXPECTED_START_TIME_ASC,
         limit=1,
     )
@@ -241,7 +232,7 @@ def _pool(client: SyncPrefectClient, name: str | None, deployment: str | None) -
         return PoolFacts(name=name)
     workers = client.read_workers_for_work_pool(name)
     if not deployments:
-        of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[name]))
+        of_pool = filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[name]))
         deployments = client.read_deployments(work_pool_filter=of_pool, limit=_MOST)
     return PoolFacts(
         name=name,
@@ -272,7 +263,9 @@ def _jobs(client: SyncPrefectClient, pool: WorkPool, deployments: list[Deploymen
     )
     if not deployments:
         return (pool_job,)
-    of_deployments = FlowFilter(id=FlowFilterId(any_=[deployment.flow_id for deployment in deployments]))
+    of_deployments = filters.FlowFilter(
+        id=filters.FlowFilterId(any_=[deployment.flow_id for deployment in deployments])
+    )
     flows = {flow.id: flow.name for flow in client.read_flows(flow_filter=of_deployments, limit=_MOST)}
     return tuple(
         _job(f"{flows.get(deployment.flow_id, '?')}/{deployment.name}", deployment, pool_job)
