@@ -29,19 +29,22 @@ __all__ = ["verify", "verify_resume"]
 _FAULTS_SHOWN = 8
 _DIFFERENCES_SHOWN = 5
 
+HistoryOption = Annotated[bool, typer.Option("--history", help="on a server, read every ledger entry")]
 
-def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None:
+
+def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_json: JsonOption = False) -> None:
     """Read a run or one checkpoint back and list what is damaged.
 
     Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
-    whole tensors; of a run also the ledger and the evaluations. Orphaned objects are listed, and are not a fault.
+    whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
+    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault.
     """
     with output(as_json) as out:
         parsed = parse_target(target)
         run = parsed.open()
         only = None if parsed.which is None else run.find(parsed.which)
         began = time.monotonic()
-        faults, size_bytes = _read(out, run, only)
+        faults, size_bytes = _read(out, run, only, history or None)
         took_s = time.monotonic() - began
         facts = {
             "run_key": run.run_key,
@@ -50,6 +53,7 @@ def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None
             "checkpoints": row_facts(_COLUMNS, faults.checkpoints.values()),
             "damaged": list(faults.damaged),
             "orphans": list(faults.orphans),
+            "unread_entries": faults.unread,
             "read_bytes": size_bytes,
             "took_s": round(took_s, 3),
         }
@@ -57,7 +61,7 @@ def verify(target: RunOrCheckpointArgument, as_json: JsonOption = False) -> None
         out.fail(not faults.good)
 
 
-def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, int]:
+def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) -> tuple[RunFaults, int]:
     from ckpt_tasks.ledger.history import History
     from ckpt_tasks.upkeep.upkeep import RunFaults, verify_checkpoint, verify_run_directory
 
@@ -71,7 +75,7 @@ def _read(out: Output, run: Run, only: Checkpoint | None) -> tuple[RunFaults, in
 
         store = WatchedStore(run.history.store, both)
         if only is None:
-            return verify_run_directory(History(store)), done[0]
+            return verify_run_directory(History(store), whole=whole), done[0]
         checkpoints = {only.manifest_digest: (only, tuple(verify_checkpoint(store, only)))}
         return RunFaults(checkpoints, (), ()), done[0]
 
@@ -102,6 +106,9 @@ def _parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
         if names:
             yield f"{what}: {count(len(names), 'object')}", style
             yield from ((f"  {name}", style) for name in first(names, _FAULTS_SHOWN))
+    if faults.unread:
+        older = count(faults.unread, "older ledger entry", "older ledger entries")
+        yield f"Not read without --history: {older}", "dim"
     bad, checked = sum(1 for _, wrong in faults.checkpoints.values() if wrong), len(faults.checkpoints)
     if faults.good:
         yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]

@@ -9,25 +9,20 @@ An entry that this process had read before it was damaged is not skipped.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tasks.errors import (
-    CheckpointNotFoundError,
     CommitUncertainError,
     IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
-    RunMismatchError,
     StoreError,
 )
-from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import (
-    FORMAT_NAME,
     LEDGER_PREFIX,
     MANIFEST_NAME,
     MAX_EPOCH,
@@ -37,12 +32,11 @@ from ckpt_tasks.format.keys import (
 )
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES, Entry, State
 from ckpt_tasks.format.live import cut
-from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
-from ckpt_tasks.format.records import Owner
+from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger.fencing import check_owner
+from ckpt_tasks.ledger.run_format import RunFormat
 from ckpt_tasks.ledger.segments import Segments
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso, system
 
@@ -52,8 +46,6 @@ _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names in the first list; a second one asks for all
 _NUMBERS_TRIED = 64  # lost to other writers; far more than happen by chance, since others wait
 _LONGEST_WAIT_S = 30.0
-_LOOKED_AT = 1000  # names that are searched for runs below a wrong directory
-_NAMED = 5
 _FOLLOWED = 8  # entries read one by one before names are listed
 _LATE = "which is there: it is older than the last write. Use a store that lists at once what was written."
 
@@ -82,103 +74,16 @@ class Head:
         return max(self.state.spared_epochs, damaged_epoch)
 
 
-class History:
+class History(RunFormat):
     """Read and extend the ledger of one run directory."""
 
     def __init__(self, store: Store):
-        self.store = store
+        super().__init__(store)
         self._segments = Segments(store)
         self._known: Head | None = None  # the newest entry read by this process, with no damaged one above it
+        self._seen = False  # whether what was looked at last was all good: then `_known` is it
+        self._looked_s = -math.inf
         self._warned: tuple[str, ...] = ()
-
-    def create(self, run_key: str, *, single_writer: bool = False) -> None:
-        """Write the run directory's format.json if it is missing.
-
-        A server is tested first, once for each endpoint through which the directory is reached. Raises ConfigError if
-        it cannot do what commits need; with `single_writer` put-if-absent is not needed.
-        """
-        body = self._format()
-        if body is None:
-            new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
-            self._put_format(self._proved(new, single_writer))
-        elif not body and self.store.endpoint is not None:
-            self._proved({}, single_writer)  # the damaged file may have said that the store has no put-if-absent
-        elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
-            self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
-
-    def check(self, run_key: str | None) -> str | None:
-        """Return the run's key, None if format.json is damaged (every manifest holds the key as well).
-
-        Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run, and
-        FormatVersionError if a newer version wrote it.
-        """
-        body = self._format()
-        if body is None:
-            raise CheckpointNotFoundError(
-                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}",
-                hint=f"Check the directory's name.{self._runs_below()}",
-            )
-        if not body:
-            return None
-        key: str = body["run_key"]
-        if run_key is not None and key != run_key:
-            raise RunMismatchError(
-                f"{self.store.url} holds the run {key!r}, not {run_key!r}",
-                hint="Use another directory, or the run's own key.",
-            )
-        if body.get("single_writer") is True:
-            self.store.assume_single_writer()
-        return key
-
-    def _runs_below(self) -> str:
-        """Return a sentence that names some runs inside this directory; "" if there is none."""
-        with suppress(StoreError):
-            names = self.store.names("", limit=_LOOKED_AT)
-            runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
-            return f" There are runs in it: {', '.join(runs[:_NAMED])}." if runs else ""
-        return ""
-
-    def _format(self) -> dict[str, Any] | None:
-        """Read format.json: None if there is none, {} if it is damaged."""
-        try:
-            return read_good(self.store, self._read_format)
-        except ObjectNotFoundError:
-            return None
-        except IntegrityError:
-            return {}
-
-    def _read_format(self) -> dict[str, Any]:
-        try:
-            body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
-            if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
-                raise IntegrityError("its bytes are not what was written", key=FORMAT_NAME)
-            check_version(body["version"], FORMAT_NAME)
-            return {**body, "run_key": str(body["run_key"])}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"it is malformed: {error!r:.200}", key=FORMAT_NAME) from error
-
-    def _put_format(self, data: bytes) -> None:
-        for left in reversed(range(_SAME_NUMBER_TRIES)):
-            try:
-                self.store.put_if_absent(FORMAT_NAME, data)
-            except ObjectExistsError:
-                return  # another process has written it meanwhile
-            except StoreError:
-                if self._format() is not None:
-                    return  # only the answer was lost
-                if not left:
-                    raise
-            else:
-                return
-
-    def _proved(self, body: Mapping[str, Any], single_writer: bool) -> bytes:
-        new = {key: value for key, value in body.items() if key != "digest"}
-        new |= {"single_writer": single_writer}
-        if single_writer:
-            self.store.assume_single_writer()
-        if self.store.endpoint is not None:
-            new |= {"endpoint": self.store.endpoint, "proved": prove(self.store, single_writer=single_writer)}
-        return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
 
     def head(self) -> Head:
         """Read the newest good entry; torn and foreign entries do not count, and a warning names them.
@@ -188,6 +93,14 @@ class History:
         """
         known = self._known
         return self._truth((self.store.near and known and self._followed(known)) or self._listed(known), known)
+
+    def head_within(self, seconds: float) -> Head:
+        """Return the head that this process looked at, or put, at most `seconds` ago; look if there is none.
+
+        A disk is looked at in any case.
+        """
+        fresh = self._seen and not self.store.near and system().monotonic() - self._looked_s < seconds
+        return self._known if fresh and self._known else self.head()
 
     def _truth(self, head: Head, before: Head | None) -> Head:
         """Prefer what this process has read before, even if it has been damaged since; warn of damage.
@@ -208,6 +121,7 @@ class History:
         elif head.damaged != self._warned:
             self._warned = head.damaged
             self._warn(head)
+        self._seen, self._looked_s = not head.damaged, system().monotonic()
         return head
 
     def _warn(self, head: Head) -> None:
@@ -284,15 +198,21 @@ class History:
                 raise IntegrityError(f"a checkpoint of a later entry than number {n}", key=name)
         return entry, digest
 
-    def append(self, event: Mapping[str, Any], change: Callable[[State, int], State], *, owner: Owner | None) -> Entry:
+    def append(
+        self,
+        event: Mapping[str, Any],
+        change: Callable[[State, int], State],
+        *,
+        owner: Owner | None,
+        standing: Checkpoint | None = None,
+    ) -> Entry:
         """Append one event; `change(state, n)` returns the state after entry n.
 
-        Give `owner` for an event that only the owner may write. Raises FencedError if the directory has another owner,
-        CommitUncertainError if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
+        Give `owner` for an event that only the owner may write, and `standing` if this checkpoint of the newest entry
+        has just been read, byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError
+        if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
         """
-        # A list cannot show that a remote store was emptied and filled anew: so the entry is read again here.
-        nonce, known = system().token_hex(16), self._known
-        head = self.head() if self.store.near else self._truth(self._listed(), known)
+        nonce, head = system().token_hex(16), self._to_follow(owner, standing)
         for lost in range(_NUMBERS_TRIED):
             if owner is not None:
                 check_owner(head.state.owner, owner)
@@ -311,6 +231,21 @@ class History:
             raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
         _log.debug("Entry %d stands: %s (%s)", entry.n, event["kind"], nonce)
         return entry
+
+    def _to_follow(self, owner: Owner | None, standing: Checkpoint | None) -> Head:
+        """Return the head that an event follows.
+
+        A server refuses the next number if anybody has it: so the owner, who writes nearly all entries, need not list
+        them (decision 0084). But the directory may have been emptied, and filled anew up to a lower number: what the
+        owner knows must still stand.
+        """
+        known = self._known
+        if self.store.near:
+            return self.head()
+        if owner is None or known is None or not self._seen:
+            return self._truth(self._listed(), known)
+        stands = (standing is not None and standing.n == known.next_n - 1) or self._stands(known)
+        return known if stands else self._truth(self._listed(), known)
 
     def _past(self, head: Head, n: int) -> Head:
         """Re-read the head after losing number n to another writer, even if a listing is stale."""
@@ -360,7 +295,9 @@ class History:
                     hint="All data is durable; start again, and the run goes on from what the ledger then says.",
                 ) from error
             else:
-                self._known = Head(entry, digest, entry.n + 1, ()) if stands else self._known
+                if stands:
+                    self._known, self._seen = Head(entry, digest, entry.n + 1, ()), True
+                    self._looked_s = system().monotonic()
                 return stands
         assert failure is not None
         raise failure

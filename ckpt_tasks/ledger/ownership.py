@@ -254,13 +254,18 @@ class Heartbeat:
         self.fenced: FencedError | None = None
         self._history = history
         self._owner = owner
-        self._every_s = timeout_s * _BEAT
+        self._every_s = self.every_s(timeout_s)
         self._stop = system().event()
         with suppress(StoreError):  # without it, the time at which the directory was taken counts
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
         self._thread = system().start_thread(_look_again_and_again, *arguments, name="ckpt-heartbeat")
+
+    @staticmethod
+    def every_s(timeout_s: float) -> float:
+        """Return how often an owner shows life, and looks whether it still is the owner."""
+        return timeout_s * _BEAT
 
     def stop(self) -> None:
         """End the thread; from now on the sign of life grows old."""

@@ -34,6 +34,7 @@ __all__ = [
     "check_header",
     "merge_runs",
     "open_checkpoint",
+    "read_whole",
     "verify_run",
 ]
 
@@ -157,21 +158,41 @@ def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
     return Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
 
 
-def check_header(store: ReadableStore, record: ObjectRecord) -> None:
-    """Check an object's size and the digest of its header; raise IntegrityError if one is wrong."""
-    size_bytes = store.size(record.name)
+def check_header(store: ReadableStore, record: ObjectRecord) -> bytes:
+    """Return an object's header; raise IntegrityError if its digest or the object's size is wrong."""
+    _check_size(record, store.size(record.name))
+
+    def header() -> bytes:
+        data = bytearray(record.digested_bytes)
+        store.read(record.name, 0, memoryview(data))
+        return _good_header(record, bytes(data))
+
+    return read_good(store, header)
+
+
+def read_whole(store: ReadableStore, record: ObjectRecord) -> bytes:
+    """Return all bytes of a small object with one request; raise IntegrityError if size or header are wrong."""
+
+    def whole() -> bytes:
+        data = store.get(record.name, record.size_bytes)
+        _check_size(record, len(data))
+        _good_header(record, data)
+        return data
+
+    return read_good(store, whole)
+
+
+def _check_size(record: ObjectRecord, size_bytes: int) -> None:
     if size_bytes != record.size_bytes:
         raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
     if record.digested_bytes > min(size_bytes, MAX_HEADER_BYTES + 8):
         raise IntegrityError("the header is larger than any that is written", key=record.name)
-    read_good(store, lambda: _check_digest(store, record))
 
 
-def _check_digest(store: ReadableStore, record: ObjectRecord) -> None:
-    header = bytearray(record.digested_bytes)
-    store.read(record.name, 0, memoryview(header))
-    if digest_hex(bytes(header)) != record.digest:
+def _good_header(record: ObjectRecord, data: bytes) -> bytes:
+    if digest_hex(data[: record.digested_bytes]) != record.digest:
         raise IntegrityError("the header's bytes have changed", key=record.name)
+    return data
 
 
 def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:

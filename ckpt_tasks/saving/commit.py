@@ -19,13 +19,10 @@ from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
-from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep.upkeep import Retirement
+from ckpt_tasks.upkeep.retiring import Retirement
 
 __all__ = ["commit", "discard", "write_index_and_manifest"]
-
-_AT_ONCE = 8  # parallel requests to a remote store
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
@@ -34,11 +31,7 @@ def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None
     Raises IntegrityError if an object has another size, and StoreError.
     """
     manifest = prepared.manifest
-    names = [record.name for record in manifest.objects]
-    if store.near or len(names) < 2:
-        sizes = [*map(store.size, names)]
-    else:
-        sizes = in_threads(store.size, names, _AT_ONCE, "ckpt-size")
+    sizes = store.sizes([record.name for record in manifest.objects])
     for record, size_bytes in zip(manifest.objects, sizes, strict=True):
         if size_bytes != record.size_bytes:
             raise IntegrityError(f"an object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
@@ -82,5 +75,4 @@ def commit(
 def discard(store: Store, attempt: Attempt) -> None:
     """Delete the objects of an attempt that failed before its commit; a later owner sweeps what cannot be deleted."""
     with suppress(CkptError):
-        for name in store.names(attempt_prefix(attempt)):
-            store.delete(name)
+        store.delete_all(store.names(attempt_prefix(attempt)))

@@ -50,6 +50,7 @@ class Committer:
         self._line = line
         self._world_size = world_size
         self._owner_timeout_s = owner_timeout_s
+        self._beat_s = Heartbeat.every_s(owner_timeout_s)
         self._history = history
         self._pruner = pruner
         self._space = _SpaceWatch(history.store, pruner.policy)
@@ -78,7 +79,7 @@ class Committer:
 
         Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
         """
-        head = self._history.head()
+        head = self._history.head_within(self._beat_s)
         state = head.state.sparing(head.spared_epochs)
         check_owner(state.owner, self.owner)
         if size is not None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.local_fs import DAMAGED, HINTS, NO_LINKS, Calls, link_above, our_errors, read_again, unlinked
-from ckpt_tasks.storage.port import Store, moved
+from ckpt_tasks.storage.port import OneByOne, Store, moved
 from ckpt_tasks.storage.reserve import Reserve
 
 __all__ = ["LocalStore"]
@@ -47,7 +47,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-class LocalStore:
+class LocalStore(OneByOne):
     """Keep objects as files below a directory.
 
     `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with

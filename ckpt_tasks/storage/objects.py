@@ -10,12 +10,11 @@ Invariants
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -24,12 +23,18 @@ from weakref import WeakSet
 import fsspec
 from fsspec.asyn import sync
 
-from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import (
+    CkptError,
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, of_listing
 from ckpt_tasks.storage.loop import io_loop
+from ckpt_tasks.storage.others import OtherRequests, drive
 from ckpt_tasks.storage.port import Store, moved
-from ckpt_tasks.storage.s3 import S3Requests, sending_once, slices
+from ckpt_tasks.storage.s3 import S3Requests, sending_once
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
 __all__ = ["SCHEMES", "ObjectStore"]
@@ -59,9 +64,11 @@ class Requests(Protocol):
     async def get(self, key: str, max_bytes: int) -> bytes: ...
     async def read(self, key: str, begin: int, into: memoryview) -> None: ...
     async def size(self, key: str) -> int: ...
-    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]: ...
+    async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]: ...
+    async def keys(self, prefix: str, enough: Callable[[Iterable[str]], bool], page: int) -> Iterable[str]: ...
     async def folders(self, prefix: str) -> list[str]: ...
     async def delete(self, key: str) -> None: ...
+    async def delete_all(self, keys: Sequence[str]) -> dict[str, BaseException]: ...
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None: ...
 
 
@@ -155,6 +162,15 @@ class ObjectStore:
         key = self._key(name)
         return self._run(name, lambda requests: requests.size(key))
 
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        keys = {self._key(name): name for name in names}
+        sizes: list[int] = []
+        for key, size_bytes in self._run("", lambda requests: requests.sizes([*keys])).items():
+            if isinstance(size_bytes, BaseException):
+                raise self._ours(size_bytes, as_ours(size_bytes, keys[key]))
+            sizes.append(size_bytes)
+        return sizes
+
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         base = prefix.rstrip("/")
         if base and not is_object_name(base):
@@ -164,7 +180,7 @@ class ObjectStore:
         below = self._prefix + (f"{base}/" if base else "")
         cut = len(self._prefix)
 
-        def enough(keys: list[str]) -> bool:
+        def enough(keys: Iterable[str]) -> bool:
             return limit is not None and sum(is_object_name(key[cut:]) for key in keys) >= limit
 
         page = 1000 if limit is None else limit
@@ -177,6 +193,12 @@ class ObjectStore:
             self._run(name, lambda requests: requests.delete(key))
         except ObjectNotFoundError:
             return
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
+        keys = {self._key(name): name for name in names}
+        refused = self._run("", lambda requests: requests.delete_all([*keys]))
+        errors = {keys[key]: self._ours(error, as_ours(error, keys[key])) for key, error in refused.items()}
+        return {name: error for name, error in errors.items() if not isinstance(error, ObjectNotFoundError)}
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
         cut = len(self._prefix)
@@ -227,24 +249,27 @@ class ObjectStore:
                 moved()
                 return result
             with _IN_MEMORY:
-                return _drive(work(requests))
+                return drive(work(requests))
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
-            if is_expired(error):
-                self._opened = None  # the next try reads the credentials again
-            ours = translate(error, name)
-            ours.message = self._redactor.text(ours.message)
-            ours.args = (ours.message,)
-            if ours is not error or ours.__cause__ is not None:
-                ours.__cause__ = self._redactor.cause(ours.__cause__ or error)
-            failure = ours.with_traceback(None)
+            failure = self._ours(error, translate(error, name))
         failure.__context__ = None
         raise failure  # here, outside of `except`: raised there it would keep the client's error as its context
+
+    def _ours(self, error: BaseException, ours: CkptError) -> CkptError:
+        """Return our error for a client's, without secrets."""
+        if is_expired(error):
+            self._opened = None  # the next try reads the credentials again
+        ours.message = self._redactor.text(ours.message)
+        ours.args = (ours.message,)
+        if ours is not error or ours.__cause__ is not None:
+            ours.__cause__ = self._redactor.cause(ours.__cause__ or error)
+        return ours.with_traceback(None)
 
     def _requests(self) -> tuple[Any, Requests]:
         with self._opening:
             if self._opened is None:
                 fs = self._open()
-                requests = S3Requests(fs, self._bucket) if self._protocol == "s3" else _Others(fs, self._bucket)
+                requests = S3Requests(fs, self._bucket) if self._protocol == "s3" else OtherRequests(fs, self._bucket)
                 self._opened = (fs, requests)
             return self._opened
 
@@ -310,78 +335,6 @@ class _Measured:
             self._seen = True
         elif took_s > self._latency_s:
             self._bandwidth = max(self._bandwidth, size_bytes / (took_s - self._latency_s))
-
-
-class _Others:
-    """The same requests through fsspec's own methods; an object is whole in memory while it is written."""
-
-    def __init__(self, fs: Any, bucket: str):
-        self._fs = fs
-        self._bucket = bucket
-
-    async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
-        size_bytes = sum(piece.nbytes for piece in body)
-        data = next(slices(body, size_bytes), io.BytesIO()).getvalue()
-        await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
-
-    async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Return False, so that the bytes are sent: each of these stores copies in its own way."""
-        return False
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        size_bytes = await self.size(key)
-        if size_bytes > max_bytes:
-            raise IntegrityError(f"the object has {size_bytes} bytes, more than {max_bytes}", key=key)
-        return bytes(await self._do("cat_file", self._path(key))) if size_bytes else b""
-
-    async def read(self, key: str, begin: int, into: memoryview) -> None:
-        data = await self._do("cat_file", self._path(key), start=begin, end=begin + into.nbytes)
-        if len(data) != into.nbytes:
-            raise IntegrityError(f"the object ends {into.nbytes - len(data)} bytes too early", key=key)
-        into[:] = data
-
-    async def size(self, key: str) -> int:
-        info = await self._do("info", self._path(key))
-        if info["type"] != "file":
-            raise FileNotFoundError(key)
-        return int(info["size"])
-
-    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
-        try:
-            names = await self._do("find", self._path(prefix))
-        except FileNotFoundError:
-            return []
-        cut = len(self._path(""))
-        return [path.lstrip("/")[cut:] for path in names]
-
-    async def folders(self, prefix: str) -> list[str]:
-        entries = await self._do("ls", self._path(prefix.rstrip("/")), detail=True)
-        cut = len(self._path(""))
-        return [entry["name"].lstrip("/")[cut:] for entry in entries if entry["type"] == "directory"]
-
-    async def delete(self, key: str) -> None:
-        await self._do("rm_file", self._path(key))
-
-    async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
-        """Do nothing: an unfinished upload is invisible, and these stores delete it themselves."""
-
-    def _path(self, key: str) -> str:
-        return f"{self._bucket}/{key}"
-
-    async def _do(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        if self._fs.async_impl:
-            return await getattr(self._fs, f"_{verb}")(*arguments, **options)
-        return getattr(self._fs, verb)(*arguments, **options)
-
-
-def _drive(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine that never waits."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        result: _T = done.value
-        return result
-    raise StoreError("a store without requests waits for something")
 
 
 def _host(endpoint: str) -> str:

@@ -28,7 +28,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = ["ReadableStore", "Store", "WatchedStore", "WrappedStore", "moved", "unwrapped", "watching"]
+from ckpt_tasks.errors import CkptError
+
+__all__ = ["OneByOne", "ReadableStore", "Store", "WatchedStore", "WrappedStore", "moved", "unwrapped", "watching"]
 
 
 class ReadableStore(Protocol):
@@ -85,8 +87,17 @@ class Store(ReadableStore, Protocol):
         A prefix is "" or ends with a slash.
         """
 
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Return the sizes of several objects in bytes, in order; raises as `size` does."""
+
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is not an error."""
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
+        """Delete several objects, the first ones first where the store keeps an order; return the errors of the others.
+
+        Raises StoreError if the store does not answer: then any of them may be gone.
+        """
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
         """Free what unfinished writes left under names with `dead(name)`: no process writes those any more."""
@@ -118,8 +129,24 @@ def moved() -> None:
         on_progress()
 
 
-class WrappedStore:
-    """Forward every call to `inner`."""
+class OneByOne:
+    """What is asked for several objects at once, as a request for each."""
+
+    def sizes(self: Store, names: Sequence[str]) -> list[int]:
+        return [*map(self.size, names)]
+
+    def delete_all(self: Store, names: Sequence[str]) -> dict[str, CkptError]:
+        refused: dict[str, CkptError] = {}
+        for name in names:
+            try:
+                self.delete(name)
+            except CkptError as error:
+                refused[name] = error
+        return refused
+
+
+class WrappedStore(OneByOne):
+    """Forward every call to `inner`, what is asked for several objects one by one."""
 
     def __init__(self, inner: Store):
         self.inner = inner

@@ -43,9 +43,8 @@ def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
             raise ConfigError(f"{store.url} does not show at once what was written", hint="Use another store.")
         return {"put_if_absent": not single_writer, "read_after_write": True, "ordered_listing": True}
     finally:
-        for name in written:
-            with suppress(StoreError):  # a few bytes may stay; no run uses the names
-                store.delete(name)
+        with suppress(StoreError):  # a few bytes may stay; no run uses the names
+            store.delete_all(written)
 
 
 def _refuses_second(store: Store, place: str, written: list[str]) -> bool:
@@ -163,7 +162,7 @@ class Findings:
     left: tuple[str, ...] = ()
 
     def save_s(self, size_bytes: int) -> float | None:
-        """Estimate the seconds of a save: sending its bytes, and the commit, which lists, puts and reads back."""
+        """Estimate the seconds of a save: sending its bytes, a list of them, and the commit: a look, a put, a look."""
         if self.up_bytes_per_s is None:
             return None
         commit_s = [self.latencies[name].median_s for name in ("list", "get", "put", "get") if name in self.latencies]

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import tenacity
 
-from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.answers import is_expired
 from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore, unwrapped
 from ckpt_tasks.system import system
@@ -95,8 +95,28 @@ class RetryingStore(WrappedStore):
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         return self._again(lambda: self.inner.names(prefix, limit))
 
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return self._again(lambda: self.inner.sizes(names))
+
     def delete(self, name: str) -> None:
         self._again(lambda: self.inner.delete(name))
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
+        left, refused = names, dict[str, CkptError]()
+
+        def delete() -> None:
+            nonlocal left
+            failed = self.inner.delete_all(left)
+            left = [name for name, error in failed.items() if _is_transient(error)]
+            refused.update((name, error) for name, error in failed.items() if name not in left)
+            if left:
+                raise failed[left[0]]
+
+        try:
+            self._again(delete)
+        except CkptError as error:
+            return refused | dict.fromkeys(left, error)
+        return refused
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
         self._again(lambda: self.inner.drop_unfinished(dead))

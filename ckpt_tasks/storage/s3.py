@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.answers import answer_of, as_ours
 from ckpt_tasks.storage.port import moved
 from ckpt_tasks.storage.retrying import send_part
 
-__all__ = ["S3Requests", "sending_once", "slices"]
+__all__ = ["S3Requests", "each", "failed", "sending_once", "slices"]
+
+_log = logging.getLogger("ckpt_tasks")
+_T = TypeVar("_T")
 
 PART_BYTES = 16 << 20
 _COPIED_BYTES = 256 << 20  # per request: what a server can copy before the request times out
@@ -27,6 +32,8 @@ _IN_FLIGHT = 8  # parts; the memory beside the image is their bytes
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
 _UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # answers of stores that cannot list uploads
+_NOT_KNOWN = (400, 405, 411, 501)  # how stores refuse a request that they do not have
+_STATUS = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}  # of an answer about one key, which has none
 _WORDLESS = ((400, ""), (403, ""))  # a HEAD has no body: are credentials expired, or permissions missing?
 
 
@@ -36,6 +43,7 @@ class S3Requests:
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
         self._bucket = bucket
+        self._deletes_one = False  # the store has no request that deletes several objects
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
         """Write an object, a large one in parallel parts; it becomes visible when all of it is there."""
@@ -112,15 +120,25 @@ class S3Requests:
             answer["Body"].close()
         return int(answer["ContentLength"])
 
-    async def keys(self, prefix: str, enough: Callable[[list[str]], bool], page: int) -> list[str]:
-        """List keys below a prefix until there are `enough`, in the server's order, `page` in the first answer."""
-        names: list[str] = []
+    async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]:
+        """Return objects' sizes in bytes, or errors: one listing has the sizes of those that lie together."""
+        sizes: dict[str, int | BaseException] = {}
+        for folder, count in Counter(key.rpartition("/")[0] for key in keys).items():
+            if count > 1:
+                sizes |= await self.keys(f"{folder}/", lambda keys: False, _PAGE)
+        alone = [key for key in keys if key not in sizes]  # or its listing is late
+        sizes |= await each(self.size, alone)
+        return {key: sizes[key] for key in keys}
+
+    async def keys(self, prefix: str, enough: Callable[[Iterable[str]], bool], page: int) -> dict[str, int]:
+        """List keys and sizes below a prefix until there are `enough`, in the server's order, `page` at first."""
+        sizes: dict[str, int] = {}
         more: dict[str, Any] = {"MaxKeys": min(page, _PAGE)}
         while True:
             answer = await self._call("list_objects_v2", Prefix=prefix, **more)
-            names += [entry["Key"] for entry in answer.get("Contents", ())]
-            if not answer.get("IsTruncated") or enough(names):
-                return names
+            sizes |= {entry["Key"]: entry["Size"] for entry in answer.get("Contents", ())}
+            if not answer.get("IsTruncated") or enough(sizes):
+                return sizes
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def folders(self, prefix: str) -> list[str]:
@@ -137,6 +155,33 @@ class S3Requests:
     async def delete(self, key: str) -> None:
         """Delete an object; a missing one is not an error."""
         await self._call("delete_object", Key=key)
+
+    async def delete_all(self, keys: Sequence[str]) -> dict[str, BaseException]:
+        """Delete objects, up to a thousand with one request; return the errors of those that the store keeps."""
+        refused: dict[str, BaseException] = {}
+        for begin in range(0, len(keys), _PAGE):
+            page = keys[begin : begin + _PAGE]
+            answer = await self._delete_page(page) if len(page) > 1 else None
+            refused |= failed(await each(self.delete, page)) if answer is None else answer
+        return refused
+
+    async def _delete_page(self, keys: Sequence[str]) -> dict[str, BaseException] | None:
+        """Return the errors of the keys that stay; None if the store does not know the request."""
+        if self._deletes_one:
+            return None
+        try:
+            answer = await self._call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys]})
+        except Exception as error:
+            ours = as_ours(error, "")
+            if answer_of(error)[0] not in _NOT_KNOWN or getattr(ours, "transient", False):
+                raise
+            _log.info("%s: it cannot delete several objects at once (%s): each is a request", self._bucket, ours)
+            self._deletes_one = True
+            return None
+        gone = {entry["Key"] for entry in answer.get("Deleted", ())}
+        errors = {entry["Key"]: entry for entry in answer.get("Errors", ())}
+        unsaid = [key for key in keys if key not in gone and key not in errors]
+        return {key: RefusedKeyError(entry) for key, entry in errors.items()} | failed(await each(self.delete, unsaid))
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
         """Abort unfinished multipart uploads of keys that no process writes any more, if the store lists them."""
@@ -242,6 +287,31 @@ class S3Requests:
         client = await self._fs.get_s3(self._bucket)
         answer: dict[str, Any] = await getattr(client, method)(**{"Bucket": self._bucket, **arguments})
         return answer
+
+
+class RefusedKeyError(Exception):
+    """What an answer about several keys says of one; it is read as the answer to a request for this key alone."""
+
+    def __init__(self, said: dict[str, Any]):
+        super().__init__(said.get("Message", ""))
+        code = said.get("Code", "")
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": _STATUS.get(code, 400)}}
+
+
+async def each(ask: Callable[[str], Awaitable[_T]], keys: Iterable[str]) -> dict[str, _T | BaseException]:
+    """Ask for each key, several at a time, and return the answers and errors by key."""
+    keys, free = [*keys], asyncio.Semaphore(_IN_FLIGHT)
+
+    async def one(key: str) -> _T:
+        async with free:
+            return await ask(key)
+
+    return dict(zip(keys, await asyncio.gather(*map(one, keys), return_exceptions=True), strict=True))
+
+
+def failed(answers: Mapping[str, object]) -> dict[str, BaseException]:
+    """Return the errors among answers."""
+    return {key: answer for key, answer in answers.items() if isinstance(answer, BaseException)}
 
 
 def sending_once() -> type:

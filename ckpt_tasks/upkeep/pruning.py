@@ -28,15 +28,13 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import Run, put_pin
 from ckpt_tasks.system import system
+from ckpt_tasks.upkeep.retiring import Retirement, delete_retired, retire
 from ckpt_tasks.upkeep.upkeep import (
-    Retirement,
-    delete_retired,
     missing_metric,
     newest_good,
     orphans,
     plan_prune,
     plan_removal,
-    retire,
     verify_checkpoint,
 )
 
@@ -131,7 +129,7 @@ class Pruner:
                         state.retired, self._behind.check
                     )  # the commit has retired all: no more requests are needed
                 else:
-                    self._prune(owner, self._newest(owner), newest, self._behind.check)
+                    self._prune(owner, state, newest, self._behind.check)
         except (CancelledWorkError, FencedError):
             return  # cancelled, or fenced: the next save will raise
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
@@ -163,10 +161,11 @@ class Pruner:
         # One that the policy keeps must be known to be good; one that stays only as the newest verified one does not
         # count, or no newer one would ever be read.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
+        standing: Checkpoint | None = None
         if not all(v.keep for v in wanted):
             self._warn_of_best(state)
             if not self._knows_good(wanted):
-                self._verify(lineage(state.live)[0], owner, check)
+                standing = self._verify(lineage(state.live)[0], owner, check)
         unnamed = [] if self._swept else self._orphans(state)
         given_up: tuple[str, ...] = ()
         waiting = state.without_deleted(self.deleted).retired
@@ -176,7 +175,7 @@ class Pruner:
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
                 # Before the first delete: if this process stalls here, others may commit what it is about to delete.
-                given_up = retire(self._history, owner, retirement)
+                given_up = retire(self._history, owner, retirement, standing)
                 self.deleted -= retirement.deleted
         self._delete((*waiting, *given_up), check)
         if not self._swept:
@@ -252,13 +251,15 @@ class Pruner:
             # Not every store lists unfinished uploads, or lets every writer list them: prune the rest anyway.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
-    def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> None:
+    def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> Checkpoint | None:
+        """Read a checkpoint; return it if it is good, else note the damage."""
         faults = verify_checkpoint(self._history.store, newest, check)
         if not faults:
             self.verified.add(newest.manifest_digest)
-            return
+            return newest
         event = {"kind": "note", "note": "damaged", "step": newest.step, "faults": faults[:5]}
         self._history.append(event, lambda state, n: state, owner=owner)
+        return None
 
 
 def _kept(verdict: Verdict) -> Verdict:

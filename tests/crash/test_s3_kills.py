@@ -35,7 +35,7 @@ _REQUESTS: list[Mapping[str, Any]] = [
     {"operation": "PutObject", "key": r"safetensors$"},
     {"operation": "PutObject", "key": r"(index\.arrow|manifest\.json)$"},
     {"operation": "PutObject", "key": r"/ledger/"},
-    {"operation": "DeleteObject", "key": r"/checkpoint_"},
+    {"operation": "DeleteObjects"},
 ]
 
 

@@ -34,7 +34,7 @@ from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep.upkeep import Retirement
+from ckpt_tasks.upkeep.retiring import Retirement
 from tests.support.indexes import indexed
 from tests.support.ledgers import made_reusing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -186,7 +187,7 @@ def test_permission_that_is_taken_within_a_run_and_given_back(place: Place, oper
 
 
 VERBS = [
-    *("ListObjects", "GetObject", "PutObject", "HeadObject GetObject", "PutObject GetObject", "DeleteObject"),
+    *("ListObjects", "GetObject", "PutObject", "PutObject GetObject", "DeleteObjects"),
     "PutObject GetObject ledger",  # all objects are there, but not the entry that would name them
 ]
 
@@ -210,7 +211,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
                 ckpt.wait()
                 ckpt._pruner.finish(60)
         told = [record.getMessage() for record in caplog.records if re.search(said, record.getMessage())]
-        if verbs == "DeleteObject":
+        if verbs == "DeleteObjects":
             assert len(told) == 1
             assert "objects of removed checkpoints are not deleted" in told[0]
             assert any("checkpoint_000000000001" in name for name in place.past.names())
@@ -220,7 +221,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
         place.chaos.off()
         ckpt.save(4, state_of(4))
     assert commits(place.truth)[-1] == 4
-    if "ledger" in verbs:  # whole but for its entry: a bare prune sweeps it, as the next owner does
+    if "ledger" in verbs or verbs == "ListObjects":  # whole but for its entry, or not to be listed: the next one sweeps
         with place.run() as ckpt:
             ckpt.acquire()
             ckpt.prune()
@@ -239,7 +240,7 @@ def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.M
             ckpt.save(step, state_of(step))
     for name, value in place.server.through(place.chaos.endpoint).environment.items():
         monkeypatch.setenv(name, value)
-    place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="DeleteObject", key="/checkpoint_")
+    place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="DeleteObjects")
     by_hand = ckpt_command("rm", f"{place.url}@1")
     assert (by_hand.status, by_hand.out.splitlines()[-1]) == (
         1,
@@ -255,6 +256,47 @@ def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.M
     assert {name.split("/")[0] for name in place.past.names() if "checkpoint_" in name} == {"checkpoint_000000000003"}
 
 
+def several(place: Place) -> RetryingStore:
+    for name in ("a", "b", "c"):
+        place.past.put(name, b"x")
+    return place.store(deadline_s=5)
+
+
+def test_what_is_said_of_each_object_is_read(place: Place) -> None:
+    """P64: one request deletes several: a key that may not go is returned, one that failed for the moment asked again.
+
+    A key of which the answer says nothing is asked for alone.
+    """
+    store, key = several(place), f"<Key>{place.prefix}/{{}}</Key>"
+    errors = [f"<Error>{key.format(name)}<Code>{code}</Code></Error>" for name, code in REASONS.items()]
+    said = f"<DeleteResult>{''.join(errors)}</DeleteResult>".encode()
+    place.chaos.on(Fault(answer=Answer(200, said, (("Content-Type", "application/xml"),))), operation="DeleteObjects")
+    refused = store.delete_all(["a", "b", "c"])
+    assert [*refused] == ["a"]
+    assert "403 AccessDenied" in str(refused["a"])
+    assert "may not do this" in str(refused["a"].hint)
+    assert [one.operation for one in place.chaos.log] == ["DeleteObjects", "DeleteObject", "DeleteObject"]
+    assert place.past.names() == ["a"]
+
+
+REASONS = {"a": "AccessDenied", "b": "InternalError"}
+
+
+def test_a_store_that_deletes_one_at_a_time(place: Place, caplog: Records) -> None:
+    """P64: a store that does not know the request is asked for each object from then on, and one line says so."""
+    caplog.set_level(logging.INFO, "ckpt_tasks")
+    place.chaos.on(Fault(answer=answers.NOT_IMPLEMENTED), operation="DeleteObjects")
+    store = several(place)
+    assert store.delete_all(["a", "b"]) == {}
+    place.past.put("a", b"x")
+    assert store.delete_all(["a", "c"]) == {}
+    assert place.past.names() == []
+    assert [one.operation for one in place.chaos.log] == ["DeleteObjects", *["DeleteObject"] * 4]
+    told = [record.getMessage() for record in caplog.records if "at once" in record.getMessage()]
+    assert len(told) == 1
+    assert "501 NotImplemented" in told[0]
+
+
 def test_a_listing_that_is_old_is_named(place: Place, caplog: Records) -> None:
     """A store that lists late does not fence its owner: what is there is read by its name, and the listing is named."""
     with place.run() as ckpt:
@@ -262,6 +304,7 @@ def test_a_listing_that_is_old_is_named(place: Place, caplog: Records) -> None:
         place.chaos.on(Fault(replay=True), operation="ListObjects", query={"prefix": "ledger"})
         for step in (2, 3, 4):
             ckpt.save(step, state_of(step))
+            assert ckpt._history.head().next_n == step + 1  # as the heartbeat asks
         place.chaos.off()
     told = [record.getMessage() for record in caplog.records if "its listing lacks ledger entry" in record.getMessage()]
     assert len(told) == 1

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.keys import ledger_name
-from tests.faults.s3_runs import LEDGER, Place, commits, methods
+from ckpt_tasks.system import System
+from tests.faults.s3_runs import LEDGER, Place, commits, methods, state_of
 from tests.support import answers
 from tests.support.answers import Answer
 from tests.support.ledgers import OTHER, commit, steps, take
 from tests.support.rules import Fault, Gate
+from tests.support.systems import running_on
 
 WAIT_S = 20.0
 
@@ -164,6 +167,35 @@ def test_a_zombies_commit_that_arrives_after_a_take_over_is_nothing(place: Place
             late.result(WAIT_S)
     assert commits(place.truth) == [6]
     assert steps(place.truth.head()) == [6]
+
+
+class Later(System):
+    """This machine, some time on."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+
+@pytest.mark.parametrize("later_s", [0.0, 31.0])
+def test_an_owner_that_was_taken_over_between_two_saves(place: Place, later_s: float) -> None:
+    """P33: it looks by itself only if its last look is a beat ago, and then writes nothing; it is fenced either way."""
+    machine = Later()
+    with running_on(machine), suppress(FencedError), place.run(owner_timeout_s=120) as zombie:
+        zombie.save(1, state_of(1))
+        with place.run(take_over=True) as ckpt:
+            ckpt.restore(state_of(0))
+            ckpt.save(2, state_of(2))
+        there, machine.ahead_s = {*place.past.names()}, later_s
+        with pytest.raises(FencedError, match="owner epoch 2"):
+            zombie.save(3, state_of(3))
+        written = {name for name in {*place.past.names()} - there if "heartbeat" not in name}
+        assert bool(written) is not bool(later_s)
+        assert [name for name in written if not name.startswith("checkpoint_000000000003/e000001-")] == []
+        with pytest.raises(FencedError):
+            zombie.save(4, state_of(4))
+    assert commits(place.truth) == [1, 2]
 
 
 def test_a_zombies_put_that_arrives_twice_changes_nothing(place: Place) -> None:

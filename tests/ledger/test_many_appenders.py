@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import FencedError
+from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Lease
 from ckpt_tasks.ledger.history import History
@@ -95,7 +96,7 @@ def test_many_appenders_all_come_through(count: int) -> None:
 
 
 def test_what_is_known_is_not_read_again() -> None:
-    """From a store that is far away an entry that was read is known by its name in the list; an append reads it."""
+    """From a store that is far away an entry that was read is known by its name; its owner reads it again."""
     far = Far(Disk())
     history = History(far)
     take(history, ME)
@@ -105,20 +106,68 @@ def test_what_is_known_is_not_read_again() -> None:
     assert far.counts == {"names": 3}
     far.counts.clear()
     commit(history, 5)
-    assert far.counts == {"names": 1, "get": 2, "put_if_absent": 1}
+    assert far.counts == {"get": 2, "put_if_absent": 1}  # what it knows still stands, and so does what it puts
     commit(History(far), 6)
     assert steps(history.head()) == [5, 6]
 
 
-def test_a_store_that_was_emptied_and_filled_again_is_seen() -> None:
-    """P33: the same number in another ledger is not taken for what was read: nothing is appended to it."""
+@pytest.mark.parametrize("refilled", [0, 1, 3, 4])
+def test_a_store_that_was_emptied_and_filled_again_is_seen(refilled: int) -> None:
+    """P33: another ledger, shorter, as long or longer, is not taken for what was read: nothing is appended to it."""
     disk = Disk()
     history = History(Far(disk))
     take(history, ME)
+    commit(history, 1)
+    commit(history, 2)
     disk.objects.clear()
-    take(History(Far(disk)), replace(ME, id="f" * 32))
+    for n in range(refilled):
+        take(History(Far(disk)), replace(ME, id="f" * 31 + str(n)))
+    there = {*disk.objects}
     with pytest.raises(FencedError):
         history.append({"kind": "note", "note": "x"}, _same, owner=ME)
+    assert {*disk.objects} == there
+
+
+def test_what_was_taken_over_is_refused_by_its_number() -> None:
+    """P33: an owner that lists nothing loses the next number to whoever took the directory, and is fenced."""
+    disk = Disk()
+    history = History(Far(disk))
+    take(history, ME)
+    commit(history, 1)
+    take(History(Far(disk)), replace(ME, epoch=2, id="f" * 32))
+    with pytest.raises(FencedError):
+        commit(history, 2)
+    assert steps(History(disk).head()) == [1]
+
+
+def test_damage_above_what_is_known_is_not_written_below() -> None:
+    """P51: an owner that has seen a damaged entry above its own writes above it, and spares what it may name."""
+    disk = Disk()
+    history = History(Far(disk))
+    take(history, ME)
+    assert commit(history, 1) == 1
+    disk.objects[ledger_name(4)] = b"torn"
+    assert history.head().damaged == (ledger_name(4),)
+    assert commit(history, 2) == 5
+    entry, _ = history.read_entry(5)
+    assert entry.event["damaged"] == [ledger_name(4)]
+    assert entry.state.spared_epochs == ME.epoch + 1
+
+
+def test_a_look_is_good_for_a_while() -> None:
+    """P54: a server is asked again only after so many seconds; a damaged entry is looked at each time."""
+    disk = Disk()
+    far = Far(disk)
+    history = History(far)
+    take(history, ME)
+    far.counts.clear()
+    assert history.head_within(1e9).next_n == 1
+    assert far.counts == {}
+    assert history.head_within(0.0).next_n == 1
+    assert far.counts == {"names": 1}
+    disk.objects[ledger_name(1)] = b"torn"
+    for _ in range(2):
+        assert history.head_within(0.0).damaged == history.head_within(1e9).damaged == (ledger_name(1),)
 
 
 def _same(state: State, n: int) -> State:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.port import OneByOne, Store
 from tests.property.schedules import Schedule
 
 __all__ = ["Connection", "Disk", "InjectedError", "Watcher"]
@@ -27,7 +27,7 @@ class Watcher(Protocol):
     def deleted(self, name: str) -> None: ...
 
 
-class Disk:
+class Disk(OneByOne):
     """The objects themselves, as a store that does at once what it is asked and never fails."""
 
     url = "simulated"
@@ -92,8 +92,9 @@ class Disk:
 class Connection(Disk):
     """A disk as processes reach it: every request is a moment at which others may run, and may fail."""
 
-    def __init__(self, disk: Disk, schedule: Schedule):
+    def __init__(self, disk: Disk, schedule: Schedule, *, near: bool = True):
         super().__init__()
+        self.near = near
         self._disk = disk
         self._schedule = schedule
 

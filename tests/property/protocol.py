@@ -88,10 +88,11 @@ class Place:
         # A server stores all of an object or nothing, and requests are made again to servers only.
         whole = "torn" not in schedule.profile.fates["put"] and not schedule.profile.tardy
         self.retrying = whole and schedule.rng.random() < 0.3
+        self.near = schedule.rng.random() < 0.5  # a disk; else a server, whose ledger its owner looks at less
 
     def store(self) -> Store:
         """Return a way to the run directory, with or without requests that are made again."""
-        connection = Connection(self.disk, self.schedule)
+        connection = Connection(self.disk, self.schedule, near=self.near)
         return RetryingStore(connection, deadline_s=self.schedule.profile.tick_s * 100) if self.retrying else connection
 
     def tag(self, step: int, frozen: float) -> int:
@@ -130,8 +131,7 @@ class Trainer:
     """A process that takes the run directory, restores, trains and saves, until it is fenced or done."""
 
     def __init__(self, place: Place, *, last: bool = False):
-        self._place, self._rng = place, place.rng
-        rng = place.rng
+        self._place, self._rng = place, (rng := place.rng)
         self._last = last
         self.restored: str | None = None
         self._state = fresh()

@@ -18,7 +18,7 @@ import pytest
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.format.records import Owner
+from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger import history
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict, plan_retention
@@ -26,7 +26,7 @@ from ckpt_tasks.saving import committer
 from ckpt_tasks.saving.commit import commit, discard
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep import pruning, upkeep
+from ckpt_tasks.upkeep import pruning, retiring, upkeep
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 
@@ -116,7 +116,7 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
         *,
         parent: str | None,
         cost_s: float,
-        retirement: upkeep.Retirement,
+        retirement: retiring.Retirement,
         observed: Mapping[str, object],
     ) -> Entry:
         def change(state: State, n: int) -> State:
@@ -130,11 +130,15 @@ def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) 
 
 
 def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def retire(history: History, owner: Owner, retirement: upkeep.Retirement) -> tuple[str, ...]:
+    def retire(
+        history: History, owner: Owner, retirement: retiring.Retirement, standing: Checkpoint | None
+    ) -> tuple[str, ...]:
         for checkpoint in history.head().state.live:
             if checkpoint.manifest_digest in retirement.checkpoints:
-                upkeep.delete_retired(history.store, history.store.names(checkpoint.manifest.rpartition("/")[0] + "/"))
-        return upkeep.retire(history, owner, retirement)
+                retiring.delete_retired(
+                    history.store, history.store.names(checkpoint.manifest.rpartition("/")[0] + "/")
+                )
+        return retiring.retire(history, owner, retirement)
 
     patch.setattr(pruning, "retire", retire)
 

@@ -172,6 +172,21 @@ class StoreConformance:
         store.put("a/b/c", [b"again"])
         assert self.stored(store, "a/b/c") == b"again"
 
+    def test_several_are_asked_for_at_once(self, store: Store) -> None:
+        """P64: the sizes of several come in their order; what is deleted is gone, the rest stays."""
+        names = ["a/b/2", "a/b/1", "a/c", "a/b/3"]
+        for size_bytes, name in enumerate(names, 3):
+            store.put(name, [b"x" * size_bytes])
+        assert store.sizes(names) == [3, 4, 5, 6]
+        assert (store.sizes(names[3:]), store.sizes([])) == ([6], [])
+        with pytest.raises(ObjectNotFoundError) as caught:
+            store.sizes([*names, "a/b/4"])
+        assert caught.value.key == "a/b/4"
+        assert store.delete_all(["a/b/2", "never/was", "a/c", "a/b/1"]) == {}
+        assert (store.delete_all(["a/b/2"]), store.delete_all([])) == ({}, {})
+        assert store.names("") == ["a/b/3"]
+        assert [self.stored(store, name) for name in names] == [None, None, None, b"x" * 6]
+
     @pytest.mark.parametrize(
         "name",
         ["", "/", "/etc/passwd", "..", "a/../../b", "a//b", "a/", ".hidden", "a b", "http://h/x", "a\0b", "a\nb"],
@@ -185,6 +200,7 @@ class StoreConformance:
             lambda: store.get(name, 1),
             lambda: store.read(name, 0, memoryview(bytearray(1))),
             lambda: store.size(name),
+            lambda: store.sizes([name, "a"]),
             lambda: store.delete(name),
         ):
             with pytest.raises(ConfigError):

@@ -14,9 +14,10 @@ import pytest
 import tenacity
 from botocore.exceptions import ClientError
 
-from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage import retrying
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.storage.retrying import RetryingStore, send_part
 from ckpt_tasks.system import System
 from tests.storage.conformance import StoreConformance
@@ -138,6 +139,37 @@ def test_what_failed_for_the_moment_is_made_again(flaky: Flaky, verb: str, caplo
     with pytest.raises(StoreError, match="on purpose"):
         REQUESTS[verb](store)
     assert flaky.asked == [verb]
+
+
+class Reluctant(WrappedStore):
+    """Keep some objects for a reason of each, as often as there is one."""
+
+    def __init__(self, inner: Store, reasons: dict[str, list[CkptError]]):
+        super().__init__(inner)
+        self.asked: list[list[str]] = []
+        self._reasons = reasons
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
+        self.asked.append([*names])
+        kept = {name: self._reasons[name].pop() for name in names if self._reasons.get(name)}
+        return kept | super().delete_all([name for name in names if name not in kept])
+
+
+def test_of_several_deletes_those_are_made_again_that_may_succeed(tmp_path: Path) -> None:
+    """P64: a key that fails for the moment is asked for again, alone; a refused one is returned."""
+    inner = LocalStore(tmp_path / "run")
+    for name in ("a", "b", "c"):
+        inner.put(name, [b"x"])
+    denied = failing(transient=False)
+    store = Reluctant(inner, {"b": [denied], "c": [failing(), failing()]})
+    assert RetryingStore(store).delete_all(["a", "b", "c"]) == {"b": denied}
+    assert store.asked == [["a", "b", "c"], ["c"], ["c"]]
+    assert inner.names("") == ["b"]
+    store = Reluctant(inner, {"b": [denied], "c": [failing() for _ in range(100)]})
+    refused = RetryingStore(store, deadline_s=0.3).delete_all(["b", "c"])
+    assert refused["b"] is denied
+    assert isinstance(refused["c"], StoreError)
+    assert refused["c"].transient
 
 
 def test_a_put_if_absent_is_made_again_only_where_it_was_refused(flaky: Flaky) -> None:

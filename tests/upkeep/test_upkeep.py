@@ -15,7 +15,8 @@ from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
-from ckpt_tasks.upkeep.upkeep import Retirement, orphans, plan_prune, retire, verify_run_directory
+from ckpt_tasks.upkeep.retiring import Retirement, retire
+from ckpt_tasks.upkeep.upkeep import orphans, plan_prune, verify_run_directory
 from tests.support.calls import WatchedCalls
 from tests.support.ledgers import evaluation_of, made, owner_of, steps
 from tests.support.runs import opened, prefix_of, state_of

@@ -1,0 +1,126 @@
+"""A run directory's format.json: which run it is, and what its store was seen to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    StoreError,
+)
+from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.format.manifest import FORMAT_VERSION, check_version
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.probe import prove
+from ckpt_tasks.storage.retrying import read_good
+from ckpt_tasks.system import now_iso
+
+__all__ = ["RunFormat"]
+
+_PUTS = 5
+_LOOKED_AT = 1000  # names that are searched for runs below a wrong directory
+_NAMED = 5
+
+
+class RunFormat:
+    """Make and check the format.json of one run directory."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def create(self, run_key: str, *, single_writer: bool = False) -> None:
+        """Write the run directory's format.json if it is missing.
+
+        A server is tested first, once for each endpoint through which the directory is reached. Raises ConfigError if
+        it cannot do what commits need; with `single_writer` put-if-absent is not needed.
+        """
+        body = self._format()
+        if body is None:
+            new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
+            self._put_format(self._proved(new, single_writer))
+        elif not body and self.store.endpoint is not None:
+            self._proved({}, single_writer)  # the damaged file may have said that the store has no put-if-absent
+        elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
+            self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
+
+    def check(self, run_key: str | None) -> str | None:
+        """Return the run's key, None if format.json is damaged (every manifest holds the key as well).
+
+        Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run, and
+        FormatVersionError if a newer version wrote it.
+        """
+        body = self._format()
+        if body is None:
+            raise CheckpointNotFoundError(
+                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}",
+                hint=f"Check the directory's name.{self._runs_below()}",
+            )
+        if not body:
+            return None
+        key: str = body["run_key"]
+        if run_key is not None and key != run_key:
+            raise RunMismatchError(
+                f"{self.store.url} holds the run {key!r}, not {run_key!r}",
+                hint="Use another directory, or the run's own key.",
+            )
+        if body.get("single_writer") is True:
+            self.store.assume_single_writer()
+        return key
+
+    def _runs_below(self) -> str:
+        """Return a sentence that names some runs inside this directory; "" if there is none."""
+        with suppress(StoreError):
+            names = self.store.names("", limit=_LOOKED_AT)
+            runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
+            return f" There are runs in it: {', '.join(runs[:_NAMED])}." if runs else ""
+        return ""
+
+    def _format(self) -> dict[str, Any] | None:
+        """Read format.json: None if there is none, {} if it is damaged."""
+        try:
+            return read_good(self.store, self._read_format)
+        except ObjectNotFoundError:
+            return None
+        except IntegrityError:
+            return {}
+
+    def _read_format(self) -> dict[str, Any]:
+        try:
+            body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
+            if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
+                raise IntegrityError("its bytes are not what was written", key=FORMAT_NAME)
+            check_version(body["version"], FORMAT_NAME)
+            return {**body, "run_key": str(body["run_key"])}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"it is malformed: {error!r:.200}", key=FORMAT_NAME) from error
+
+    def _put_format(self, data: bytes) -> None:
+        for left in reversed(range(_PUTS)):
+            try:
+                self.store.put_if_absent(FORMAT_NAME, data)
+            except ObjectExistsError:
+                return  # another process has written it meanwhile
+            except StoreError:
+                if self._format() is not None:
+                    return  # only the answer was lost
+                if not left:
+                    raise
+            else:
+                return
+
+    def _proved(self, body: Mapping[str, Any], single_writer: bool) -> bytes:
+        new = {key: value for key, value in body.items() if key != "digest"}
+        new |= {"single_writer": single_writer}
+        if single_writer:
+            self.store.assume_single_writer()
+        if self.store.endpoint is not None:
+            new |= {"endpoint": self.store.endpoint, "proved": prove(self.store, single_writer=single_writer)}
+        return canonical_json({**new, "digest": digest_hex(canonical_json(new))})
