@@ -73,7 +73,13 @@ class OtherRequests:
     async def _each(self, ask: Any, keys: Sequence[str]) -> dict[str, Any]:
         if self._fs.async_impl:
             return await each(ask, keys)
-        return {key: await ask(key) for key in keys}  # fsspec's memory, which waits for nothing
+        said: dict[str, Any] = {}
+        for key in keys:  # fsspec's memory, which waits for nothing
+            try:
+                said[key] = await ask(key)
+            except Exception as error:  # noqa: BLE001 (the caller is told of each key)
+                said[key] = error
+        return said
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
         """Do nothing: an unfinished upload is invisible, and these stores delete it themselves."""

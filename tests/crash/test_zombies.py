@@ -36,7 +36,7 @@ _REQUESTS: dict[str, dict[str, Any]] = {
     "in mid-upload": {"operation": "UploadPart", "key": "checkpoint_000000000003", "skip": 1},
     "before the commit": {"operation": "PutObject", "key": "checkpoint_000000000003/.*/manifest.json"},
     "in the commit": {"operation": "PutObject", "key": _THIRD_COMMIT},
-    "in a prune": {"operation": "DeleteObjects"},
+    "in a prune": {"operation": "DeleteObjects", "skip": 1},  # the first one is the probe's
 }
 
 

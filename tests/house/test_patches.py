@@ -25,6 +25,7 @@ SMALL = {
     "format.parsing.MAX_VALUES",
     "format.parsing._MAX_QUOTES",
     "orchestration.early_stop._NOTE_EVERY",
+    "orchestration.evaluate._RELEASED_S",
     "orchestration.events._AWAY_S",
     "reading.opening.*",
     "storage.measuring._PATIENCE_S",
