@@ -78,14 +78,24 @@ class _Row:
     """A checkpoint with its evaluations and leases, and why it is kept."""
 
     def __init__(self, checkpoint: Checkpoint, state: State, kept: list[str]):
-        self.checkpoint, self.kept, digest = checkpoint, kept, checkpoint.manifest_digest
-        self.evaluations = {e.suite: dict(e.metrics) for e in state.evaluations if e.manifest_digest == digest}
-        self.leases = [
-            {"holder": lease.holder, "expires_at": lease.expires_at}
-            for lease in state.leases
-            if lease.manifest_digest == digest and lease.expires_at > time.time()
-        ]
-        self.pinned = state.pins.get(digest)
+        self.checkpoint, self.kept = checkpoint, kept
+        self.pinned = state.pins.get(checkpoint.manifest_digest)
+        self.evaluations: dict[str, dict[str, float]] = {}
+        self.leases: list[dict[str, Any]] = []
+
+    @staticmethod
+    def all_of(state: State) -> list[_Row]:
+        from ckpt_tasks.format.ledger import lineage
+
+        kept, now = kept_because(state), time.time()
+        rows = {c.manifest_digest: _Row(c, state, kept[c.manifest_digest]) for c in lineage(state.live)}
+        for one in state.evaluations:
+            if row := rows.get(one.manifest_digest):
+                row.evaluations[one.suite] = dict(one.metrics)
+        for lease in state.leases:
+            if lease.expires_at > now and (row := rows.get(lease.manifest_digest)):
+                row.leases.append({"holder": lease.holder, "expires_at": lease.expires_at})
+        return [*rows.values()]
 
     def metric(self, suite: str, name: str) -> float | None:
         return (self.evaluations.get(suite, {}) if suite else self.checkpoint.metrics).get(name)
@@ -112,11 +122,8 @@ _TAIL = (
 
 
 def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
-    from ckpt_tasks.format.ledger import lineage
-
     head = run.head()
-    state, kept = head.state, kept_because(head.state)
-    rows = [_Row(checkpoint, state, kept[checkpoint.manifest_digest]) for checkpoint in lineage(state.live)]
+    state, rows = head.state, _Row.all_of(head.state)
     names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
     facts = {
         "run_key": run.run_key,

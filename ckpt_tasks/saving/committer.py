@@ -6,11 +6,11 @@ It commits RankParts and never sees a tensor. `commit.py` has the steps and thei
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Owner
@@ -86,6 +86,19 @@ class Committer:
             ranks = self._world_size
             self._space.look(state, CheckpointSize(ranks * size.own_bytes, ranks * size.shared_bytes))
         return head, state
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Raise FencedError in the place of an object that is missing, if another process owns the directory.
+
+        That one has swept what this process wrote.
+        """
+        try:
+            yield
+        except ObjectNotFoundError:
+            with suppress(StoreError):
+                check_owner(self._history.head().state.owner, self.owner)
+            raise
 
     def abandon(self, attempt: Attempt) -> None:
         """Delete what a failed attempt wrote, unless its ledger entry may exist.

@@ -56,7 +56,8 @@ class OneSave:
         """
         topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
         try:
-            with self._ranks.meeting(topic, self._deadline_s) as ranks:  # what one rank raises, all of them raise
+            # What one rank raises, all of them raise; a fence, if that is why.
+            with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
                 if admitted is not None and all(parts):  # the first rank has all parts, and none was replaced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,10 @@ class Tenure:
         if self.heartbeat is not None:
             self.heartbeat.stop()
             self.heartbeat = None
+
+    def owning(self) -> AbstractContextManager[None]:
+        """Give the first rank's `Committer.owning`; in the others nothing: they raise what the first one does."""
+        return nullcontext() if self.committer is None else self.committer.owning()
 
     def release(self) -> bool:
         """Release the run directory, which the first rank does; return False if another process owns it."""
