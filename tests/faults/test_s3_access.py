@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
@@ -202,7 +203,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
     said = r"403 .*(may not do this|clock of this host)"
     with place.run(on_flush_failure="warn", step_interval=1, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, state_of(1))
-        key = "/ledger/" if "ledger" in verbs else ""
+        key = ledger_name(place.truth.head().next_n) if "ledger" in verbs else ""  # and its read-back
         for operation in verbs.removesuffix(" ledger").split():
             place.chaos.on(Fault(answer=answer), operation=operation, key=key)
         for step in (2, 3):
