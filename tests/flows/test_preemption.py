@@ -322,7 +322,7 @@ def test_a_flows_timeout(start: Start, place: str, step: int) -> None:
 
 @pytest.mark.slow
 def test_sigterm_to_the_worker(client: SyncPrefectClient, server: dict[str, str], tmp_path: Path) -> None:
-    """Prefect's process worker takes its flow runs along: what is committed stays, and the next start completes it."""
+    """A flow run whose process worker is ended completes, or the next start completes it; what is committed stays."""
     client.create_work_pool(WorkPoolCreate(name="preempted", type="process"))
     run = Attempt(client, server, tmp_path, "step", pool="preempted")
     run.start("worker", "start", "--pool", "preempted")
@@ -331,11 +331,12 @@ def test_sigterm_to_the_worker(client: SyncPrefectClient, server: dict[str, str]
         run.terminate()
         run.go()
         assert run.ended() == 0
-        assert run.states()[-1] in {"Crashed", "Running"}  # the automations resume the one, and mark the other
         committed = [one.step for one in open_run(str(tmp_path / "run")).checkpoints()]
-        client.set_flow_run_state(run.run, AwaitingRetry(), force=True)
-        run.start()
-        assert run.ended() == 0
+        if run.states()[-1] != "Completed":  # nobody reads what it logs, which does not end it, but the worker may
+            assert run.states()[-1] in {"Crashed", "Running"}  # the automations resume the one, and mark the other
+            client.set_flow_run_state(run.run, AwaitingRetry(), force=True)
+            run.start()
+            assert run.ended() == 0
         assert run.states()[-1] == "Completed"
         assert set(run.trained) == {*range(1, TOTAL + 1)}
         run.check_saved(TOTAL)
