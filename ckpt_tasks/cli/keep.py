@@ -276,7 +276,7 @@ def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
 
 
 def _undeleted(run: Run, prefix: str = "") -> list[str]:
-    """List the objects below `prefix` of checkpoints that the run no longer has, because nobody could delete them."""
+    """List the objects below `prefix` of checkpoints that the run no longer has: those that could not be deleted."""
     return sorted(filter(run.head().state.has_retired, run.history.store.names(prefix)))
 
 

@@ -1,9 +1,9 @@
 """The command `prefect`, for a server: its garbage is collected in a thread of its own.
 
-A cursor of SQLite that is garbage is reset where it is collected, and waits there for the lock of its connection. The
-connection's thread may hold that for the 60 s for which it waits for the database. Python collects wherever objects are
-made: in the event loop, which would answer nobody until then, not even the request that has locked the database
-[3.8.8, aiosqlite 0.22]. A thread that waits for a lock lets the loop run.
+Whichever thread collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
+thread may hold that lock for 60 s, while it waits for the database. Python collects in any thread that makes objects.
+If that is the event loop, the server stands still, and so does the request that has locked the database [3.8.8,
+aiosqlite 0.22]. While a thread of its own waits for the lock, the loop runs.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def ask_server() -> PrefectFacts:
 
 
 def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | None = None) -> Check:
-    """Check whether there are flow runs that nobody works at, and whether the next look of `watch` is soon."""
+    """Check that every flow run has a process that works at it, and that `watch` looks at them soon."""
     abandoned = [*find_abandoned(client, tag, limits or Limits())]
     named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
     seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"

@@ -26,6 +26,7 @@ __all__ = [
     "moment_of",
     "optional",
     "parse_json",
+    "seconds_of",
     "text",
     "whole",
 ]
@@ -148,3 +149,9 @@ def moment_of(iso: Any) -> datetime | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return moment
+
+
+def seconds_of(iso: Any) -> float | None:
+    """Read a time as `moment_of` does; return it in seconds since 1970."""
+    moment = moment_of(iso)
+    return None if moment is None else moment.timestamp()

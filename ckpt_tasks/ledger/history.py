@@ -236,8 +236,8 @@ class History(RunFormat):
         """Return the head that an event follows.
 
         A server refuses the next number if anybody has it: so the owner, who writes nearly all entries, need not list
-        them (decision 0084). But the directory may have been emptied, and filled anew up to a lower number: what the
-        owner knows must still stand.
+        them (decision 0084). But somebody may have emptied the directory and filled it up to a lower number: so the
+        entry that the owner knows must still be there.
         """
         known = self._known
         if self.store.near:

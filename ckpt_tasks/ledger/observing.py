@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.parsing import moment_of
+from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.state.processes import in_threads
@@ -101,10 +101,9 @@ def ledger_event(entry: Entry) -> LedgerEvent | None:
     """Return what an entry says about cost and failure; None if it says nothing."""
     event, owner = entry.event, entry.state.owner
     epoch = owner.epoch if owner else entry.epoch  # a new owner's own entry still has the previous epoch
-    moment = moment_of(entry.at)
-    if moment is None:
+    at_s = seconds_of(entry.at)
+    if at_s is None:
         return None  # without a time it does not say how long anything took
-    at_s = moment.timestamp()
     if event["kind"] == "commit":
         return _commit(entry, epoch, at_s)
     if event["kind"] == "owner":

@@ -31,7 +31,7 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import State
-from ckpt_tasks.format.parsing import moment_of
+from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import Head, History
@@ -349,8 +349,8 @@ def _time_of(sign: bytes) -> float:
     try:
         body = json.loads(sign)
         if "taken_at" in body:
-            taken = moment_of(body["taken_at"])
-            return math.nan if taken is None else taken.timestamp()
+            taken_s = seconds_of(body["taken_at"])
+            return math.nan if taken_s is None else taken_s
         return float(body["at_s"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return math.nan

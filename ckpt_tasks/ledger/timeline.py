@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.parsing import moment_of
+from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
@@ -91,7 +91,7 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
 def moment(entry: Entry) -> Moment | None:
     """Return the moment of an entry; None if it is not part of the course, or has no time."""
     owner, event, timed = entry.state.owner, entry.event, ledger_event(entry)
-    at_s = timed.at_s if timed else _seconds(entry.at)
+    at_s = timed.at_s if timed else seconds_of(entry.at)
     if at_s is None:
         return None
     about: dict[str, Any] = {
@@ -146,11 +146,6 @@ def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:
     made = next((e for e in reversed(entry.state.evaluations) if e.suite == suite), None)
     step, metrics = (made.step, made.metrics) if made else (_step(entry.event), {})
     return Moment(**about, kind="evaluation", step=step, text=suite, metrics=metrics)
-
-
-def _seconds(at: str) -> float | None:
-    moment = moment_of(at)
-    return None if moment is None else moment.timestamp()
 
 
 def _step(event: Mapping[str, Any]) -> int | None:

@@ -99,7 +99,7 @@ class Alone(Exchange):
     patience = 1
 
     def meeting(self, topic: str, deadline_s: float) -> Self:
-        """Meet nobody."""
+        """Return this: there is no other rank to meet."""
         return self
 
     def __enter__(self) -> Self:

@@ -79,7 +79,7 @@ class StoreMeeting:
     def _gather(self, word: bytes | BaseException) -> list[bytes]:
         self._said = True
         if not self._exchange.first:
-            self._over = True  # nobody answers if the word cannot be sent
+            self._over = True  # if the word cannot be sent, no answer will come
             self._exchange.send(self._topic, sealed(word))
             self._over = False
             return []
@@ -114,9 +114,8 @@ def opened(data: bytes, rank: int | None = None) -> bytes:
     kind, message = str(said.pop("kind")), str(said.pop("message"))
     error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
     for name, value in said.items():
-        if not name.startswith("_") and not callable(
-            getattr(error, name, callable)
-        ):  # the store asks nobody who they are
+        ours = getattr(error, name, callable)  # anybody may have written into the store: only what errors have is set
+        if not name.startswith("_") and not callable(ours):
             setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
     if rank is not None and not error.message.startswith("rank "):
         error.message = f"rank {rank}: {error.message}"

@@ -77,6 +77,7 @@ class Committer:
     def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
         """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory.
 
+        The heartbeat looks at the owner too: a server is not asked again within one beat.
         Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
         """
         head = self._history.head_within(self._beat_s)
@@ -89,9 +90,9 @@ class Committer:
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """Raise FencedError in the place of an object that is missing, if another process owns the directory.
+        """Raise FencedError instead of ObjectNotFoundError if another process owns the directory.
 
-        That one has swept what this process wrote.
+        The new owner sweeps what this process has written.
         """
         try:
             yield

@@ -1,7 +1,7 @@
 """One save, from a snapshot in memory to its ledger entry: the same for one rank and for many.
 
-Each rank writes its part, the first one commits the parts of all, and all follow the new checkpoint. With one rank the
-meeting is with nobody: what it gathers is the rank's own part, and what it publishes is its own answer.
+Each rank writes its part, the first one commits the parts of all, and all follow the new checkpoint. A lone rank
+gathers its own part, and what it publishes is its own answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OneSave:
         """
         topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
         try:
-            # What one rank raises, all of them raise; a fence, if that is why.
+            # What one rank raises, all of them raise: a FencedError if another process has taken the run.
             with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,22 @@ class Recording(TrainerCallback):
         self.logs.append((state.global_step, kept))
 
 
+def trained(trainer: Any, recording: Recording) -> tuple[list[Any], list[torch.Tensor]]:
+    """Train until the end or the stop; return what was logged, and the weights."""
+    with suppress(Stop):
+        trainer.train()
+    return recording.logs, [p.detach() for p in trainer.model.parameters()]
+
+
+def check_stops(train: Callable[..., tuple[list[Any], list[torch.Tensor]]], *stops: int) -> None:
+    """A run that is stopped at these steps logs what a whole one logs, and ends with its weights."""
+    logs, weights = train("whole")
+    legs = [train("run", stop) for stop in (*stops, None)]
+    # The last line is that of one call of train().
+    assert [line for lines, _ in legs for line in lines][:-1] == logs[:-1]
+    assert all(map(torch.equal, weights, legs[-1][1]))
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: n for n, word in enumerate(["<pad>", "<eos>", *"abcdefgh"])}
@@ -86,15 +103,9 @@ def test_generations_that_are_used_again_are_state(reuse: dict[str, Any], tmp_pa
             callbacks=[recording],
             checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
         )
-        with suppress(Stop):
-            trainer.train()
-        return recording.logs, [p.detach() for p in trainer.model.parameters()]
+        return trained(trainer, recording)
 
-    logs, weights = train("whole")
-    legs = [train("run", stop) for stop in (1, 3, 6, None)]
-    # The last line is that of one call of train().
-    assert [line for lines, _ in legs for line in lines][:-1] == logs[:-1]
-    assert all(map(torch.equal, weights, legs[-1][1]))
+    check_stops(train, 1, 3, 6)
 
 
 def adaptive() -> Any:
@@ -174,14 +185,9 @@ def test_adalora_in_a_trainer_takes_the_same_ranks_away(tmp_path: Path) -> None:
             callbacks=[recording],
             checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
         )
-        with suppress(Stop):
-            trainer.train()
-        return recording.logs, [p.detach() for p in trainer.model.parameters()]
+        return trained(trainer, recording)
 
-    logs, weights = train("whole")
-    legs = [train("run", stop) for stop in (3, 6, 9, None)]
-    assert [line for lines, _ in legs for line in lines][:-1] == logs[:-1]
-    assert all(map(torch.equal, weights, legs[-1][1]))
+    check_stops(train, 3, 6, 9)
 
 
 def test_an_adapter_that_training_chooses_stays_chosen(tmp_path: Path) -> None:
