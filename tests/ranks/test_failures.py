@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ckpt_tasks.errors import CkptError, StateMismatchError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.upkeep.upkeep import orphans, verify_checkpoint
 from tests.ranks.training import build, config, digests, train
 from tests.support.gang import Gang, report, run
 
@@ -244,6 +245,35 @@ def fenced_between_saves(rank: int, size: int, root: str, call: str) -> str:
 def test_what_the_heartbeat_of_one_rank_sees_is_raised_in_all(tmp_path: Path, call: str) -> None:
     """Rank 0's heartbeat sees another owner between two saves: the next save raises FencedError in all."""
     assert run(2, fenced_between_saves, str(tmp_path), call) == ["FencedError", "FencedError"]
+    assert steps_of(tmp_path) == [1]
+
+
+def fenced_while_it_commits(rank: int, size: int, root: str) -> str:
+    state = state_of("fsdp", size)
+    ckpt = Checkpointer(config(root, flush_timeout_s=60))
+    ckpt.save(1, state)
+    sizes = LocalStore.sizes
+
+    def swept(store: LocalStore, names: Sequence[str]) -> list[int]:
+        LocalStore.sizes = sizes  # type: ignore[method-assign]
+        other = History(LocalStore(root))
+        acquire(other, identify(None), take_over=True, timeout_s=30)
+        for name in orphans(store, other.head().state):
+            store.delete(name)
+        return sizes(store, names)
+
+    if rank == 0:
+        LocalStore.sizes = swept  # type: ignore[method-assign,assignment]
+    try:
+        ckpt.save(2, state)
+    except CkptError as error:
+        return type(error).__name__
+    return "saved"
+
+
+def test_a_sweep_by_another_owner_is_a_fence_in_all(tmp_path: Path) -> None:
+    """Another owner sweeps what all ranks have written, before rank 0 commits it: FencedError in all."""
+    assert run(2, fenced_while_it_commits, str(tmp_path)) == ["FencedError", "FencedError"]
     assert steps_of(tmp_path) == [1]
 
 
