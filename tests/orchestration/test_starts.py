@@ -139,4 +139,5 @@ def test_a_schedule_that_fires_while_the_run_trains(run_dir: Path) -> None:
         run = client.create_flow_run_from_deployment(deployment, parameters=parameters)
         with pytest.raises(OwnedError):
             run_flow(train, flow_run=run, parameters=parameters)
+        client.delete_deployment(deployment)  # with what it has planned: other tests ask for the newest flow run
     other.kill()
