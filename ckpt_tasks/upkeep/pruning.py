@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -125,11 +126,10 @@ class Pruner:
             with self._one:
                 newest = state.live[-1].manifest_digest
                 if self._swept and all(v.keep for v in plan_prune(state, self.policy, restored_from=newest)):
-                    self._delete(
-                        state.retired, self._behind.check
-                    )  # the commit has retired all: no more requests are needed
+                    # The commit has retired all: no more requests are needed.
+                    self._delete(state.retired, self._behind.check)
                 else:
-                    self._prune(owner, state, newest, self._behind.check)
+                    self._prune(owner, self._newest(owner, math.inf), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
             return  # cancelled, or fenced: the next save will raise
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
@@ -151,8 +151,9 @@ class Pruner:
             self._prune(owner, state, going_on_from, lambda: None)
         return self._plan(state, going_on_from)
 
-    def _newest(self, owner: Owner) -> State:
-        head = self._history.head()
+    def _newest(self, owner: Owner, within_s: float = 0.0) -> State:
+        """Return the newest state; of a server the one that this process saw or wrote at most `within_s` ago."""
+        head = self._history.head_within(within_s)
         check_owner(head.state.owner, owner)
         return head.state.sparing(head.spared_epochs)
 

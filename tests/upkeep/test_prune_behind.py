@@ -217,6 +217,25 @@ class Deletes(WrappedStore):
         super().delete(name)
 
 
+def test_what_another_prune_has_retired_is_not_retired_again(run_dir: Path) -> None:
+    """The prune behind a commit that has waited for `prune()` looks at the run as it is by then, and writes nothing."""
+    with opened(run_dir, max_num_checkpoints=1) as ckpt:
+        store = NoReads(ckpt._history.store)
+        ckpt._history.store = store  # so that the prunes behind these commits retire nothing
+        for step in (1, 2, 3):
+            ckpt.save(step, state_at(step))
+            ckpt._pruner.finish(60)
+        store.good, head = True, ckpt.run.head()
+        assert [one.step for one in head.state.live] == [1, 2, 3]
+        ckpt.prune()
+        before = kinds(run_dir)
+        assert (before[-1], committed(run_dir)) == ("retire", [3])
+        assert head.state.owner is not None
+        ckpt._pruner.follow(head.state.owner, head.state)
+        ckpt._pruner.finish(60)
+        assert kinds(run_dir) == before
+
+
 def test_nothing_is_deleted_twice(run_dir: Path) -> None:
     """P65: a second prune deletes what it retires, and nothing of what the one before has deleted."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
