@@ -66,10 +66,12 @@ def reference(names: Iterable[str]) -> str | None:
 
 
 def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    if name in _TABLES or name == "s3":
+    if name == "s3":
         from benchmarks import s3  # brings the clients that we are compared with
 
-        measure: Callable[..., dict[str, Any]] = _TABLES.get(name, s3).measure
+        return s3.measure(directory, tiny=options.tiny, rounds=options.rounds, device=options.device)
+    if name in _TABLES:
+        measure: Callable[..., dict[str, Any]] = _TABLES[name].measure
         return measure(directory, tiny=options.tiny, rounds=options.rounds, device=options.device)
     if name == "cadence":
         return cadence.measure(tiny=options.tiny)
