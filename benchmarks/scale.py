@@ -30,10 +30,11 @@ import torch.distributed as dist
 from benchmarks.apart import summary
 from benchmarks.peers import OURS
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.index import Index
 from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.layout.index import Index
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
+from ckpt_tasks.objects.parts import Captured, GroupState
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.ranks.exchange import StoreExchange
 from ckpt_tasks.reading.opening import open_checkpoint
@@ -54,9 +55,8 @@ from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.placements import World
-from ckpt_tasks.state.restore_parts import Captured, GroupState
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tensors.placements import World
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Simulation", "check_moved", "commit", "measure", "moved"]

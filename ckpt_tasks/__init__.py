@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
     from ckpt_tasks.copying.export import export_checkpoint
     from ckpt_tasks.copying.syncing import plan_sync, run_sync
+    from ckpt_tasks.data.loader import ResumableLoader
+    from ckpt_tasks.data.sampler import ResumableSampler
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.objects.modules import Gradients
     from ckpt_tasks.orchestration.attempts import AttemptHooks, resumable_task
     from ckpt_tasks.orchestration.blocks import CheckpointStore
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.saving.listening import Listener
     from ckpt_tasks.state.groups import ByRank
-    from ckpt_tasks.state.loader import ResumableLoader
-    from ckpt_tasks.state.modules import Gradients
-    from ckpt_tasks.state.sampler import ResumableSampler
     from ckpt_tasks.storage.locations import Location
 
 __version__ = "0.1.0.dev0"
@@ -61,12 +61,12 @@ _MODULES = {
     "CheckpointConfig": "ckpt_tasks.ledger.config",
     "CheckpointStore": "ckpt_tasks.orchestration.blocks",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
-    "Gradients": "ckpt_tasks.state.modules",
+    "Gradients": "ckpt_tasks.objects.modules",
     "Listener": "ckpt_tasks.saving.listening",
     "Location": "ckpt_tasks.storage.locations",
     "RestoreReport": "ckpt_tasks.reading.restore",
-    "ResumableLoader": "ckpt_tasks.state.loader",
-    "ResumableSampler": "ckpt_tasks.state.sampler",
+    "ResumableLoader": "ckpt_tasks.data.loader",
+    "ResumableSampler": "ckpt_tasks.data.sampler",
     "export_checkpoint": "ckpt_tasks.copying.export",
     "open_run": "ckpt_tasks.reading.reading",
     "plan_sync": "ckpt_tasks.copying.syncing",

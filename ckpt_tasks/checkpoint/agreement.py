@@ -22,7 +22,7 @@ from ckpt_tasks.reading.restore import HostSnapshot
 from ckpt_tasks.saving.differences import refuse_differences
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.state.placements import World
+from ckpt_tasks.tensors.placements import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

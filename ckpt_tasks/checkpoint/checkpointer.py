@@ -12,15 +12,18 @@ from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
+from ckpt_tasks.data.loader import check_dealt
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
-from ckpt_tasks.format.gc_pause import gc_paused
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.ledger.steps import StepLog, read_steps_file
+from ckpt_tasks.objects.started import Started
+from ckpt_tasks.objects.switches import note_begun
 from ckpt_tasks.policy.cadence import SavePoint
+from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.saving.parts import encode_groups
 from ckpt_tasks.saving.pipeline import Snapshot
@@ -29,10 +32,7 @@ from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.groups import objects_of, refuse_fsdp1
-from ckpt_tasks.state.loader import check_dealt
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.started import Started
-from ckpt_tasks.state.switches import note_begun
 from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
 from ckpt_tasks.system import system
 

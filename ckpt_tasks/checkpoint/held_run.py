@@ -21,6 +21,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here
 from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
@@ -28,7 +29,6 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.state.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.system import gang_rank
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint

@@ -26,7 +26,7 @@ from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.verify import verify, verify_resume
 from ckpt_tasks.cli.watch import watch
-from ckpt_tasks.state.processes import fill_standard_descriptors
+from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 

@@ -17,8 +17,8 @@ from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.copying.compare import Comparison, Difference
-    from ckpt_tasks.format.index import IndexRow
     from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.layout.index import IndexRow
     from ckpt_tasks.reading.opening import Opened
     from ckpt_tasks.reading.reading import Run
 

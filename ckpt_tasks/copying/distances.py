@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.image import ALIGNMENT
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box, intersection
+from ckpt_tasks.layout.image import ALIGNMENT
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box, intersection
 from ckpt_tasks.reading.opening import READ_BYTES, Opened, check_header, merge_runs, verify_run
 from ckpt_tasks.storage.port import Store
 
@@ -96,7 +96,7 @@ def _distance(a: Regions, rows_a: list[IndexRow], b: Regions, rows_b: list[Index
             if row_a.box == row_b.box and row_a.digest == row_b.digest:
                 continue
             from ckpt_tasks.copying.distance import distance
-            from ckpt_tasks.state.tensors import tensor_at
+            from ckpt_tasks.tensors.tensors import tensor_at
 
             one = tensor_at(at_a[0], row_a.dtype, row_a.box.shape, at_a[1])[_slices(row_a.box, box)]
             other = tensor_at(at_b[0], row_b.dtype, row_b.box.shape, at_b[1])[_slices(row_b.box, box)]

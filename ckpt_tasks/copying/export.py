@@ -28,7 +28,9 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
 from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
-from ckpt_tasks.format.image import (
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.layout.image import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
     STORED_DTYPES,
@@ -37,9 +39,7 @@ from ckpt_tasks.format.image import (
     plan_image,
     plan_parts,
 )
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.publishing import check_free, new_file, staged_directory, staged_file, write_at

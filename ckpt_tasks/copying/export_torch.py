@@ -27,10 +27,10 @@ from ckpt_tasks.copying.export import ExportedFile, ExportReport, check_out, cho
 from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
 from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
-from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.torch_pickle import Storage, dump
+from ckpt_tasks.layout.image import STORED_DTYPES
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.publishing import staged_file

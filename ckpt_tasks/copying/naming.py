@@ -14,8 +14,8 @@ import torch
 
 from ckpt_tasks.copying.sources import SourceTensor
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.state.modules import bare_name
-from ckpt_tasks.state.tensors import identity
+from ckpt_tasks.objects.names import bare_name
+from ckpt_tasks.tensors.tensors import identity
 
 __all__ = ["clean_names", "parameter_names"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.image import ALIGNMENT, STORED_DTYPES
-from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.layout.image import ALIGNMENT, STORED_DTYPES
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import merge_runs, verify_run
 from ckpt_tasks.storage.port import Store
 

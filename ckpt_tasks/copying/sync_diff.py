@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import RunMismatchError
-from ckpt_tasks.format.folding import repeated
-from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER
+from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER, repeated
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Evaluation
 from ckpt_tasks.ledger.entries import SYNCED, newest_first

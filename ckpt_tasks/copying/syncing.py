@@ -30,12 +30,11 @@ from ckpt_tasks.errors import (
     ObjectNotFoundError,
     StateError,
 )
-from ckpt_tasks.format.folding import fold
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import MAX_EPOCH, parse_attempt
+from ckpt_tasks.format.keys import MAX_EPOCH, fold, parse_attempt
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Owner
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.entries import SYNCED
 from ckpt_tasks.ledger.history import Head, History

@@ -19,11 +19,11 @@ from typing import Self, cast
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import Names
-from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.keys import Names
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 

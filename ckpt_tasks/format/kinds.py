@@ -13,14 +13,16 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import TensorRef
 
-__all__ = ["check_group", "check_ref"]
+__all__ = ["RNG", "check_group", "check_ref"]
+
+
+RNG = "rng"  # the group of the process's streams
 
 _ARRAY_DTYPES = frozenset(
     f"{kind}{bits}"
     for kind, widths in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
     for bits in widths
 ) | {"bool", "complex64", "complex128"}
-_STREAMS = "rng"
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 # NumPy's bit generators: the number of values that a position can point to.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
@@ -31,7 +33,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 
     The name of the process's random streams is reserved: a group of that name must be of their kind.
     """
-    if (name == _STREAMS) != (kind == _STREAMS):
+    if (name == RNG) != (kind == RNG):
         raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
     check = _CHECKS.get(kind)
     try:
@@ -110,5 +112,5 @@ _CHECKS = {
     "module": _check_module,
     "optimizer": _check_optimizer,
     "generator": _check_generator,
-    _STREAMS: _check_streams,
+    RNG: _check_streams,
 }

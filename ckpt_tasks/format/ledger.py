@@ -20,10 +20,8 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.folding import Names, fold, unfold
-from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name, parse_attempt
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, ledger_name, parse_attempt, unfold
 from ckpt_tasks.format.live import Segment, joined, read_live, version_of, write_live
-from ckpt_tasks.format.manifest import RANKS_VERSION, check_version
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, optional, parse_json, text, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
@@ -41,6 +39,7 @@ from ckpt_tasks.format.records import (
     read_params,
     read_rollback,
 )
+from ckpt_tasks.format.versions import RANKS_VERSION, check_version
 
 __all__ = [
     "EVENTS",

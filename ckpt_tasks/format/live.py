@@ -18,9 +18,9 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import is_live_list, live_list_name
-from ckpt_tasks.format.manifest import FORMAT_VERSION, RANKS_VERSION, check_version
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
+from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
 
 __all__ = [
     "MAX_INLINE_CHECKPOINTS",

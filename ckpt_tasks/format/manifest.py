@@ -12,26 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
 from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
 from ckpt_tasks.format.tree import since
+from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, TYPED_VERSION, check_version
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MAX_GROUPS",
-    "MAX_MANIFEST_BYTES",
-    "RANKS_VERSION",
-    "TYPED_VERSION",
-    "Manifest",
-    "ObjectRecord",
-    "check_version",
-]
+__all__ = ["MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord"]
 
-FORMAT_VERSION = 1
-RANKS_VERSION = 2  # of manifests of more than one rank, and of ledger objects with folded names
-TYPED_VERSION = 3  # of manifests with an entry of the tree that version 1 lacks (`since` in tree.py)
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_GROUPS = 4096
 
@@ -137,18 +126,6 @@ class Manifest:
         except MALFORMED as error:
             raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error
         return manifest
-
-
-def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:
-    """Raise FormatVersionError if this version is above `newest`, IntegrityError if it is not a version."""
-    if type(version) is not int or version < 1:
-        raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
-    if version > newest:
-        raise FormatVersionError(
-            f"format version {version!r:.40} is newer than {newest}, the newest that this code reads",
-            key=name,
-            hint="Upgrade ckpt-tasks.",
-        )
 
 
 def _record(value: Any) -> ObjectRecord:

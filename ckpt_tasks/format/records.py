@@ -13,20 +13,23 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.folding import MAX_FOLDED, MAX_RETIRED, folded_count, is_folded
 from ckpt_tasks.format.keys import (
     MANIFEST_NAME,
     MAX_EPOCH,
+    MAX_FOLDED,
     MAX_LEDGER_NUMBER,
+    MAX_RETIRED,
     MAX_STEP,
     attempt_prefix,
+    folded_count,
     is_attempt_object,
     is_evaluation,
+    is_folded,
     is_shard,
     parse_attempt,
 )
-from ckpt_tasks.format.manifest import check_version
 from ckpt_tasks.format.parsing import MALFORMED, finite, flag, optional, parse_json, text, whole
+from ckpt_tasks.format.versions import check_version
 
 __all__ = [
     "MAX_SEAL_BYTES",

@@ -90,7 +90,7 @@ class NumpyScalar:
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A value in a tree that `state/kinds.py` takes apart: its tag, what it is, and its parts, which may be tensors."""
+    """A value that `tensors/kinds.py` takes apart: its tag, what it is, and its parts, which may be tensors."""
 
     tag: str
     head: tuple[Any, ...]

@@ -26,8 +26,8 @@ from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
 from ckpt_tasks.integrations.huggingface_state import Later, Progress, samplers_of
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.state.modules import Gradients
-from ckpt_tasks.state.rng import current_streams, set_streams
+from ckpt_tasks.objects.modules import Gradients
+from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 __all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 

@@ -19,8 +19,8 @@ from transformers.trainer_utils import has_length
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
-from ckpt_tasks.state.rng import GENERATORS, current_streams, set_streams, stream_state
-from ckpt_tasks.state.started import Started, outline_of
+from ckpt_tasks.objects.started import Started, outline_of
+from ckpt_tasks.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
 
 __all__ = ["Later", "Progress", "samplers_of"]
 

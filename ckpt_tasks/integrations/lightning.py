@@ -27,7 +27,7 @@ from ckpt_tasks.integrations.lightning_state import (
     logged_values,
 )
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.state.rng import current_streams, set_streams
+from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 __all__ = ["CkptCallback"]
 

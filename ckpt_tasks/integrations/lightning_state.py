@@ -22,11 +22,11 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric, MetricCollection
 
+from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
-from ckpt_tasks.state.loader import ResumableLoader
-from ckpt_tasks.state.modules import Gradients
-from ckpt_tasks.state.restore_parts import Differences
-from ckpt_tasks.state.started import Started, note_changes, outline_of
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.objects.modules import Gradients
+from ckpt_tasks.objects.started import Started, note_changes, outline_of
 
 __all__ = ["LightningState", "LoaderPositions", "begin_streams", "set_up_again"]
 

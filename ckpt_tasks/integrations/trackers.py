@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 

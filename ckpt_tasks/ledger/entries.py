@@ -8,7 +8,7 @@ from itertools import islice
 from ckpt_tasks.format.keys import LEDGER_PREFIX, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.process.processes import in_threads
 
 __all__ = ["SYNCED", "newest_first"]
 

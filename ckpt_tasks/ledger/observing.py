@@ -17,7 +17,7 @@ from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
-from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.process.processes import in_threads
 
 __all__ = ["ENTRIES_READ", "LearningCadence", "LedgerEvent", "ledger_event", "observe", "recent", "summarize"]
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StateError
 from ckpt_tasks.format.ledger import MAX_ENTRY_BYTES
 from ckpt_tasks.format.live import Segment, read_segment, write_segment
-from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
 __all__ = ["Segments"]

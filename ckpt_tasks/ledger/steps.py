@@ -13,13 +13,13 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import Attempt, steps_name
-from ckpt_tasks.format.steps import MAX_STEPS_BYTES, StepMetrics, read_steps, write_steps
+from ckpt_tasks.layout.steps import MAX_STEPS_BYTES, StepMetrics, read_steps, write_steps
 from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import Course
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import held
 from ckpt_tasks.ledger.timeline import Moment
-from ckpt_tasks.state.processes import in_threads
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.steps import read_curve
 from ckpt_tasks.ledger.timeline import Timeline, read_timeline

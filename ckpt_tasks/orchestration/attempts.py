@@ -42,7 +42,7 @@ from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
-from ckpt_tasks.state.rng import OwnStreams
+from ckpt_tasks.tensors.streams import OwnStreams
 
 __all__ = ["PERMANENT", "Attempt", "AttemptHooks", "Attempts", "attempted_task", "resumable_task"]
 

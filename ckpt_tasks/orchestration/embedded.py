@@ -20,7 +20,7 @@ from pathlib import Path
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
-from ckpt_tasks.state.processes import fill_standard_descriptors
+from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["start_embedded_server"]
 

@@ -31,8 +31,8 @@ from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.session.local import build_from_seed, find_named, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.state.groups import flat
-from ckpt_tasks.state.rng import OwnStreams
 from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.tensors.streams import OwnStreams
 
 __all__ = [
     "EvaluationResult",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from ckpt_tasks.state.sampler import ResumableSampler
+from ckpt_tasks.data.sampler import ResumableSampler
 
 _BYTES: Final = 256
 _HELD_OUT_PARTS: Final = 20  # one file in this many is held out

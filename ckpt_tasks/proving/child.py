@@ -16,17 +16,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.data.loader import ResumableLoader
+from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import flat, items_of, kind_of, objects_of
-from ckpt_tasks.state.loader import ResumableLoader
-from ckpt_tasks.state.rng import preserved_rng
-from ckpt_tasks.state.sampler import ResumableSampler
-from ckpt_tasks.state.values import has_state
+from ckpt_tasks.state.groups import flat, items_of, objects_of
+from ckpt_tasks.tensors.streams import preserved_rng
+from ckpt_tasks.tensors.values import has_state
 
 __all__ = ["train"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box, blocks_in_order, intersection
-from ckpt_tasks.state.placements import ALONE, local_of, place_of
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box, blocks_in_order, intersection
+from ckpt_tasks.tensors.placements import ALONE, local_of, place_of
 
 __all__ = ["Piece", "box_of", "in_order", "meets", "pieces", "within"]
 

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.policy.ranges import Span, merge_spans
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.ranks.exchange import ALONE, Together
 from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, verify_run
 from ckpt_tasks.reading.sharing import Share, share
-from ckpt_tasks.state.placements import is_sharded
-from ckpt_tasks.state.processes import in_threads
-from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
+from ckpt_tasks.tensors.placements import is_sharded
+from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 __all__ = ["DownloadedTensors", "Laid", "Read"]
 

@@ -21,18 +21,18 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import Digest
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.ranks.exchange import ALONE, Together
 from ckpt_tasks.reading.boxes import Piece, box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
 from ckpt_tasks.reading.sharing import share
-from ckpt_tasks.state.memcpy import is_plain
-from ckpt_tasks.state.placements import local_of
-from ckpt_tasks.state.processes import in_threads
-from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
+from ckpt_tasks.tensors.memcpy import is_plain
+from ckpt_tasks.tensors.placements import local_of
+from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 __all__ = ["StoredTensors"]
 

@@ -22,7 +22,7 @@ from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Owner
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
-from ckpt_tasks.state.processes import Process
+from ckpt_tasks.process.processes import Process
 from ckpt_tasks.storage.locations import Location, location_of
 from ckpt_tasks.system import now_iso, system
 
@@ -191,7 +191,7 @@ class Run:
             raise ConfigError(
                 f"{suite!r:.80} is not a suite", hint="Use a letter, then letters, digits and underscores."
             )
-        from ckpt_tasks.format.arrow import write_metrics  # brings in pyarrow
+        from ckpt_tasks.layout.arrow import write_metrics
 
         metadata = {"step": str(checkpoint.step), "suite": suite, "manifest_digest": checkpoint.manifest_digest}
         data = write_metrics(metrics, metadata)

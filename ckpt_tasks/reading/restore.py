@@ -24,19 +24,20 @@ from ckpt_tasks.errors import (
     StateError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Seal
+from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.ranks.exchange import ALONE, Exchange, Together, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
-from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.state.rng import RNG, seed_streams
 from ckpt_tasks.state.selection import Selection
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
+from ckpt_tasks.tensors.sources import TensorSource
+from ckpt_tasks.tensors.streams import seed_streams
 
 __all__ = ["RestoreReport", "of_checkpoints", "restore_newest", "restore_one"]
 

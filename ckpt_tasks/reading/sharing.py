@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.format.index import IndexRow
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.process.processes import NAMELESS, close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.ranks.exchange import Together
 from ckpt_tasks.reading.opening import READ_BYTES
-from ckpt_tasks.state.processes import NAMELESS, close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
 from ckpt_tasks.system import host_name, system
 

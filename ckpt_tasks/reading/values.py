@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import tensor_refs
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import check_header, open_checkpoint
-from ckpt_tasks.state.restore_parts import Maker
-from ckpt_tasks.state.rng import RNG
-from ckpt_tasks.state.values import unpack
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.tensors.sources import Maker
+from ckpt_tasks.tensors.values import unpack
 
 __all__ = ["Values", "read_values"]
 

@@ -14,7 +14,7 @@ from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, release

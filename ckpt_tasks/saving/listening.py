@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 
 if TYPE_CHECKING:
     from ckpt_tasks.reading.restore import RestoreReport

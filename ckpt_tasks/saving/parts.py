@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.index import Index, parse_index, write_index
 from ckpt_tasks.format.keys import Attempt, attempt_prefix
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Compared, Owner
-from ckpt_tasks.format.steps import StepMetrics
 from ckpt_tasks.format.tree import encode
+from ckpt_tasks.layout.index import Index, parse_index, write_index
+from ckpt_tasks.layout.steps import StepMetrics
+from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.snapshot.snapshot import Image
-from ckpt_tasks.state.restore_parts import Captured
 
 __all__ = [
     "RankPart",

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import fold
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.index import Index, parse_index, write_index
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix, fold
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.layout.index import Index, parse_index, write_index
+from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.differences import refuse_differences
 from ckpt_tasks.saving.parts import RankPart, Saving

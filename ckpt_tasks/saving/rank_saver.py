@@ -13,7 +13,8 @@ from functools import cache, partial
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.records import Compared
-from ckpt_tasks.format.steps import steps_file
+from ckpt_tasks.layout.steps import steps_file
+from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.saving.differences import compared
 from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, digest_image, joined, reuse
@@ -26,7 +27,6 @@ from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill, touch
 from ckpt_tasks.snapshot.samples import sample_values, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
-from ckpt_tasks.state.restore_parts import Captured
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system
 

@@ -14,6 +14,7 @@ from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
@@ -25,7 +26,6 @@ from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
-from ckpt_tasks.state.restore_parts import Captured
 from ckpt_tasks.storage.port import watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner

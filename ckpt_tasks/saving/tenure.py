@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.metrics import checked_metrics
 from ckpt_tasks.ledger.ownership import Heartbeat
 from ckpt_tasks.reading.opening import open_checkpoint

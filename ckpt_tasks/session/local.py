@@ -21,7 +21,7 @@ from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, 
 from ckpt_tasks.session.parameters import params_before
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.state.groups import objects_of
-from ckpt_tasks.state.rng import preserved_rng, seed_streams
+from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
 
 __all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
 

@@ -18,10 +18,11 @@ import torch
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint, Seal
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, change, open_checkpoint
 from ckpt_tasks.snapshot.local_copies import LocalCopies
@@ -37,11 +38,10 @@ from ckpt_tasks.snapshot.memory import (
     sweep,
 )
 from ckpt_tasks.snapshot.rank_snapshot import Part, RankSnapshot
-from ckpt_tasks.state.placements import ALONE, World, local_pairs
-from ckpt_tasks.state.processes import in_threads
-from ckpt_tasks.state.restore_parts import TensorSource
-from ckpt_tasks.state.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore, Store
+from ckpt_tasks.tensors.placements import ALONE, World, local_pairs
+from ckpt_tasks.tensors.sources import TensorSource
+from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 __all__ = ["CachedSnapshot", "MappedTensors", "SnapshotCache", "usable"]
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.state.processes import finalize_here
+from ckpt_tasks.process.processes import finalize_here
 
 __all__ = ["DeviceCopy", "Devices"]
 

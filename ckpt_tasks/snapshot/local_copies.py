@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
-from ckpt_tasks.format.folding import Names
-from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, attempt_prefix, parse_attempt
+from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, Names, attempt_prefix, parse_attempt
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
 from ckpt_tasks.storage.local import LocalStore
 

@@ -14,7 +14,7 @@ Invariants
 1. A slot's seal is removed before the first byte of its images changes, and written after all of them are digested.
 2. Only the process that holds the lock writes, and only it reads what earlier processes left.
 3. Everything belongs to this user: a directory of another user, or open to others, is refused.
-4. A forked child has no image and holds no slot: see state/processes.py.
+4. A forked child has no image and holds no slot: see process/processes.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
+from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, open_descriptor
 from ckpt_tasks.snapshot.room import available_bytes
-from ckpt_tasks.state.processes import close_descriptor, finalize_here, map_memory, open_descriptor
 from ckpt_tasks.storage.publishing import write_at
 
 __all__ = [

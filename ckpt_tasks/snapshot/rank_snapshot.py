@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.records import Checkpoint, Seal
-from ckpt_tasks.format.regions import Box, intersection
-from ckpt_tasks.format.tiling import untiled
+from ckpt_tasks.layout.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
+from ckpt_tasks.layout.regions import Box, intersection
+from ckpt_tasks.layout.tiling import untiled
+from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.reading.download import DownloadedTensors, Laid, Read
 from ckpt_tasks.reading.opening import Opened, SavedGroup, verify_run
-from ckpt_tasks.state.placements import ALONE, place_of
-from ckpt_tasks.state.restore_parts import TensorSource
 from ckpt_tasks.storage.port import ReadableStore
+from ckpt_tasks.tensors.placements import ALONE, place_of
+from ckpt_tasks.tensors.sources import TensorSource
 
 __all__ = ["Part", "RankSnapshot"]
 

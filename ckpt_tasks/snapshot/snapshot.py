@@ -16,9 +16,9 @@ from operator import eq
 
 import torch
 
-from ckpt_tasks.format.columns import MAX_REGIONS
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.format.image import (
+from ckpt_tasks.format.keys import shard_name
+from ckpt_tasks.layout.columns import MAX_REGIONS
+from ckpt_tasks.layout.image import (
     MIN_REGION_BYTES,
     REGION_BYTES,
     STORED_DTYPES,
@@ -28,13 +28,13 @@ from ckpt_tasks.format.image import (
     plan_image,
     plan_parts,
 )
-from ckpt_tasks.format.index import Index
-from ckpt_tasks.format.keys import shard_name
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.index import Index
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.policy.space import CheckpointSize
+from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
-from ckpt_tasks.state.memcpy import LARGE_BYTES, Move, copy_tensors
-from ckpt_tasks.state.tensors import REAL_DTYPES, tensor_at
+from ckpt_tasks.tensors.memcpy import LARGE_BYTES, Move, copy_tensors
+from ckpt_tasks.tensors.tensors import REAL_DTYPES, tensor_at
 
 __all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
 

@@ -17,17 +17,20 @@ from typing import Any
 from torch import nn
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.state.groups import by_rank_of, flat, kind_of, modules_of
-from ckpt_tasks.state.modules import capture_module, named_parameters, parameter_names
-from ckpt_tasks.state.optimizers import capture_optimizer
-from ckpt_tasks.state.placements import ALONE, World, reshard
-from ckpt_tasks.state.plain import refuse_copies_of_state
-from ckpt_tasks.state.restore_parts import Captured, GroupState
-from ckpt_tasks.state.restoring import may_draw
-from ckpt_tasks.state.rng import RNG, capture_generator, capture_streams, current_streams, preserved_rng
-from ckpt_tasks.state.tensors import Rule, TensorSet
-from ckpt_tasks.state.values import pack
+from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.objects.generators import capture_generator, capture_streams
+from ckpt_tasks.objects.kinds import kind_of, may_draw
+from ckpt_tasks.objects.modules import capture_module
+from ckpt_tasks.objects.names import named_parameters, parameter_names
+from ckpt_tasks.objects.optimizers import capture_optimizer
+from ckpt_tasks.objects.parts import Captured, GroupState
+from ckpt_tasks.objects.plain import refuse_copies_of_state
+from ckpt_tasks.process.gc_pause import gc_paused
+from ckpt_tasks.state.groups import by_rank_of, flat, modules_of
+from ckpt_tasks.tensors.placements import ALONE, World, reshard
+from ckpt_tasks.tensors.streams import current_streams, preserved_rng
+from ckpt_tasks.tensors.tensors import Rule, TensorSet
+from ckpt_tasks.tensors.values import pack
 
 __all__ = ["capture"]
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
-from ckpt_tasks.state.rng import GENERATORS, RNG
-from ckpt_tasks.state.values import SCALARS, has_state, in_place
+from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.objects.kinds import kind_of
+from ckpt_tasks.tensors.values import SCALARS, in_place
 
 __all__ = [
     "ByRank",
@@ -33,11 +33,11 @@ __all__ = [
     "flat",
     "held_in",
     "items_of",
-    "kind_of",
     "modules_of",
     "objects_of",
     "refuse_fsdp1",
 ]
+
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
@@ -237,17 +237,6 @@ def checked_state(state: Mapping[str, Any]) -> None:
         if not isinstance(name, str) or not is_group(name) or name == RNG:
             hint = "A letter, then letters, digits or underscores, 64 at most; rng is taken."
             raise UnsupportedStateError("this cannot be the name of a part of the state", key=repr(name), hint=hint)
-
-
-def kind_of(value: Any) -> str:
-    """Say how a value is captured: as a module, optimizer, generator, stateful object or plain value."""
-    if isinstance(value, nn.Module):
-        return "module"
-    if isinstance(value, Optimizer):
-        return "optimizer"
-    if isinstance(value, GENERATORS):
-        return "generator"
-    return "stateful" if has_state(value) else "plain"
 
 
 def refuse_fsdp1(state: Mapping[str, Any]) -> None:

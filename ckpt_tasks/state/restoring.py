@@ -15,34 +15,26 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
-
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.format.gc_pause import gc_paused
-from ckpt_tasks.state.copies import Copies
-from ckpt_tasks.state.groups import by_rank_of, flat, kind_of, modules_of
-from ckpt_tasks.state.modules import ModulePart, named_parameters, parameter_names, takes_part, unwrapped
-from ckpt_tasks.state.optimizers import OptimizerPart, is_ordinary
-from ckpt_tasks.state.plain import PlainPart
-from ckpt_tasks.state.replaced import replaced_settings
-from ckpt_tasks.state.restore_parts import (
-    Differences,
-    Maker,
-    RestorePart,
-    Rollback,
-    Saved,
-    Stored,
-    TensorSource,
-    needed_keys,
-)
-from ckpt_tasks.state.rng import RNG, GeneratorPart, StreamsPart, preserved_rng
+from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.objects.generators import GeneratorPart, StreamsPart
+from ckpt_tasks.objects.kinds import kind_of, may_draw
+from ckpt_tasks.objects.modules import ModulePart
+from ckpt_tasks.objects.names import named_parameters, parameter_names
+from ckpt_tasks.objects.optimizers import OptimizerPart
+from ckpt_tasks.objects.parts import RestorePart, Rollback, Saved
+from ckpt_tasks.objects.plain import PlainPart
+from ckpt_tasks.objects.stateful import StatefulPart
+from ckpt_tasks.process.gc_pause import gc_paused
+from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
 from ckpt_tasks.state.selection import Chosen, Selection, choose
-from ckpt_tasks.state.started import Started, note_changes
-from ckpt_tasks.state.values import unpack
+from ckpt_tasks.tensors.copies import Copies
+from ckpt_tasks.tensors.sources import Maker, Stored, TensorSource, needed_keys
+from ckpt_tasks.tensors.streams import preserved_rng
 
 __all__ = ["RestorePlan", "plan_restore"]
+
 
 _KINDS = ("module", "optimizer", "stateful", "generator", "plain", "rng")
 
@@ -184,16 +176,6 @@ def plan_restore(
     return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws)
 
 
-def may_draw(value: Any) -> bool:
-    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
-    kind = kind_of(value)
-    if kind == "module":
-        return any(takes_part(module) for module in unwrapped(value).modules())
-    if kind == "optimizer":
-        return not is_ordinary(value)
-    return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
-
-
 def _preserved(draws: bool) -> AbstractContextManager[None]:
     # Not always: another thread may be training, as under Lightning's AsyncCheckpointIO, and would draw numbers again.
     return preserved_rng() if draws else nullcontext()
@@ -237,53 +219,5 @@ def _parts(
         elif kind == "generator":
             parts[name] = GeneratorPart(value, name, group.tree)
         else:
-            parts[name] = PlainPart(state, name, group.tree, copies)
+            parts[name] = PlainPart(state, name, group.tree, copies, can_assign=can_assign(state, name))
     return parts
-
-
-class StatefulPart:
-    """Restore an object through its own load_state_dict."""
-
-    def __init__(self, target: Any, name: str, tree: Any):
-        self._target = target
-        self._name = name
-        self._tree = tree
-        self._live = target.state_dict()
-        self._value: Any = None
-        self.guard: Rollback | None = Rollback(target, name, self._live)
-
-    def compare(self, differences: Differences) -> None:
-        """Note a GradScaler that is on here and off in the checkpoint, or reverse: it would ignore the state silently.
-
-        Also note settings of a new schedule that the restore will replace, and what the run was started with.
-        """
-        if isinstance(self._target, Started):
-            note_changes(self._target, self._live, self._tree, differences)
-        if isinstance(self._target, LRScheduler):
-            replaced_settings(self._name, self._live, self._tree, differences)
-        if isinstance(self._target, torch.amp.GradScaler) and self._target.is_enabled() == (self._tree == {}):
-            here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
-            differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
-
-    def prepare(self, make: Maker) -> None:
-        """Make the state with new tensors, on the devices of the present ones."""
-        self._value = unpack(self._tree, make, self._live)
-
-    def write(self) -> None:
-        """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""
-        self._target.load_state_dict(self._value)
-        if issubclass(type(self._target), DataLoader):
-            _set_epoch(self._target, self._value)
-            self._target.state_dict()  # makes the iterator that the program's next iter() returns
-
-
-def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Tell a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can.
-
-    Without that, the stream finds a state of another epoch, ignores it, and begins its own epoch at the start.
-    """
-    workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
-    of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}
-    tell = getattr(loader.dataset, "set_epoch", None)
-    if callable(tell) and isinstance(of_dataset, Mapping) and type(epoch := of_dataset.get("epoch")) is int:
-        tell(epoch)

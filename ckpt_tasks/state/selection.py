@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.groups import kind_of, modules_of
-from ckpt_tasks.state.modules import module_state, named_parameters, parameter_names, tied_names
-from ckpt_tasks.state.optimizers import optimizer_names
-from ckpt_tasks.state.restore_parts import Differences, GroupState, Saved
-from ckpt_tasks.state.rng import RNG
+from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.objects.kinds import kind_of
+from ckpt_tasks.objects.names import module_state, named_parameters, parameter_names, tied_names
+from ckpt_tasks.objects.optimizers import optimizer_names
+from ckpt_tasks.objects.parts import GroupState, Saved
+from ckpt_tasks.state.groups import modules_of
 
 __all__ = ["Chosen", "Only", "Selection", "choose"]
 

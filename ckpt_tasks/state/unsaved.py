@@ -27,11 +27,12 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ckpt_tasks.state.groups import flat, held_in, kind_of, modules_of, objects_of
-from ckpt_tasks.state.modules import Gradients, named_parameters
-from ckpt_tasks.state.optimizers import is_ordinary
-from ckpt_tasks.state.restoring import may_draw
-from ckpt_tasks.state.rng import _equal, preserved_rng, stream_state
+from ckpt_tasks.objects.kinds import kind_of, may_draw
+from ckpt_tasks.objects.modules import Gradients
+from ckpt_tasks.objects.names import named_parameters
+from ckpt_tasks.objects.optimizers import is_ordinary
+from ckpt_tasks.state.groups import flat, held_in, modules_of, objects_of
+from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 
 __all__ = ["Unsaved", "warn_of_trained"]
 
@@ -43,6 +44,7 @@ _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # a scaler that is off; gradi
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)  # libraries draw delays from random.Random
 _KINDS = (torch.amp.GradScaler, AveragedModel, *_GENERATORS)
+_OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.")
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
@@ -135,7 +137,7 @@ def _moving(value: Any) -> tuple[Any, Any]:
 
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     # Who seeds a generator anew needs no state of it.
-    return now[0] is None or (not _equal(before[0], now[0]) and before[1] == now[1])
+    return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
 def warn_of_trained(state: Mapping[str, Any]) -> None:
@@ -296,7 +298,7 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 def _may_hold_others(value: Any) -> bool:
     """Say whether a value is a user's or a framework's object: it may hold an optimizer's state."""
-    return kind_of(value) == "stateful" and not type(value).__module__.startswith(("torch", "ckpt_tasks.state."))
+    return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
 def _saves_nothing(value: Any) -> bool:

@@ -20,8 +20,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StateError, StoreError
-from ckpt_tasks.format.folding import unfold
-from ckpt_tasks.format.keys import parse_attempt
+from ckpt_tasks.format.keys import parse_attempt, unfold
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger.fencing import check_owner

@@ -15,8 +15,7 @@ from itertools import chain
 
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import MAX_RETIRED, fold, folded_count, unfold
-from ckpt_tasks.format.keys import MANIFEST_NAME, attempt_prefix, parse_attempt
+from ckpt_tasks.format.keys import MANIFEST_NAME, MAX_RETIRED, attempt_prefix, fold, folded_count, parse_attempt, unfold
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.records import Checkpoint, Owner

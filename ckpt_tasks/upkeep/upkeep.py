@@ -9,22 +9,17 @@ from itertools import chain, pairwise
 
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.image import parse_header
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.keys import (
-    FORMAT_NAME,
-    LEDGER_PREFIX,
-    ledger_name,
-    parse_attempt,
-    parse_ledger_name,
-)
+from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, ledger_name, parse_attempt, parse_ledger_name
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.steps import MAX_STEPS_BYTES
+from ckpt_tasks.layout.image import parse_header
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.steps import MAX_STEPS_BYTES
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import moment
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict, plan_retention
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.opening import (
     READ_BYTES,
     by_object,
@@ -34,7 +29,6 @@ from ckpt_tasks.reading.opening import (
     read_whole,
     verify_run,
 )
-from ckpt_tasks.state.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 

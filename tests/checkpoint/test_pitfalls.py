@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.index import Index, write_index
+from ckpt_tasks.layout.index import Index, write_index
 from tests.support.calls import WatchedCalls
 from tests.support.indexes import read_as_committed
 from tests.support.ledgers import resealed

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore

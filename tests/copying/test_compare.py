@@ -17,9 +17,9 @@ from ckpt_tasks.copying.distance import Distance
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.index import IndexRow
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.reading.opening import Opened
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.copying.distance import Distance, distance
-from ckpt_tasks.format.image import STORED_DTYPES
+from ckpt_tasks.layout.image import STORED_DTYPES
 
 
 def bits(dtype: str, *patterns: bytes) -> torch.Tensor:

@@ -20,8 +20,8 @@ from torch import nn
 
 from ckpt_tasks.copying.export import ExportReport, export_checkpoint, plan_export, write_export
 from ckpt_tasks.errors import IntegrityError, StoreError
-from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.image import STORED_DTYPES
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import flip, only, save

@@ -17,8 +17,8 @@ from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
 from ckpt_tasks.copying.importing import plan_import
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.image import STORED_DTYPES
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.image import STORED_DTYPES
+from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import config, save
 from tests.support.exports import bits, equal, parts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.copying.transfer import Transfer, changes
 from ckpt_tasks.errors import ObjectNotFoundError, StateError
-from ckpt_tasks.format.folding import MAX_FOLDED
+from ckpt_tasks.format.keys import MAX_FOLDED
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.reading.opening import open_checkpoint

@@ -27,8 +27,8 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.snapshot.cache import MappedTensors
 from ckpt_tasks.snapshot.memory import MemoryDirectory
-from ckpt_tasks.state.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tensors.tensors import same_bits
 from ckpt_tasks.upkeep.pruning import Pruner
 from tests.crash.forked import (
     SIZE,

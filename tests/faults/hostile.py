@@ -19,7 +19,7 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
-from ckpt_tasks.format.index import Index, IndexRow, write_index
+from ckpt_tasks.layout.index import Index, IndexRow, write_index
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
 from tests.support.indexes import read_as_committed

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.regions import Box
 from tests.faults.hostile import Body, Hostile, on_manifest, zeros
 from tests.faults.hostile_cases import Case
 

@@ -26,7 +26,7 @@ from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.importing import plan_import
 from ckpt_tasks.copying.sources import Source, SourceTensor, open_source
 from ckpt_tasks.errors import CkptError, IntegrityError
-from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.faults.archives import BOMBS, PLACES, bomb, directories, safetensors_files, torch_files, unzipped, zipped
 from tests.support.cli_runs import config
 

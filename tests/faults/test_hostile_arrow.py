@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
-from ckpt_tasks.format.index import Index, IndexRow, write_index
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.arrow import FAULTS, read_arrow, read_metrics, write_metrics
+from ckpt_tasks.layout.index import Index, IndexRow, write_index
+from ckpt_tasks.layout.regions import Box
 from tests.support.indexes import read_as_committed
 
 CLAIMED_BYTES = 256 << 20

@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.copying.transfer import Transfer
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError, UnsupportedStateError
-from ckpt_tasks.format import index, manifest, parsing
-from ckpt_tasks.format.arrow import FAULTS, read_arrow, read_metrics, write_metrics
+from ckpt_tasks.format import manifest, parsing
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.folding import MAX_FOLDED
-from ckpt_tasks.format.image import REGION_BYTES, TensorSpec, parse_header, plan_image
-from ckpt_tasks.format.index import Index, IndexRow, write_index
-from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, ledger_name
+from ckpt_tasks.format.keys import MAX_EPOCH, MAX_FOLDED, MAX_LEDGER_NUMBER, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.parsing import check_json, parse_json
-from ckpt_tasks.format.regions import Box, blocks
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
+from ckpt_tasks.layout import index
+from ckpt_tasks.layout.arrow import FAULTS, read_arrow, read_metrics, write_metrics
+from ckpt_tasks.layout.image import REGION_BYTES, TensorSpec, parse_header, plan_image
+from ckpt_tasks.layout.index import Index, IndexRow, write_index
+from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store

@@ -1,4 +1,4 @@
-"""format/folding.py: names of many ranks as one, and back; what is in it is known without unfolding."""
+"""format/keys.py: names of many ranks as one, and back; what is in it is known without unfolding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.folding import MAX_FOLDED, Names, fold, is_folded, repeated, unfold
-from ckpt_tasks.format.keys import ledger_name
+from ckpt_tasks.format.keys import MAX_FOLDED, Names, fold, is_folded, ledger_name, repeated, unfold
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import read_segment, write_segment
 from tests.support.ledgers import made_reusing

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Entry, State, lineage
-from ckpt_tasks.format.manifest import FORMAT_VERSION
 from ckpt_tasks.format.records import Lease
+from ckpt_tasks.format.versions import FORMAT_VERSION
 from tests.support.ledgers import evaluation_of, made, owner_of, resealed
 
 OWNER = owner_of(1)

@@ -16,8 +16,8 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import LEDGER_PREFIX, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
-from ckpt_tasks.format.manifest import FORMAT_VERSION
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.versions import FORMAT_VERSION
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.ledgers import ME, commit, made, owned, resealed, steps

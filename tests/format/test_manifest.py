@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.manifest import MAX_GROUPS, TYPED_VERSION, Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import MAX_GROUPS, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import KINDS
+from ckpt_tasks.format.versions import TYPED_VERSION
 
 MANIFEST = Manifest(
     run_key="lm",

@@ -36,8 +36,8 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import write_segment
-from ckpt_tasks.format.manifest import FORMAT_VERSION, TYPED_VERSION
 from ckpt_tasks.format.records import Checkpoint, Owner
+from ckpt_tasks.format.versions import FORMAT_VERSION, TYPED_VERSION
 from ckpt_tasks.ledger import history
 from ckpt_tasks.saving import commit, saver
 from ckpt_tasks.storage.local import LocalStore

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.saving import parts
-from ckpt_tasks.state import placements
+from ckpt_tasks.tensors import placements
 from tests.golden.make import HERE, fixed
 from tests.support.gang import run
 

@@ -26,7 +26,7 @@ ALLOWED = {
     "fsspec": ("ckpt_tasks.storage.objects",),
     "s3fs": ("ckpt_tasks.storage.objects",),
     "tenacity": ("ckpt_tasks.storage.retrying",),
-    "pyarrow": ("ckpt_tasks.format",),
+    "pyarrow": ("ckpt_tasks.layout",),
     "safetensors": (),  # a dev dependency: the tests read with it what format/ wrote
     "typer": ("ckpt_tasks.cli",),
     "pickle": (),
@@ -39,6 +39,7 @@ ALLOWED = {
 FORBIDDEN = {
     "ckpt_tasks.policy": ("torch", "prefect"),
     "ckpt_tasks.format": ("torch", "prefect"),
+    "ckpt_tasks.layout": ("torch", "prefect"),
     "ckpt_tasks.programs": ("prefect",),
 }
 
@@ -129,7 +130,7 @@ def test_only_its_own_modules_import(package: str) -> None:
 
 @pytest.mark.parametrize("folder", sorted(FORBIDDEN))
 def test_pure_floors_import_neither(folder: str) -> None:
-    """Decisions and bytes are pure: policy/ and format/ name neither torch nor Prefect, programs no Prefect."""
+    """Decisions and bytes are pure: policy/, format/ and layout/ name no torch and no Prefect, programs no Prefect."""
     wrong = [
         f"{where(path, line)}: {name}"
         for path in SHIPPED
@@ -141,8 +142,8 @@ def test_pure_floors_import_neither(folder: str) -> None:
 
 
 def test_importing_the_pure_floors_brings_in_neither() -> None:
-    """With every module of policy/ and format/ imported, nothing that they import has brought in torch or Prefect."""
-    modules = [module_name(path) for path in files("ckpt_tasks/policy", "ckpt_tasks/format")]
+    """With every module of policy/, format/ and layout/ imported, neither torch nor Prefect is."""
+    modules = [module_name(path) for path in files("ckpt_tasks/policy", "ckpt_tasks/format", "ckpt_tasks/layout")]
     code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
     code += "print(sorted({'torch', 'prefect'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

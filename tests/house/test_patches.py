@@ -19,7 +19,7 @@ SMALL = {
     "copying.export.MAX_HEADER_BYTES",
     "deploying.automations._RESUME_AFTER_S",
     "orchestration.abandoned._PAGE",
-    "format.index.MAX_REGIONS",
+    "layout.index.MAX_REGIONS",
     "format.ledger.MAX_ENTRY_BYTES",
     "format.manifest.MAX_GROUPS",
     "format.parsing.MAX_VALUES",

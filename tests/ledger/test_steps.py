@@ -9,7 +9,7 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.copying.syncing import plan_sync, run_sync
-from ckpt_tasks.format.steps import StepMetrics
+from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.steps import StepLog
 from ckpt_tasks.reading.reading import open_run

@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent  # type: ignore[import-untyped]
 
-from ckpt_tasks.state.rng import preserved_rng, seed_streams
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import System
+from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
 from tests.property.schedules import Schedule
 
 __all__ = ["SimulatedLocation", "SimulatedSystem", "alone"]

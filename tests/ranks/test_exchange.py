@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.index import IndexRow
-from ckpt_tasks.format.regions import Box
+from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.process.processes import close_descriptor, open_nameless
 from ckpt_tasks.ranks.exchange import StoreExchange, Together
 from ckpt_tasks.reading.sharing import share
-from ckpt_tasks.state.processes import close_descriptor, open_nameless
 from ckpt_tasks.storage.publishing import write_at
 from ckpt_tasks.system import host_name
 

@@ -15,8 +15,8 @@ import torch
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FencedError, IntegrityError, StateError
 from ckpt_tasks.format.records import SEAL_NAME, Seal
-from ckpt_tasks.state.copies import Copies
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tensors.copies import Copies
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import build, config, digests, train
 from tests.support.cli_runs import flip

@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.state.placements import World, place_of
-from ckpt_tasks.state.tensors import TensorSet
+from ckpt_tasks.tensors.placements import World, place_of
+from ckpt_tasks.tensors.tensors import TensorSet
 from tests.ranks.training import config
 from tests.support.gang import run
 

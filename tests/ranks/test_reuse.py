@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.format.folding import unfold
+from ckpt_tasks.format.keys import unfold
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.ranks.test_failures import steps_of

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.format.folding import unfold
-from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
+from ckpt_tasks.format.keys import attempt_prefix, parse_attempt, unfold
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore

@@ -15,8 +15,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.reading.restore import restore_newest, restore_one
-from ckpt_tasks.state.tensors import DTYPES, same_bits
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tensors.tensors import DTYPES, same_bits
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from benchmarks.scale import Simulation, commit, moved
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import ledger
-from ckpt_tasks.format.index import Index
+from ckpt_tasks.layout.index import Index
 from ckpt_tasks.reading import opening
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt

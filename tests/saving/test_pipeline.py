@@ -20,7 +20,7 @@ import torch
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.saving.listening import Listener
-from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
 from tests.support.waiting import until
 

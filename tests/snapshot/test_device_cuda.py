@@ -22,7 +22,7 @@ from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
-from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.devices import is_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

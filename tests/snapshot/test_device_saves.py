@@ -20,7 +20,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.snapshot.device import Devices
-from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.devices import Cuda, Still, There
 
 SIZE = 1 << 12

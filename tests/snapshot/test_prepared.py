@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.process.processes import map_memory
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, touch
 from ckpt_tasks.snapshot.snapshot import plan_snapshot
-from ckpt_tasks.state.processes import map_memory
 
 SIZE_BYTES = 64 << 20
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from ckpt_tasks.errors import StateError, StateMismatchError, UnsupportedStateError
+from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.modules import Gradients
 from tests.support.roundtrip import Meter, assert_same, everything, fingerprint, restore, save
 
 

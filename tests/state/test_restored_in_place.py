@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.tensors import same_bits
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.roundtrip import Holder, assert_same, restore, same_module, save
 
 

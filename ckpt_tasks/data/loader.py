@@ -1,0 +1,274 @@
+"""A data loader with a position: for loops that iterate epoch by epoch, such as Lightning's.
+
+Invariants, beside those of the sampler:
+
+1. `len` is that of a whole epoch, whatever the position.
+2. Nothing here draws from a global random stream or leaves one changed: the data set and `collate_fn` draw from streams
+   that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
+3. As with any loader, `iter` begins a new epoch; only the first `iter` after a restore continues the restored epoch.
+4. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
+   step) is not in a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop repeats it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ckpt_tasks.checked import checked
+from ckpt_tasks.data.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.objects.started import Started, outline_of
+from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.tensors.placements import cut_beside_data
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ResumableLoader", "check_dealt"]
+
+_log = logging.getLogger("ckpt_tasks")
+_TOO_MANY = (
+    "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "
+    "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
+)
+# A loop with a `break` or a `return` may end in time.
+_WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
+_STEP = "samples in a step"
+_OURS = {"batch_sampler", "sampler", "generator"}
+
+
+class ResumableLoader(Started):
+    """Load a data set as DataLoader does, and continue in the middle of an epoch after a restore.
+
+    ::
+
+        loader = ResumableLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
+        state = {"model": model, "optimizer": optimizer, "data": loader}
+        step = ckpt.restore(state)
+        for epoch in loader.epochs(3):
+            for batch in loader:  # the rest of the epoch
+                ...
+
+    The data set has a length and samples by number. `options` are those of DataLoader (`num_workers`, `pin_memory`,
+    `drop_last` and so on). The position moves when a batch is handed out. Random numbers that the data set or
+    `collate_fn` draws, from the streams of Python, NumPy or torch or from generators in their attributes, depend on
+    `seed`, the epoch and the batch alone (and on the seeds of these generators).
+    Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor parallelism
+    the ranks of one model need the same samples: give the data-parallel part of the mesh (`mesh=mesh["dp"]`), or the
+    data-parallel `rank` and `world_size`.
+
+    Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
+    """
+
+    effects: ClassVar[Mapping[str, str]] = {
+        _STEP: "The epoch goes on behind the samples that the run has trained.",
+        "data": "The order is the same, and its samples are others.",
+    }
+
+    @checked
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        mesh: DeviceMesh | None = None,
+        rank: int = 0,
+        world_size: int | None = None,
+        **options: Any,
+    ):
+        if given := _OURS & options.keys():
+            raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"a dataset of type {type(dataset).__name__} has no length",
+                hint="Put a stream into torchdata's StatefulDataLoader, and that into the state.",
+            )
+        self.dataset = dataset
+        self.sampler = ResumableSampler(
+            len(dataset),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size or 1,
+            mesh=mesh,
+        )
+        self._has_place = mesh is not None or world_size is not None
+        self.sampler.name_epochs()
+        self._outline = outline_of(dataset)
+        batches = _Batches(dataset, collate_fn or default_collate, seed)
+        self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
+        self._restored = False
+        self._ending: int | None = None  # the epoch that has no batch left and has not ended
+        self._ends_again = False
+        self._asked = False  # the loop knows how many epochs are done
+        self._moves = 0  # counts restores and skips: a running iterator then starts again, at the new position
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed, by their batches."""
+        self._asked = True
+        return self.sampler.epoch
+
+    @checked
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of `count`, for a loop over each one's batches.
+
+        What follows that inner loop is the end of the epoch. After a restore at an epoch's last batch this epoch comes
+        once more, without batches, so that its end is not lost.
+        """
+        self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
+        if self._restored and self._ending is not None and self._ending < count:
+            self._ends_again = True
+            yield self._ending
+        yield from range(self.sampler.epoch, count)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one rank."""
+        return self.sampler.batch_size
+
+    def __repr__(self) -> str:
+        return repr(self.sampler).replace("Sampler", "Loader", 1)
+
+    def __len__(self) -> int:
+        """Count the batches of a whole epoch."""
+        self._take_place()
+        return self.sampler.epoch_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a new epoch, or continue the restored one."""
+        self._take_place()
+        if self._ends_again:
+            self._ends_again, self._ending = False, None
+            return iter(())
+        if not self._restored:
+            self.sampler.begin_epoch()
+        elif self.sampler.epoch and not self._asked and _counts_anew(inspect.currentframe()):
+            _log.warning(_TOO_MANY, self.sampler.epoch)
+        self._ending = None
+        return self._hand_out(self.sampler.iterate(self._loader))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches handed out."""
+        self._take_place()
+        started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
+        state = {**self.sampler.state_dict(), "started": started}
+        if self._ending is None or self.sampler.samples:  # behind batches that were skipped
+            return state
+        return {**state, "epoch": self._ending, "samples": self.sampler.size}
+
+    @checked
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
+        self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
+        self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
+        self._ends_again = self._asked = False
+        self._restored = True
+        self._moves += 1
+
+    def skip_batches(self, count: int) -> None:
+        """Skip the next `count` batches, as a rollback asks for; a running loop discards prefetched ones."""
+        self.sampler.skip_batches(count)
+        self._restored = True  # a loop whose epoch is over: the next `iter` continues behind them
+        self._moves += 1
+
+    def _take_place(self) -> None:
+        """Take this rank's part: frameworks start their process group after the loader is made."""
+        if not self._has_place and distributed.is_available() and distributed.is_initialized():
+            self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
+
+    def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        epoch, moves = self.sampler.epoch, self._moves
+        while True:
+            for batch in batches:
+                self._restored = False
+                self.sampler.advance()
+                self._ending = epoch if self.sampler.epoch > epoch else None
+                yield batch
+                if self._moves > moves:
+                    break
+            if self._moves == moves or self.sampler.epoch != epoch or self._ending is not None:
+                break
+            moves, batches = self._moves, self.sampler.iterate(self._loader)
+        self._ending = None
+
+
+def check_dealt(state: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a loader or sampler deals other samples to ranks that hold parts of one model."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    objects = [*objects_of(state)]
+    for dealer in objects:
+        sampler = dealer.sampler if isinstance(dealer, ResumableLoader) else dealer
+        if isinstance(dealer, ResumableLoader):
+            dealer._take_place()
+        if not isinstance(sampler, ResumableSampler) or sampler.has_mesh:
+            continue
+        if sampler.world_size == distributed.get_world_size() > 1:
+            names = (cut_beside_data(value, sampler.world_size) for value in objects if isinstance(value, nn.Module))
+            if key := next((name for name in names if name), None):
+                raise ConfigError(
+                    f"the {type(dealer).__name__} gives every rank other samples, and ranks that hold parts of one "
+                    "model need the same ones",
+                    key=key,
+                    hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
+                    "data parallelism: rank=0, world_size=1 where there is none.",
+                )
+
+
+def _counts_anew(iterating: FrameType | None) -> bool:
+    """Return True if a `for` over the loader is within loops over range(N) alone, which a restore does not change."""
+    caller = iterating and iterating.f_back
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("tqdm"):
+        caller = caller.f_back
+    if caller is None:
+        return False
+    try:
+        source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
+    except (SyntaxError, ValueError):  # not Python's own
+        return False
+    statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
+    loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
+    around = [ast.unparse(loop) for loop in loops[:-1]]
+    return around != [] and loops[-1].lineno == caller.f_lineno and all(map(_WHOLE_RANGE.match, around))
+
+
+class _Batches(Dataset[Any]):
+    """Make whole, collated batches, each on its own random streams."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
+
+    def __getitems__(self, samples: list[SampleId]) -> Any:
+        if not samples:
+            return self._collate([])
+        seed = seed_of(f"{self._seed}/{samples[0].epoch}/{int(samples[0])}/batch")
+        with own_random_numbers(seed, self._dataset, self._collate):
+            several = getattr(self._dataset, "__getitems__", None)
+            ids = [int(sample) for sample in samples]
+            return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,397 @@
+"""The position in the data: a batch sampler that resumes at any step, and random numbers that belong to a sample.
+
+Invariants
+
+1. The order of an epoch depends on (seed, epoch, size) alone: not on the position, the ranks, the workers or the past.
+2. The position counts the samples that the loop was handed, over all ranks; prefetching in workers does not move it.
+3. The position always has a batch after it: the last batch of an epoch moves it to the start of the next one.
+4. Nothing here draws from a global random stream, or leaves one changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ckpt_tasks.checked import checked
+from ckpt_tasks.errors import ConfigError, StateMismatchError
+from ckpt_tasks.state.groups import held_in
+from ckpt_tasks.tensors.streams import GENERATORS, set_streams, stream_state
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
+
+ORDER_VERSION = 1  # of the order: raise it with any change to Permutation, so that a resume notices
+_ROUNDS = 12
+_MAX_SIZE = 2**62
+_MOST_EPOCHS = 2**63
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class SampleId(int):
+    """A sample's id that also carries its epoch, even into a worker process."""
+
+    epoch: int
+
+    def __new__(cls, value: int, epoch: int = 0) -> Self:
+        sample = super().__new__(cls, value)
+        sample.epoch = epoch
+        return sample
+
+
+class ResumableSampler(Sampler[list[int]]):
+    """Yield every sample of a data set once per epoch, in batches, and resume at any batch at once.
+
+    ::
+
+        sampler = ResumableSampler(len(dataset), batch_size=32)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        state = {"model": model, "optimizer": optimizer, "data": sampler}
+        for batch in sampler.follow(loader):  # epoch after epoch, without end
+            ...
+
+    `batch_size` is per rank; `mesh` is the data-parallel part of a DeviceMesh, in place of `rank` and `world_size`. A
+    step takes the next batch_size x world_size samples of the epoch's order and deals them out in turn, so a checkpoint
+    can resume with another number of ranks (or another batch size): no sample of the epoch is lost or repeated, and
+    while batch_size x world_size stays the same, every step sees the same samples.
+
+    All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill the last batch of all
+    ranks together; otherwise the last batches are smaller, as even as possible. If fewer samples than ranks are left
+    (`batch_size=1`, or after a change of the world size), some ranks get an empty list.
+
+    Raises ConfigError for invalid sizes, or if an epoch would have no batch.
+    """
+
+    @checked
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        mesh: DeviceMesh | None = None,
+    ):
+        if mesh is not None:
+            rank, world_size = _place_in(mesh)
+        check_count("size", size, least=1, most=_MAX_SIZE)
+        check_count("batch_size", batch_size, least=1, most=_MAX_SIZE)
+        check_count("world_size", world_size, least=1, most=_MAX_SIZE)
+        check_count("rank", rank, least=0, most=world_size - 1)
+        check_count("seed", seed, least=0, most=2**64 - 1)
+        least = batch_size * world_size if drop_last else world_size
+        if size < least:
+            raise ConfigError(
+                f"{size} samples do not make one batch: {world_size} rank(s) with batch_size {batch_size} need {least}",
+                key="size",
+                hint="Use a smaller batch_size, or drop_last=False" if drop_last else "Use fewer ranks",
+            )
+        self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, bool(shuffle), seed
+        self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
+        self.has_mesh = mesh is not None
+        self._epoch = self._samples = 0
+        self._loads = 0  # counts load_state_dict: a running `follow` then starts again
+        self._ids_with_epoch = False
+        self._drawn = self._drawn_before = 0  # batches, until now and until the last state_dict
+        self._stands = True  # it has never been moved
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed; also the number of the next batch's epoch."""
+        return self._epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that all ranks together have been handed."""
+        return self._samples
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} in epoch {self._epoch}, after {self._samples} of {self.size} samples>"
+
+    def __len__(self) -> int:
+        """Return the number of batches left in this epoch, the same on every rank."""
+        return self._count(self.size - self._samples)
+
+    @property
+    def epoch_batches(self) -> int:
+        """The number of batches in a whole epoch, the same on every rank."""
+        return self._count(self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
+        # Not itself a generator: it must take the position now, not when the first batch is requested.
+        return self._batches(self._epoch, self._samples)
+
+    def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the loader's batches without end, and move the position with each.
+
+        The loader must have this sampler as its `batch_sampler`, else ConfigError. After `load_state_dict` the next
+        batch is the one at the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
+        workers comes from the position, not from a global stream or the loader's generator. Workers still draw from
+        their own streams, which start again on a resume: wrap the data set in `seeded` if it draws random numbers. If
+        the loader has a `state_dict`, leave it out of the state.
+        """
+        if loader.batch_sampler is not self:
+            raise ConfigError(
+                "the loader draws its batches from another sampler", hint="Pass it batch_sampler=sampler."
+            )
+        return self._follow(loader)
+
+    def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
+        self._stands = False  # the caller moves the position with each batch that it hands out
+        generator = torch.Generator()
+        generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
+        theirs, loader.generator = loader.generator, generator
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = theirs
+
+    def begin_epoch(self) -> None:
+        """Move the position to the start of the next epoch, if it is not at the start of one."""
+        if self._samples:
+            self._epoch, self._samples = self._epoch + 1, 0
+
+    def name_epochs(self) -> None:
+        """From now on yield ids that carry their epoch."""
+        self._ids_with_epoch = True
+
+    def advance(self) -> None:
+        """Move the position past the next batch, for a loop that iterates a loader by itself."""
+        self._stands = False
+        self._samples += self._taken(self.size - self._samples)
+        self._skip_empty_epoch()
+
+    def skip_batches(self, count: int) -> None:
+        """Skip the next `count` batches; a running `follow` discards prefetched ones."""
+        check_count("count", count, least=0, most=_MAX_SIZE)
+        for _ in range(count):
+            self.advance()
+        self._loads += 1
+
+    def seeded(self, dataset: Dataset[Any]) -> Dataset[Any]:
+        """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
+
+        Augmentation is then the same after a resume and with any number of workers or ranks. It works for code that
+        draws from the global streams of Python, NumPy and torch's CPU, or from generators in attributes of the data
+        set; it changes none of them, and costs about 0.1 ms a sample. Only this sampler's batches fit the wrapped data
+        set: from now on its ids are SampleIds.
+        """
+        self.name_epochs()
+        return _Seeded(dataset, self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it depends on: plain numbers, the same on every rank."""
+        # What workers fetch ahead is drawn before the first batch is there, and then no more.
+        if self._stands and 0 < self._drawn_before < self._drawn:
+            self._stands = False  # said once
+            _log.warning(
+                "A loader draws batches of a ResumableSampler whose position does not move: a resume begins the epoch "
+                "again. Iterate sampler.follow(loader), or call sampler.advance() after each batch"
+            )
+        self._drawn_before = self._drawn
+        return self._position()
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "samples": self._samples,
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "order_version": ORDER_VERSION,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the position from a `state_dict`, which may come from another number of ranks or batch size.
+
+        Raises StateMismatchError, and changes nothing, if it is for other data or another order.
+        """
+        own = self._position()
+        missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())
+        if missing or unexpected:
+            raise StateMismatchError("not the state of this sampler", missing=missing, unexpected=unexpected)
+        ranges = {"epoch": range(_MOST_EPOCHS), "samples": range(self.size + 1)}
+        different = tuple(
+            f"{name} is {state_dict[name]!r} in the checkpoint and {own[name]!r} here"
+            for name in own
+            if type(state_dict[name]) is not type(own[name])
+            or (state_dict[name] not in ranges[name] if name in ranges else state_dict[name] != own[name])
+        )
+        if different:
+            raise StateMismatchError(
+                "the position belongs to other data, or to another order of it",
+                different=different,
+                hint="Build the sampler over the same data set, with the same seed and shuffle.",
+            )
+        self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
+        self._loads += 1
+        self._skip_empty_epoch()
+
+    def _count(self, samples: int) -> int:
+        global_batch = self.batch_size * self.world_size
+        return samples // global_batch if self.drop_last else -(-samples // global_batch)
+
+    def _skip_empty_epoch(self) -> None:
+        """Go to the next epoch if this one has no batch left."""
+        if not self._taken(self.size - self._samples):
+            self._epoch, self._samples = self._epoch + 1, 0
+
+    def _taken(self, left: int) -> int:
+        """Return how many samples the next batch of all ranks together takes if `left` are left; 0 ends the epoch."""
+        global_batch = self.batch_size * self.world_size
+        if left <= global_batch:
+            return left if left == global_batch or not self.drop_last else 0
+        # If the last batch would have fewer samples than ranks, it takes some from the batch before.
+        if not self.drop_last and left - global_batch < self.world_size and left >= 2 * self.world_size:
+            return left - self.world_size
+        return global_batch
+
+    def _batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
+        permutation = Permutation(self.size, f"{self.seed}/{epoch}") if self.shuffle else None
+        steps = self._positions(samples)
+        # NumPy's cost is per call: 1 µs a sample for a thousand at a time, 300 µs for one alone.
+        while several := list(islice(steps, max(1, 1024 // self.batch_size))):
+            order = permutation(np.concatenate(several)) if permutation else np.concatenate(several)
+            for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
+                ids: list[int] = mine.tolist()
+                self._drawn += 1
+                yield [SampleId(i, epoch) for i in ids] if self._ids_with_epoch else ids
+
+    def _positions(self, samples: int) -> Iterator[NDArray[np.int64]]:
+        """Yield, step by step, this rank's positions in the epoch's order."""
+        while taken := self._taken(self.size - samples):
+            yield np.arange(samples + self.rank, samples + taken, self.world_size, dtype=np.int64)
+            samples += taken
+
+    def _follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        while True:
+            loads = self._loads
+            for batch in self.iterate(loader):
+                self.advance()
+                yield batch
+                if self._loads != loads:
+                    break
+
+
+def _place_in(mesh: DeviceMesh) -> tuple[int, int]:
+    if not hasattr(mesh, "get_coordinate"):
+        raise ConfigError(f"mesh must be a DeviceMesh, not {mesh!r:.80}", key="mesh", hint='Write mesh=mesh["dp"].')
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError("this rank is not in the mesh of its data", key="mesh")
+    rank = 0
+    for at, size in zip(coordinate, mesh.shape, strict=True):
+        rank = rank * size + at
+    return rank, mesh.size()
+
+
+class _Seeded(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # a map-style data set has a length, says torch's Dataset
+
+    def __getitem__(self, sample: SampleId) -> Any:
+        with own_random_numbers(seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample"), self.dataset):
+            return self.dataset[int(sample)]
+
+
+@contextmanager
+def own_random_numbers(seed: int, *holders: Any) -> Iterator[None]:
+    """Seed the global CPU streams and the generators that `holders` hold; put the old states back at the end.
+
+    A held generator starts from its own state and the seed together, so its user's seed still matters.
+    """
+    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    held = {str(id(one)): (one, stream_state(one)) for holder in holders for _, one in held_in(holder, GENERATORS)}
+    try:
+        for one, _ in held.values():
+            _seed_held(one, seed)
+        random.seed(seed)
+        np.random.seed([seed >> 32, seed & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds the accelerators
+        yield
+    finally:
+        set_streams(held)
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+
+
+def _seed_held(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        own = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        generator.manual_seed(seed ^ own)
+    elif isinstance(generator, np.random.Generator):
+        bits, own = generator.bit_generator, int(generator.integers(2**62))
+        bits.state = type(bits)(seed ^ own).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed([int(generator.randint(2**31)), seed >> 32, seed & 0xFFFFFFFF])
+    else:
+        generator.seed(seed ^ generator.getrandbits(62))
+
+
+def seed_of(text: str) -> int:
+    """Return 64 bits of a text's digest, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def check_count(name: str, value: object, *, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:  # bool is an int, but True is not a size
+        raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
+
+
+class Permutation:
+    """Map range(size) onto itself in an order chosen by `key`; each position takes O(1) time and memory.
+
+    A balanced Feistel network (Luby and Rackoff, 1988) over the fewest bits, in two equal halves, that hold `size`;
+    a result outside the range is mapped again until it is inside (cycle walking: Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002), fewer than four times on average. The round function is the finaliser of
+    SplitMix64 (Steele, Lea and Flood, 2014). Feistel networks as a shuffle: Mitchell, Stokes, Frank and Holmes,
+    "Bandwidth-Optimal Random Shuffling for GPUs", 2022. It is for data order and keeps nothing secret.
+    """
+
+    def __init__(self, size: int, key: str):
+        self.size = size
+        half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half_bits, self._low_bits = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+        self._round_keys = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * _ROUNDS), dtype="<u8")
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the element at each position; both are int64 in range(size), of shape (n,)."""
+        values = self._map(positions.astype(np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._map(values[outside])
+        return values.astype(np.int64)
+
+    def _map(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._half_bits, values & self._low_bits
+        for key in self._round_keys:
+            left, right = right, left ^ (_mixed(right ^ key) & self._low_bits)
+        return (left << self._half_bits) | right
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

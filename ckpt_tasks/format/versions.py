@@ -1,0 +1,26 @@
+"""The versions of the format: every manifest and ledger object names its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_tasks.errors import FormatVersionError, IntegrityError
+
+__all__ = ["FORMAT_VERSION", "RANKS_VERSION", "TYPED_VERSION", "check_version"]
+
+
+FORMAT_VERSION = 1
+RANKS_VERSION = 2  # of manifests of more than one rank, and of ledger objects with folded names
+TYPED_VERSION = 3  # of manifests with an entry of the tree that version 1 lacks (`since` in tree.py)
+
+
+def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:
+    """Raise FormatVersionError if this version is above `newest`, IntegrityError if it is not a version."""
+    if type(version) is not int or version < 1:
+        raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
+    if version > newest:
+        raise FormatVersionError(
+            f"format version {version!r:.40} is newer than {newest}, the newest that this code reads",
+            key=name,
+            hint="Upgrade ckpt-tasks.",
+        )

@@ -1,0 +1,101 @@
+"""The columns of an index as arrays of numbers; each raises one of arrow.FAULTS if a value makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ckpt_tasks.layout.arrow import array, numbers_of
+from ckpt_tasks.layout.image import MAX_DIMENSIONS
+
+__all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
+
+MAX_REGIONS = 1 << 20
+MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
+_MAX_ELEMENTS = 2.0**57  # of a region: its bytes fit into an int64 with any dtype
+_HUGE = 2.0**200
+
+
+class Words:
+    """A column of few distinct words: `words`, the position of each (`code`), and every row's position (`codes`)."""
+
+    def __init__(self, column: pa.DictionaryArray):
+        words = column.dictionary.to_pylist()
+        if len(words) > len(column):
+            raise ValueError("a dictionary with words that no row has")
+        self.words = [*dict.fromkeys(words)]  # a dictionary can have a word twice
+        self.code = {word: code for code, word in enumerate(self.words)}
+        self.codes = np.array([self.code[word] for word in words], np.int64)[numbers_of(column.indices)]
+
+    @property
+    def used(self) -> list[Any]:
+        """The words that at least one row has."""
+        # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
+        return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
+
+    def values(self) -> list[Any]:
+        """Return the word of every row."""
+        return [self.words[code] for code in self.codes.tolist()]
+
+
+class Lists:
+    """A column of short lists: all `numbers` in one array, and the length and the end of each row's list in it."""
+
+    def __init__(self, column: pa.ListArray):
+        flat = pc.list_flatten(column)
+        if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
+            raise ValueError("a missing or a negative number in a list")
+        self.numbers: npt.NDArray[np.int64] = numbers_of(flat)
+        self.lengths = np.diff(numbers_of(column.offsets)).astype(np.int64)
+        self.ends = np.cumsum(self.lengths)
+        if len(flat) > MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:
+            raise ValueError("more dimensions than a tensor has")
+
+    def values(self) -> list[tuple[int, ...]]:
+        """Return the list of every row as a tuple."""
+        # All rows of one length at once: half the time of one by one.
+        begins = self.ends - self.lengths
+        lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
+        for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
+            places = begins[self.lengths == length]
+            lists[int(length)] = zip(*(self.numbers[places + n].tolist() for n in range(length)), strict=True)
+        return [next(lists[length]) for length in self.lengths.tolist()]
+
+    def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """Return the lists of some rows, which all have this length, as a matrix."""
+        begins = (self.ends - self.lengths)[rows]
+        matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
+        return matrix
+
+    def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return for every row whether `mask`, given for each number, is true for any number of its list."""
+        count = np.concatenate(([0], np.cumsum(mask)))
+        result: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
+        return result
+
+    def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return every list's product (-1: too large for a size), and the approximate product without its zeros."""
+        product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
+        for n in range(int(self.lengths.max(initial=0))):
+            there = self.lengths > n
+            factor = self.numbers[(self.ends - self.lengths)[there] + n]
+            product[there] *= factor  # it may overflow
+            magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
+        product[(magnitude > _MAX_ELEMENTS) & ~self.some(self.numbers == 0)] = -1
+        return product, magnitude
+
+
+def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
+    """Return a column as one array; raise ValueError if a value is missing, which Arrow does not check."""
+    if column.null_count:
+        raise ValueError(f"a value is missing in the column {field.name}")
+    if column.num_chunks == 1:
+        return column.chunk(0)  # the usual case; combining would load Arrow's compute module, 9 ms the first time
+    whole = column.combine_chunks()
+    return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole  # of no chunks

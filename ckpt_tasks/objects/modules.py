@@ -1,0 +1,242 @@
+"""Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
+
+Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
+restores into a bare one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags are
+not part of the state; optimizers keep those that training has switched.
+load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
+(hooks, extra state, an overridden method), and then under a guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tasks.checked import checked
+from ckpt_tasks.errors import StateMismatchError
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.objects.names import EXTRA, bare_name, module_state, tied_names, unwrapped
+from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.tensors.copies import Copies
+from ckpt_tasks.tensors.sources import Maker
+from ckpt_tasks.tensors.tensors import DTYPES, Rule, TensorSet, difference, identity, refuse
+from ckpt_tasks.tensors.values import pack, unpack
+
+__all__ = ["Gradients", "ModulePart", "capture_module", "takes_part"]
+
+_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_METHODS = (
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+
+
+def capture_module(
+    module: nn.Module, group: str, parameters: Collection[str], tensors: TensorSet, *, is_plain: bool = False
+) -> dict[str, Any]:
+    """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
+
+    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
+    involved, so live tensors are used: detaching a DTensor takes longer than all else that is done here.
+    """
+    many = tensors.world is not None and tensors.world.size > 1
+    # A rank's running statistics are of its own batches.
+    buffers = {bare_name(name) for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)} if many else ()
+    tree = {}
+    for name, value in module_state(module, group, live=is_plain).items():
+        key = f"{group}/{name}"
+        is_tensor = isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
+        if is_tensor and (not many or key in parameters):
+            tree[name] = tensors.add(value, key, exact=False)
+            continue
+        with tensors.by(Rule.BUFFER if is_tensor and name in buffers else Rule.ONE):
+            tree[name] = tensors.add(value, key, exact=False) if is_tensor else pack(value, key, tensors)
+    return tree
+
+
+class ModulePart:
+    """Restore one module; the names in `kept` keep their values."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: str,
+        tree: dict[str, Any],
+        copies: Copies,
+        *,
+        kept: frozenset[str] = frozenset(),
+    ):
+        self._module = unwrapped(module)
+        self._group = group
+        self._state = {name: value for name, value in module_state(module, group).items() if name not in kept}
+        self._tree = tree | {name: tree[stored] for name, stored in tied_names(self._state, tree).items()}
+        self._value: dict[str, Any] = {}
+        self._copies = copies
+        self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
+        self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
+        taking_part = any(takes_part(module) for module in self._module.modules())
+        self.guard = Rollback(self._module, group, self._module.state_dict()) if taking_part else None
+
+    def compare(self, differences: Differences) -> None:
+        """Compare names, shapes, dtypes and ties."""
+        differences.names(self._group, set(self._state), set(self._tree))
+        differences.missing_tensors.update(
+            {
+                f"{self._group}/{name}": (DTYPES.get(live.dtype, ""), tuple(live.shape))
+                for name, live in self._state.items()
+                if name not in self._tree and isinstance(live, torch.Tensor)
+            }
+        )
+        parameters = {bare_name(name): p for name, p in self._module.named_parameters(remove_duplicate=False)}
+        for name, live in self._state.items():
+            ref = self._tree.get(name)
+            if name not in self._tree or name.endswith(EXTRA):
+                continue
+            if isinstance(live, torch.Tensor):
+                refuse(live, f"{self._group}/{name}", exact=False)
+                if type(ref) is TensorRef and self._resizes(name, live, differences.stored[ref.key]):
+                    self._resized[name] = differences.stored[ref.key]
+                else:
+                    differences.tensor(f"{self._group}/{name}", live, ref)
+                if self.guard is None and type(ref) is TensorRef:
+                    self._copies.offer(parameters.get(name, live), ref.key)
+            elif type(ref) is TensorRef:
+                differences.differ(f"{self._group}/{name}", "a tensor in the checkpoint, another value here")
+        self._compare_ties(differences)
+
+    def prepare(self, make: Maker) -> None:
+        """Request the copies; make a whole state for load_state_dict if the module's own code takes part."""
+        if self.guard is None:
+            for name, live in self._state.items():
+                self._copies.want(f"{self._group}/{name}", live, self._tree[name])
+            return
+        own = self._module.state_dict()
+        values = (
+            (name, unpack(self._tree[bare_name(name)], make, live) if bare_name(name) in self._tree else live)
+            for name, live in own.items()
+        )
+        self._value = type(own)(values)
+        if hasattr(own, "_metadata"):  # version numbers of the submodules' states
+            self._value._metadata = own._metadata  # type: ignore[attr-defined]
+
+    def write(self) -> None:
+        """Call load_state_dict if the module's own code takes part; raise StateMismatchError if it ignores a shape."""
+        if self.guard is None:
+            return
+        self._module.load_state_dict(self._value)
+        if self._resized:
+            state = module_state(self._module, self._group)
+            different = [(name, difference(state[name], *stored)) for name, stored in self._resized.items()]
+            if any(why for _, why in different):
+                raise StateMismatchError(
+                    "the module's own load_state_dict did not take the stored shape",
+                    different=tuple(f"{self._group}/{name} ({why})" for name, why in different if why),
+                )
+
+    def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
+        """Say whether only the shape differs and the owning module's own code may change it, as in QAT."""
+        dtype, shape = stored
+        if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
+            return False
+        kind: Any = type(self._owners.get(name.rpartition(".")[0]))
+        return issubclass(kind, nn.Module) and _overrides(kind)
+
+    def _compare_ties(self, differences: Differences) -> None:
+        refs = {name: ref.key for name, ref in self._tree.items() if type(ref) is TensorRef and name in self._state}
+        if len(set(refs.values())) == len(refs):
+            return
+        parameters = {identity(p) for p in self._module.parameters()}
+        first: dict[str, Any] = {}
+        for name, key in refs.items():
+            live = self._state[name]
+            known = identity(live) if isinstance(live, torch.Tensor) else None
+            # Buffers lose their ties when a module moves to a device, so only parameters must stay tied.
+            if known and first.setdefault(key, known) != known and known in parameters:
+                differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
+
+
+def takes_part(module: nn.Module) -> bool:
+    """Say whether the module's own code runs when its state is read or loaded: a hook, or an overridden method."""
+    for name in _HOOKS:
+        hooks = getattr(module, name, None)
+        if hooks and not all(map(_is_torchs, hooks.values())):
+            return True
+    kind: Any = type(module)
+    return _overrides(kind)
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Say whether a hook is torch.distributed's: FSDP's hooks shard the parameters, and change no value."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
+
+
+@cache
+def _overrides(kind: Any) -> bool:
+    # torch's own overrides read old versions of a state; they change nothing in a complete one.
+    for name in _METHODS:
+        home = getattr(getattr(kind, name), "__module__", "")
+        if not home.startswith("torch.nn.modules."):
+            return True
+    return False
+
+
+class Gradients:
+    """Save and restore the gradients that a module has accumulated.
+
+    A module's state has no gradients: what `backward` has accumulated since the last optimizer step is lost with the
+    process. A loop that saves at optimizer steps does not need this. One that saves between them adds it to the state::
+
+        state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
+
+    It holds no tensors of its own.
+    """
+
+    @checked
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the existing gradients by parameter name; they are live, not copies."""
+        return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
+
+    @torch.no_grad()
+    @checked
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the gradient of every parameter, None where `state` has none.
+
+        An existing gradient keeps its memory and gets new values, since DistributedDataParallel may own the memory.
+        Raises StateMismatchError, before anything is set, for an unknown name or another shape.
+        """
+        parameters = self._parameters()
+        unknown = tuple(name for name in state if name not in parameters)
+        different = tuple(
+            f"{name} ({[*parameters[name].shape]} here, {[*gradient.shape]} in the checkpoint)"
+            for name, gradient in state.items()
+            if name in parameters and parameters[name].shape != gradient.shape
+        )
+        if unknown or different:
+            raise StateMismatchError("the gradients do not fit the module", unexpected=unknown, different=different)
+        for name, parameter in parameters.items():
+            gradient = state.get(name)
+            if gradient is not None and parameter.grad is not None and parameter.grad.dtype == gradient.dtype:
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(unwrapped(self._module).named_parameters())

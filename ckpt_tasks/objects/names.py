@@ -1,0 +1,79 @@
+"""Names of modules' tensors and parameters, which do not show wrappers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.tensors.tensors import identity
+
+__all__ = ["EXTRA", "bare_name", "module_state", "named_parameters", "parameter_names", "tied_names", "unwrapped"]
+
+
+EXTRA = "_extra_state"
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        module = inner
+        modules = dict(module._modules.items())  # a ScriptModule's have no get()
+        inner = module.module if isinstance(module, _WRAPPERS) else modules.get("_orig_mod")
+    return module
+
+
+def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """List every parameter under each of its names, "group/name"."""
+    return [
+        (f"{group}/{bare_name(name)}", parameter)
+        for group, module in modules.items()
+        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False)
+    ]
+
+
+def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
+    """Return each parameter's name by id(): of several names, the first in alphabetical order."""
+    names: dict[int, str] = {}
+    for name, parameter in named:
+        first = names.setdefault(id(parameter), name)
+        if name < first:
+            names[id(parameter)] = name
+    return names
+
+
+def tied_names(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+    """Map each tensor of a module's state that is not stored to a stored one that shows the same memory.
+
+    A safetensors file has one name of tied weights: its value is that of every other name.
+    """
+    tensors = {n: live for n, live in state.items() if isinstance(live, torch.Tensor) and not n.endswith(EXTRA)}
+    missing = {name: known for name in tensors if name not in stored and (known := identity(tensors[name]))}
+    homes = {identity(tensors[name]): name for name in stored if name in tensors} if missing else {}
+    return {name: homes[known] for name, known in missing.items() if known in homes}
+
+
+def bare_name(name: str) -> str:
+    """Return a tensor's name without the parts that torch.compile adds."""
+    return _COMPILED.sub("", name).lstrip(".") if "_orig_mod." in name else name
+
+
+def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
+    """Return a module's state by its names without wrappers, with `live` the parameters themselves.
+
+    Raises UnsupportedStateError if two names are the same without wrappers.
+    """
+    state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
+    if not any("_orig_mod." in name for name in state):
+        return dict(state)
+    named = {bare_name(name): value for name, value in state.items()}
+    if len(named) != len(state):
+        raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
+    return named

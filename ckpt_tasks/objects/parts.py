@@ -1,0 +1,93 @@
+"""A captured group, and the part of a restore that restores one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.tensors.sources import HeldTensors, Maker
+from ckpt_tasks.tensors.tensors import TensorSet
+from ckpt_tasks.tensors.values import pack, unpack
+
+__all__ = ["Captured", "GroupState", "RestorePart", "Rollback", "Saved"]
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py).
+
+    `by_rank`: each of many ranks has a tree of its own. `buffers` names tensors of which each rank has its own.
+    """
+
+    kind: str
+    tree: Any
+    by_rank: bool = False
+    buffers: tuple[str, ...] = ()
+
+
+class Saved(Protocol):
+    """One group of a checkpoint; `tree` may be decoded on access, and raises IntegrityError if it is malformed."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tree(self) -> Any: ...
+    @property
+    def by_rank(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured state: the trees of its groups, and its live tensors by full key, detached and not copied.
+
+    `frozen` are the keys of parameters without gradient: they are in separate files, which need not be written again.
+    `places` has, for each tensor that is a part of a sharded one, the shape of the whole and the offset in it.
+    `replicated` has the parameters and optimizer states that several ranks hold: this rank's part, and its offset.
+    `one_for_all` has the plain tensors of other values, also in the ranks that do not write them.
+    """
+
+    groups: dict[str, GroupState]
+    tensors: dict[str, torch.Tensor]
+    frozen: frozenset[str] = frozenset()
+    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
+    one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class RestorePart(Protocol):
+    """The restore of one group.
+
+    `compare` notes every difference, before a tensor is read. `prepare` makes new values, which `fetch` of the maker's
+    source fills, and changes nothing; all parts share the maker. `write` changes the target. A part that runs the
+    user's code has a `guard`, which undoes it if it raises.
+    """
+
+    guard: Rollback | None
+
+    def compare(self, differences: Differences) -> None: ...
+    def prepare(self, make: Maker) -> None: ...
+    def write(self) -> None: ...
+
+
+class Rollback:
+    """Keep a copy of the state of an object whose load_state_dict may raise half-way."""
+
+    def __init__(self, target: Any, group: str, state: Any):
+        self._target = target
+        self._live = TensorSet(None)
+        self._state = state
+        self._tree = pack(state, group, self._live)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(self) -> None:
+        """Copy the tensors of the old state."""
+        with torch.no_grad():
+            self._kept = {key: tensor.clone() for key, tensor in self._live.tensors.items()}
+
+    def undo(self) -> None:
+        """Restore the object's old state."""
+        self._target.load_state_dict(unpack(self._tree, Maker(HeldTensors(self._kept)), self._state))

@@ -1,0 +1,67 @@
+"""Objects with a state of their own: captured and restored by their own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.replaced import replaced_settings
+from ckpt_tasks.objects.started import Started, note_changes
+from ckpt_tasks.tensors.sources import Maker
+from ckpt_tasks.tensors.values import unpack
+
+__all__ = ["StatefulPart"]
+
+
+class StatefulPart:
+    """Restore an object through its own load_state_dict."""
+
+    def __init__(self, target: Any, name: str, tree: Any):
+        self._target = target
+        self._name = name
+        self._tree = tree
+        self._live = target.state_dict()
+        self._value: Any = None
+        self.guard: Rollback | None = Rollback(target, name, self._live)
+
+    def compare(self, differences: Differences) -> None:
+        """Note a GradScaler that is on here and off in the checkpoint, or reverse: it would ignore the state silently.
+
+        Also note settings of a new schedule that the restore will replace, and what the run was started with.
+        """
+        if isinstance(self._target, Started):
+            note_changes(self._target, self._live, self._tree, differences)
+        if isinstance(self._target, LRScheduler):
+            replaced_settings(self._name, self._live, self._tree, differences)
+        if isinstance(self._target, torch.amp.GradScaler) and self._target.is_enabled() == (self._tree == {}):
+            here, there = ("on", "off") if self._target.is_enabled() else ("off", "on")
+            differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
+
+    def prepare(self, make: Maker) -> None:
+        """Make the state with new tensors, on the devices of the present ones."""
+        self._value = unpack(self._tree, make, self._live)
+
+    def write(self) -> None:
+        """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""
+        self._target.load_state_dict(self._value)
+        if issubclass(type(self._target), DataLoader):
+            _set_epoch(self._target, self._value)
+            self._target.state_dict()  # makes the iterator that the program's next iter() returns
+
+
+def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Tell a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can.
+
+    Without that, the stream finds a state of another epoch, ignores it, and begins its own epoch at the start.
+    """
+    workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
+    of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}
+    tell = getattr(loader.dataset, "set_epoch", None)
+    if callable(tell) and isinstance(of_dataset, Mapping) and type(epoch := of_dataset.get("epoch")) is int:
+        tell(epoch)

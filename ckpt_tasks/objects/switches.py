@@ -1,0 +1,109 @@
+"""What training switches: gradients of parameters, modes of modules, and PEFT's choice of adapters.
+
+What a loop switches at one step it does not switch again after a resume. So an optimizer saves what has changed since
+training began; what the program itself sets before the restore is its own, and is not saved. A whole module in eval()
+is taken for an evaluation, in which the save falls: it says nothing about training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt_tasks.objects.names import bare_name, unwrapped
+
+__all__ = ["are_switches", "begun_flags", "note_begun", "restore_modes", "switched_modes"]
+
+_CHOICES = ("active_adapter", "_active_adapter")  # attributes of PEFT's modules
+Modes = dict[str, Any]  # "": of the whole; by name: of a module in another mode; "name:attribute": a choice
+
+# By id() of a parameter: whether it took a gradient when this training began.
+_begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
+_begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
+
+
+def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
+    """Note the switches of optimizers and modules where training begins; `anew`: it begins here for all of them."""
+    for value in objects:
+        if isinstance(value, Optimizer):
+            begun_flags(value, anew=anew)
+        elif isinstance(value, nn.Module) and (anew or unwrapped(value) not in _begun_modes):
+            _begun_modes[unwrapped(value)] = _modes(value)
+
+
+def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
+    """Return which parameters of an optimizer took gradients where training began."""
+    if anew or optimizer not in _begun_flags:
+        groups = optimizer.param_groups
+        _begun_flags[optimizer] = {id(p): p.requires_grad for options in groups for p in options["params"]}
+    return _begun_flags[optimizer]
+
+
+def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> dict[str, Modes]:
+    """Return the modes of the modules of which training has changed a part."""
+    switched = {}
+    for group in groups:
+        note_begun([modules[group]], anew=False)
+        modes, begun = _modes(modules[group]), _begun_modes[unwrapped(modules[group])]
+        if (modes[""] or len(modes) > 1) and modes | {"": None} != begun | {"": None}:
+            switched[group] = modes
+    return switched
+
+
+def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved: Mapping[str, Modes]) -> None:
+    """Set the modes that were saved; where none were, those of the parts where training began."""
+    for group in groups:
+        module = unwrapped(modules[group])
+        now = _modes(module)
+        modes = saved.get(group) or _begun_modes.get(module, now) | {"": now[""]}
+        for name, one in _named(module) if modes != now else ():
+            one.training = modes.get(name, modes[""]) is True
+            for choice in _CHOICES:
+                if (key := f"{name}:{choice}") in modes and choice in vars(one):
+                    setattr(one, choice, modes[key])
+
+
+def are_switches(flags: Any, modes: Any) -> bool:
+    """Say whether what an optimizer's tree has of switches is sound."""
+    plain = isinstance(flags, Mapping) and {*map(type, flags.values())} <= {bool}
+    return plain and isinstance(modes, Mapping) and all(map(_are_modes, modes.values()))
+
+
+def _are_modes(modes: Any) -> bool:
+    if not isinstance(modes, Mapping) or type(modes.get("")) is not bool:
+        return False
+    return all(
+        _are_names(value) if name.endswith(tuple(f":{choice}" for choice in _CHOICES)) else type(value) is bool
+        for name, value in modes.items()
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and {*map(type, value)} <= {str})
+
+
+def _modes(module: nn.Module) -> Modes:
+    module = unwrapped(module)
+    modes: Modes = {"": module.training}
+    for name, one in _named(module):
+        attributes = one.__dict__
+        if one.training is not modes[""]:
+            modes[name] = one.training
+        if not attributes.keys().isdisjoint(_CHOICES):
+            chosen = {f"{name}:{key}": attributes[key] for key in _CHOICES if key in attributes}
+            modes |= {key: value for key, value in chosen.items() if _are_names(value)}
+    return modes
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List a module and all in it: in every save, so faster than named_modules()."""
+    modules = [("", module)]
+    for name, one in modules:
+        if inner := one._modules:
+            prefix = f"{bare_name(f'{name}.').rstrip('.')}." if name else ""
+            modules += [(prefix + key, value) for key, value in inner.items() if value is not None]
+    return modules

@@ -1,0 +1,323 @@
+"""The place of this rank's part in the whole tensor. The only module that knows DTensor.
+
+A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
+of equal extent, the last ones shorter or empty. A rank has the chunk of its place in the process group of the mesh
+dimension, in which torch sorts the ranks; the mesh may list them in another order. If FSDP has cut what tensor
+parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For these
+torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed here
+and compared with the extent of the part itself; a part that does not agree is refused.
+
+Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.layout.regions import Box
+
+__all__ = [
+    "ALONE",
+    "Place",
+    "Share",
+    "Shares",
+    "World",
+    "cut_beside_data",
+    "is_sharded",
+    "like",
+    "local_of",
+    "local_pairs",
+    "place_of",
+    "reshard",
+    "share",
+]
+
+_ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
+_CUT_BYTES = 1 << 18  # one rank writes a replicated box below this; a larger box is cut
+
+
+class World(NamedTuple):
+    """This rank's number, and the number of ranks."""
+
+    rank: int
+    size: int
+
+
+ALONE = World(0, 1)
+
+
+class Place(NamedTuple):
+    """The shape of a whole tensor, this rank's box in it, this rank's number among the replicas, and their count.
+
+    A rank outside of the tensor's mesh has no box, and the count 0.
+    """
+
+    full_shape: tuple[int, ...]
+    box: Box
+    replica: int
+    replicas: int
+
+
+class Share(NamedTuple):
+    """What this rank writes of a tensor of `full_shape`: the part at `offset` (None: the whole tensor).
+
+    `cut` is a range of the rank's own part, (axis, begin, extent); None if it writes all of its part.
+    """
+
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    cut: tuple[int, int, int] | None
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this share of the rank's part, as a view."""
+        if 0 in self.full_shape:  # a part of it may be smaller still
+            return local.new_empty(self.full_shape)
+        return local if self.cut is None else local.narrow(*self.cut)
+
+
+class _Alike(NamedTuple):
+    """A share; the place of a box that is dealt by the key; the offset of a box that has replicas."""
+
+    share: Share | None
+    dealt: Place | None
+    begin: tuple[int, ...] | None
+
+
+class Shares:
+    """What this rank writes of each tensor; computed once for all tensors with the same placement, as most are."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._shares: dict[Any, _Alike] = {}
+
+    def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
+        """Return what this rank writes of a tensor, given its `local` part; None if it writes nothing of it.
+
+        Also return the offset of `local` if other ranks hold the same part, else None.
+        Raises UnsupportedStateError with the key if the part's place cannot be proved.
+        """
+        alike: Any = (tensor.shape, tensor.dtype)
+        if local is not tensor:
+            alike = (*alike, tensor.device_mesh, tensor.placements, local.shape)  # type: ignore[attr-defined]
+        shared = self._shares.get(alike)
+        if shared is None:
+            shared = self._shares[alike] = _shared(place_of(tensor, key, self._world), tensor.dtype.itemsize)
+        share, dealt, begin = shared
+        return share if dealt is None or _is_dealt(key, dealt) else None, begin
+
+
+def is_sharded(value: Any) -> bool:
+    """Say whether a value is a DTensor; imports nothing."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return False  # the usual case, up to 10⁵ times
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; return any other tensor unchanged."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
+    """Return pairs with this rank's part in place of every DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return pairs  # there may be 10⁵
+    return [(local_of(tensor), key) for tensor, key in pairs]
+
+
+def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
+    """Return the place of this rank's part of a tensor; a plain tensor is whole on every rank of the world.
+
+    Raises UnsupportedStateError with the key if the place cannot be proved.
+    """
+    shape = tuple(tensor.shape)
+    if not is_sharded(tensor) or 0 in shape:
+        return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
+    local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
+    return _place_in(tensor.device_mesh, tensor.placements, shape, local, key)  # type: ignore[attr-defined]
+
+
+def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], local: tuple[int, ...], key: str) -> Place:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 0)
+    if not (_is_regular(mesh) or all(placement.is_replicate() for placement in placements)):
+        why = f"a tensor on a mesh of ranks in the order {mesh.mesh.tolist()} cannot be stored"
+        raise UnsupportedStateError(f"{why}: torch mixes its parts up", key=key, hint=_ORDER)
+    offset, extent = [0] * len(shape), [*shape]
+    for dim in range(len(shape)):
+        for mesh_dim in _order_of_cuts(placements, mesh.shape, dim, key):
+            chunk = -(-extent[dim] // mesh.shape[mesh_dim])
+            begin = min(extent[dim], mesh.get_local_rank(mesh_dim) * chunk)
+            offset[dim] += begin
+            extent[dim] = min(chunk, extent[dim] - begin)
+    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part
+        why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
+        raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=_ORDER)
+    return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
+
+
+@lru_cache(maxsize=64)
+def _is_regular(mesh: Any) -> bool:
+    """Return True if a rank's place in its sorted group follows from its coordinate in that mesh dimension alone."""
+    for n, m in permutations(range(mesh.ndim), 2):
+        places = mesh.mesh.argsort(n).argsort(n)
+        if bool((places != places.narrow(m, 0, 1)).any()):
+            return False
+    return True
+
+
+def share(place: Place, key: str, itemsize: int) -> Box | None:
+    """Return the part of a box that this replica writes; None if it writes nothing.
+
+    A large box is cut into one part per replica; a small one is written by one replica, which the key chooses.
+    """
+    box, dealt = _divided(place, itemsize)
+    return None if dealt and not _is_dealt(key, place) else box
+
+
+def _divided(place: Place, itemsize: int) -> tuple[Box | None, bool]:
+    """Return (this replica's part, False) of a box that is cut, or (the whole box, True) if one replica writes it."""
+    offset, shape = place.box
+    replica, replicas = place.replica, place.replicas
+    if not replicas or (0 in shape and 0 not in place.full_shape):
+        return None, False  # outside of the mesh, or an empty shard
+    if replicas == 1:
+        return place.box, False
+    axis = next((axis for axis, extent in enumerate(shape) if extent >= replicas), None)
+    if axis is None or math.prod(shape) * itemsize < _CUT_BYTES:
+        return place.box, True
+    begin, end = (shape[axis] * n // replicas for n in (replica, replica + 1))
+    at, extent = [*offset], [*shape]
+    at[axis], extent[axis] = offset[axis] + begin, end - begin
+    return Box(tuple(at), tuple(extent)), False
+
+
+def _is_dealt(key: str, place: Place) -> bool:
+    return zlib.crc32(key.encode()) % place.replicas == place.replica
+
+
+def _shared(place: Place, itemsize: int) -> _Alike:
+    box, dealt = _divided(place, itemsize)
+    if box is None:
+        return _Alike(None, None, None)
+    held, cut = place.box, None
+    for axis, extent in enumerate(box.shape):
+        if extent != held.shape[axis]:
+            cut = axis, box.offset[axis] - held.offset[axis], extent
+    offset = box.offset if box.shape != place.full_shape else None
+    begin = held.offset if place.replicas > 1 and 0 not in held.shape else None
+    return _Alike(Share(place.full_shape, offset, cut), place if dealt else None, begin)
+
+
+def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Make a DTensor of a new local part, with the mesh, placements and shape of `model`."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(model, DTensor)
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Reshard the parameters of FSDP modules, as they are between steps."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in modules:
+        for inner in module.modules():
+            if isinstance(inner, fsdp.FSDPModule):
+                inner.reshard()
+
+
+def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
+    """Name a parameter that is cut over more than data parallelism; None if data parallelism takes in all `ranks`.
+
+    Only what is certain counts: parameters of fully_shard and of parallelize_module.
+    """
+    fsdp, cut, degree = sys.modules.get("torch.distributed.fsdp"), None, 1
+    of_fsdp, of_plan = set[int](), set[int]()
+    for inner in module.modules():
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            degree = max(degree, inner.process_group.size())
+        if fsdp is not None and isinstance(inner, fsdp.FSDPModule):
+            of_fsdp.update(map(id, inner.parameters()))
+        if getattr(inner, "_distribute_module_applied", False):
+            of_plan.update(map(id, inner.parameters()))
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter) and id(parameter) in of_fsdp | of_plan:
+            shape, placements = parameter.device_mesh.shape, parameter.placements  # type: ignore[attr-defined]
+            # fully_shard takes the first dimension of the mesh, or two of which the first one replicates.
+            data = 1 + placements[0].is_replicate() if id(parameter) in of_fsdp else 0
+            degree = max(degree, math.prod(shape[:data]))
+            if math.prod(shape[data:]) > 1 and (data or not all(one.is_replicate() for one in placements)):
+                cut = cut or name
+    return cut if degree < ranks else None
+
+
+def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:
+    """List the mesh dimensions that cut a tensor's dimension, in the order of the cuts.
+
+    Raises UnsupportedStateError if the order is unknown.
+    """
+    for placement in placements:
+        if not (placement.is_replicate() or placement.is_shard() or _is_strided(placement)):
+            raise UnsupportedStateError(
+                f"a tensor with the placement {placement} cannot be stored",
+                key=key,
+                hint="Reduce it first: redistribute() it to Replicate() or Shard().",
+            )
+    cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate() and placement.dim == dim]
+    if not any(_is_strided(placements[n]) for n in cuts):
+        return cuts
+    before = 1
+    for n in reversed(cuts):
+        if (placements[n].split_factor if _is_strided(placements[n]) else 1) != before:
+            raise UnsupportedStateError(
+                f"a tensor with the placements {tuple(placements)}, cut in an unknown order, cannot be stored",
+                key=key,
+            )
+        before *= sizes[n]
+    return cuts[::-1]
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
+    """Return (this rank's number, count) of replicas, over all mesh dimensions that do not cut the tensor."""
+    replica, replicas = 0, 1
+    for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
+        if placement.is_replicate():
+            replica, replicas = replica * size + at, replicas * size
+    beside, beside_of = _beside(mesh, mesh.get_rank())
+    return replica * beside_of + beside, replicas * beside_of
+
+
+@lru_cache(maxsize=64)
+def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
+    """Return (number, count) of this rank's mesh among the sibling meshes that were sliced from one, perhaps flattened.
+
+    Sibling meshes compare equal, but each names the ranks of its own process.
+    """
+    root = mesh._get_root_mesh()
+    coordinates = torch.isin(root.mesh, mesh.mesh.reshape(-1)).nonzero()
+    number, count = 0, 1
+    for at, size in zip(coordinates.unbind(1), root.shape, strict=True):
+        if size > 1 and bool((at == at[0]).all()):
+            number, count = number * size + int(at[0]), count * size
+    return number, count
