@@ -9,6 +9,7 @@ on for ever and keeps this process's output open, so that a reader of the output
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect.context import refresh_global_settings_context
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
@@ -27,6 +29,8 @@ __all__ = ["start_embedded_server"]
 _PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for the first start with its new database
 
 _LOOK_EVERY_S = 0.02
+
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # of the server, and of its clients
 
 # Wait until this process or the server has ended, then end the server. By descriptors: a process id may be reused.
 _WATCH = """
@@ -46,8 +50,9 @@ except ProcessLookupError:
 def start_embedded_server() -> bool:
     """Start Prefect's embedded server if the settings ask for one; Prefect finds it, and stops it at exit.
 
-    Ctrl-C does not reach the server. It writes to `embedded-server.log` in Prefect's home. On Linux it ends with this
-    process, even after SIGKILL. Call this in the main thread. Returns whether a server was started.
+    It has a password of its own, in the environment of this process. Ctrl-C does not reach the server. It writes to
+    `embedded-server.log` in Prefect's home. On Linux it ends with this process, even after SIGKILL. Call this in the
+    main thread. Returns whether a server was started.
     """
     settings = get_current_settings()
     if settings.api.url or not settings.server.ephemeral.enabled:
@@ -56,9 +61,17 @@ def start_embedded_server() -> bool:
     if server.running:
         return False
     settings.home.mkdir(parents=True, exist_ok=True)
+    _ask_for_a_password()
     with _ctrl_c_blocked(), _output_to(settings.home / "embedded-server.log"), _watched(server):
         server.start(timeout=_PATIENCE_S)
     return True
+
+
+def _ask_for_a_password() -> None:
+    """Give this process and its server a password: other users of this host can reach its port, and our database."""
+    password = secrets.token_urlsafe(32)
+    os.environ |= dict.fromkeys(_PASSWORD, password)
+    refresh_global_settings_context()
 
 
 @contextmanager

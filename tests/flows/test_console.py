@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -120,13 +121,22 @@ def embedded(tmp_path: Path, prefect_home: Path) -> Iterator[Runs]:
     runs.end()
 
 
+def answer_without_password(server: int) -> int:
+    words = Path(f"/proc/{server}/cmdline").read_bytes().decode().split("\0")
+    return httpx.get(f"http://127.0.0.1:{words[words.index('--port') + 1]}/api/admin/version").status_code
+
+
 @pytest.mark.slow
 def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded: Runs) -> None:
-    """SIGKILL leaves no server behind, nor an open pipe; the same command goes on, completes, and says so once more."""
+    """SIGKILL leaves no server behind, nor an open pipe; the same command goes on, completes, and says so once more.
+
+    The server answers nobody else.
+    """
     arguments = ("--steps", "60", "--step-interval", "10", "--batch-steps", "20", "--params", '{"step_s": 0.05}')
     process = embedded.start(*arguments)
     embedded.wait_for_step(20)
-    assert len(embedded.servers()) == 1
+    (server,) = embedded.servers()
+    assert answer_without_password(server) == 401  # other users of this host can reach the port
     process.kill()
     process.communicate(timeout=PATIENCE_S)  # it would wait for ever for an orphan that holds the pipe
     until(lambda: embedded.servers() == [])
