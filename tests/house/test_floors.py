@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import ckpt_tasks
+from tests.house.floors import PAGE, ROWS, behind, written
 from tests.house.sources import ROOT, files, imports, module_name, parse, where
 
-# The table of floors is written once, on the page that people read.
-PAGE = ROOT / "docs" / "ARCHITECTURE.md"
-_ROW = re.compile(r"^\| (\d+) \| `ckpt_tasks/(\w+)(?:/|\.py)` \|", flags=re.MULTILINE)
-ROWS = [(int(level), floor) for level, floor in _ROW.findall(PAGE.read_text(encoding="utf-8"))]
 LEVELS = {floor: level for level, floor in ROWS}
 TOP = max(LEVELS.values()) + 1  # what a checkout has above the package
 
@@ -62,12 +57,6 @@ def floor_of(module: str) -> str:
     return module.split(".")[1] if module.startswith("ckpt_tasks.") else "flows"
 
 
-def behind(name: str) -> str:
-    """Return where a public name of the package lives: `ckpt_tasks.Checkpointer` is on the floor of its module."""
-    package, _, attribute = name.rpartition(".")
-    return ckpt_tasks._MODULES.get(attribute, name) if package == "ckpt_tasks" else name
-
-
 def upward(path: Path) -> list[str]:
     module = module_name(path)
     own = level_of(module)
@@ -94,6 +83,14 @@ def test_the_page_has_every_floor_once_from_the_top_down() -> None:
     """The table of docs/ARCHITECTURE.md names no floor twice, and no floor stands below a lower one."""
     assert len(ROWS) == len({floor for _, floor in ROWS})
     assert [level for level, _ in ROWS] == sorted((level for level, _ in ROWS), reverse=True)
+
+
+def test_the_picture_is_made_from_the_imports() -> None:
+    """The page opens with the floors, and what each stands on, as `python -m tests.house.floors` draws them."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "imports between rooms have changed: run `python -m tests.house.floors`"
+    level, top = ROWS[0]
+    assert page.index(f"```text\n{level}  {top} ") < page.index("## ")
 
 
 def test_every_folder_is_a_floor() -> None:

@@ -1,4 +1,4 @@
-"""Keras on the torch backend, as docs/KERAS.md has it. Keras is in the environment of `make peers` alone."""
+"""Keras on the torch backend, as docs/LOOP.md has it. Keras is in the environment of `make peers` alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KILL = "            if step == {step}:\n                ckpt.wait()\n           
 @pytest.mark.skipif(not PYTHON.exists(), reason="make peers installs Keras")
 def test_keras_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """P73: the page's block, killed in two steps and started again, ends as it does without a kill."""
-    page = (ROOT / "docs/KERAS.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/LOOP.md").read_text(encoding="utf-8").partition("## In Keras\n")[2]
+    block = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     for name, kills in (("whole", [0]), ("killed", [13, 22, 0])):
         for step in kills:
             place = tmp_path / name
