@@ -64,7 +64,7 @@ $(AZURITE_STAMP): Makefile | $(STAMP)
 
 peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow; and Keras
 
-$(PEERS_STAMP): tests/comparison/requirements.txt | $(STAMP)
+$(PEERS_STAMP): benchmarks/comparison/requirements.txt | $(STAMP)
 	test -x .venv/peers/bin/python || $(BIN)/python -m venv .venv/peers
 	$(PIP_ENV) .venv/peers/bin/python -m pip install --quiet --constraint constraints.txt --requirement $< --editable .
 	@touch $@

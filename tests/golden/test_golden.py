@@ -1,6 +1,6 @@
 """Runs that earlier versions wrote, kept as bytes: today's code reads them to the exact values that were saved.
 
-What is in a run is said here once more, apart from tests/golden/make.py, which wrote it.
+What is in a run is said here once more, apart from tools/golden.py, which wrote it.
 """
 
 from __future__ import annotations

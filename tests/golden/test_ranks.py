@@ -1,6 +1,6 @@
 """A run that three ranks wrote, kept as bytes: one process of today's code reads it, and every verb works on it.
 
-What is in the run is said here once more, apart from tests/golden/make_ranks.py, which wrote it.
+What is in the run is said here once more, apart from tools/golden_ranks.py, which wrote it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.manifest import Manifest
-from tests.golden.make_ranks import state_at
 from tests.golden.test_golden import contents, shipped_bytes
 from tests.support.cli_runs import ckpt, flip, only
 from tests.support.gang import run
 from tests.support.roundtrip import assert_same
+from tools.golden_ranks import state_at
 
 HERE = Path(__file__).parent
 RUNS = sorted(HERE.glob("v*/ranks"))

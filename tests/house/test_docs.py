@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.house.sources import ROOT, files, parse, where
+from tests.support.children import Child
 
 README = ROOT / "README.md"
 PAGES = files(suffix=".md")
@@ -99,12 +99,16 @@ def test_the_readme_has_an_example() -> None:
 )
 def test_python_in_the_documentation_runs(page: Path, tmp_path: Path) -> None:
     """The ```python blocks of a page run in order, as one program, in a new process and an empty directory."""
-    code = f"exec(compile({python_blocks(page)!r}, {str(page)!r}, 'exec'), {{'__name__': '__main__'}})"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Child(execute, [str(page), str(tmp_path)], tmp_path.with_name(f"{tmp_path.name}-said")) as child:
+        assert child.wait(600) == 0, child.said()
+
+
+def execute(arguments: Sequence[str]) -> None:
+    """Execute a page's blocks as a script."""
+    page, place = arguments
+    os.chdir(place)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
+    exec(compile(python_blocks(Path(page)), page, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -145,7 +149,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 def test_files_are_named_in_our_words() -> None:
     """No file or folder has a name from the list of words that are never used."""
-    sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "deployments", "docs", suffix="")
+    sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "tools", "deployments", "docs", suffix="")
     wrong = {str(path.relative_to(ROOT)) for path in sources for part in path.relative_to(ROOT).parts if is_never(part)}
     assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
 

@@ -92,7 +92,7 @@ def test_a_name_is_imported_from_its_home() -> None:
     homes = {module_name(path): made_here(parse(path)) for path in SOURCES if path.name != "__init__.py"}
     wrong = [
         f"{where(path, node.lineno)}: {alias.name} is not made in {node.module}"
-        for path in files("ckpt_tasks", "flows", "tests", "benchmarks")
+        for path in files("ckpt_tasks", "flows", "tests", "benchmarks", "tools")
         for node in ast.walk(parse(path))
         if isinstance(node, ast.ImportFrom) and node.module in homes
         for alias in node.names

@@ -12,7 +12,7 @@ from tests.house.sources import ROOT, files, parse, where
 MODULE_LINES = 400
 FUNCTION_LINES = 60
 
-SOURCES = files("ckpt_tasks", "flows", "tests", "benchmarks")
+SOURCES = files("ckpt_tasks", "flows", "tests", "benchmarks", "tools")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""Write the golden run of this version of the format: `python -m tests.golden.make`, from the root of a checkout.
+"""Write the golden run of this version of the format: `python -m tools.golden`, from the root of a checkout.
 
 A run directory that was checked in is never written again: every later version must read it as it is. Until the first
 release the format may still change, and then so may the run: delete `tests/golden/v1/run` (or `many`), call this again,
@@ -44,7 +44,7 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
 from tests.golden.kinds import kinds_at
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "tests" / "golden"
 RUN_KEY = "golden"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 

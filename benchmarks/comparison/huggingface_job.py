@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.comparison.shared import BATCH, DIRECTORY, EVERY, STEPS, Steps, prepare
+from benchmarks.comparison.shared import BATCH, DIRECTORY, EVERY, STEPS, Steps, prepare
 
 
 class Saying(TrainerCallback):

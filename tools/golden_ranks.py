@@ -1,6 +1,6 @@
-"""Write the golden run of many ranks: `python -m tests.golden.make_ranks`, from the root of a checkout.
+"""Write the golden run of many ranks: `python -m tools.golden_ranks`, from the root of a checkout.
 
-Three gloo ranks save steps 1 to 3, and keep two. What `tests/golden/make.py` says of golden runs is true of this one as
+Three gloo ranks save steps 1 to 3, and keep two. What `tools/golden.py` says of golden runs is true of this one as
 well: what was checked in is never written again after the first release.
 """
 
@@ -22,8 +22,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.saving import parts
 from ckpt_tasks.tensors import placements
-from tests.golden.make import HERE, fixed
 from tests.support.gang import run
+from tools.golden import HERE, fixed
 
 RANKS = 3
 STEPS = 3

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from tests.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled, train_step
+from benchmarks.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled, train_step
 
 net, data = prepare()
 optimizer = optimizer_of(net)

@@ -1,4 +1,4 @@
-"""The tables of the comparison, from results.json: `python -m tests.comparison.table` writes them into the pages."""
+"""The tables of the comparison, which `python -m benchmarks.comparison.table` writes into the pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.comparison.experiments import RESULTS, ROOT, SAVING_MIB, STALL_MIB, TOOLS
+from benchmarks.comparison.experiments import RESULTS, ROOT, SAVING_MIB, STALL_MIB, TOOLS
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "COMPARISON.md"

@@ -1,6 +1,6 @@
 """What becomes of a training with each tool: killed, killed while it saves, its files cut or flipped, two writers.
 
-`python -m tests.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow
+`python -m benchmarks.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow
 has an environment of its own (`make peers`); without it what results.json has of it stays.
 """
 

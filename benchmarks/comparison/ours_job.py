@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.comparison.shared import BATCH, DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, train_step
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
-from tests.comparison.shared import BATCH, DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, train_step
 
 net, data = prepare()
 optimizer = optimizer_of(net)

@@ -10,7 +10,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from tests.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled
+from benchmarks.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled
 
 
 class Module(lightning.LightningModule):

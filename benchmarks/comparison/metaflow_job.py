@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled, train_step
+from benchmarks.comparison.shared import DIRECTORY, EVERY, STEPS, Steps, optimizer_of, prepare, shuffled, train_step
 
 os.environ |= {
     "METAFLOW_DATASTORE_SYSROOT_LOCAL": DIRECTORY,
