@@ -44,18 +44,6 @@ def test_one_command_makes_a_file_for_load_state_dict(
         assert torch.equal(fresh.weight, models[step].weight)
 
 
-def test_files_below_are_named_as_one_types_them(
-    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file below the working directory has a short name, so that 80 columns do not break it."""
-    save_linears(run_dir, 1)
-    monkeypatch.chdir(tmp_path)
-    assert "\n hf/model-00001-of-00001.safetensors " in ckpt("export", run_dir, "hf").out
-    refused = ckpt("export", run_dir, "hf")
-    assert refused.status == 1
-    assert "--overwrite" in refused.err
-
-
 def test_shards_and_json(tmp_path: Path, run_dir: Path) -> None:
     """A directory gets shards and their index; --json says which files, how many tensors and bytes, of which step."""
     save_linears(run_dir, 5)

@@ -27,23 +27,11 @@ def test_one_command_makes_a_run(tmp_path: Path, run_dir: Path) -> None:
     assert "imported_from" in ckpt("show", f"{run_dir}@5", "--json").out
 
 
-def test_json(tmp_path: Path, run_dir: Path) -> None:
-    """--json has the groups and what is left, by name; an error is JSON too, and nothing is made."""
-    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
-    data = ckpt("import", tmp_path / "a.pt", run_dir, "--group", "net", "--run-key", "lm", "--json").data
-    assert (data["step"], data["left"], data["source_kind"]) == (0, {}, "torch.save file")
-    assert [(one["group"], one["kind"], one["tensors"]) for one in data["taken"]] == [("net", "module", 2)]
-    assert ckpt("ls", run_dir, "--json").data["run_key"] == "lm"
-    (tmp_path / "b.pt").write_bytes(b"PK\3\4")
-    answer = ckpt("import", tmp_path / "b.pt", tmp_path / "other", "--json")
-    assert (answer.status, answer.data["error"]["type"]) == (1, "IntegrityError")
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("source", ["none.pt", "empty"])
-def test_what_is_not_there(tmp_path: Path, run_dir: Path, source: str) -> None:
-    """A name that stands for nothing, or a directory without weights, is one line."""
+@pytest.mark.parametrize("source", ["none.pt", "empty", "cut.pt"])
+def test_what_cannot_be_imported(tmp_path: Path, run_dir: Path, source: str) -> None:
+    """A name that stands for nothing, a directory without weights, or half a file, is one line, and nothing is made."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.pt").write_bytes(b"PK\3\4")
     answer = ckpt("import", tmp_path / source, run_dir)
     assert (answer.status, answer.out, len(answer.err.splitlines())) == (1, "", 1)
     assert not run_dir.exists()

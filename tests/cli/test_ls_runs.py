@@ -36,31 +36,6 @@ def rows(root: Path, *options: str) -> dict[str, Any]:
     return {row["name"]: row for row in ckpt("ls", root, "--json", *options).data["runs"]}
 
 
-def test_a_run_is_a_row(tmp_path: Path) -> None:
-    """Name, state, newest step, age, live checkpoints, size, metrics and evaluations; what is no run is not shown."""
-    save_steps(tmp_path / "first", 1, 2)
-    save_steps(tmp_path / "second", 5, 50)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes.txt").write_text("none")
-    with Checkpointer(config(tmp_path / "second")) as held:
-        held.acquire()
-        held.pin(5, "paper")
-    run = open_run(str(tmp_path / "second"))
-    run.record_evaluation(run.find(5), "quick", {"bits": 1.5})
-    answer = ckpt("ls", tmp_path)
-    assert answer.status == 0, answer.err
-    lines = [line.split() for line in answer.out.splitlines() if "ended" in line]
-    assert [line[0] for line in lines[:2]] == ["first", "second"]
-    assert "ended, 1 pinned" in answer.out
-    assert "quick/bits" in answer.out
-    assert "2 runs" in answer.out
-    assert "2 ended." in answer.out
-    found = rows(tmp_path)
-    assert [found["second"][name] for name in ("step", "checkpoints", "pinned", "run_key")] == [50, 2, 1, "second"]
-    assert found["second"]["metrics"] == {"loss": 1 / 51, "quick/bits": 1.5}
-    assert found["first"]["size_bytes"] == sum(c.size_bytes for c in open_run(str(tmp_path / "first")).checkpoints())
-
-
 def test_metrics_are_chosen_and_sorted_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--metrics names the columns, also of one run's checkpoints; --sort orders by any; a wrong name is told."""
     save_steps(tmp_path / "long", 90)

@@ -15,60 +15,38 @@ import pytest
 from typer.main import get_command
 
 from ckpt_tasks.cli import app
-from ckpt_tasks.errors import CheckpointNotFoundError
 from tests.support.cli_runs import ckpt, save_steps
 
+VERBS = [  # from the lightest to the heaviest, and what each must not import; one process runs them all
+    ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
+    *((line, {"torch", "prefect", "pyarrow"}) for line in ("ls DIR", "plan DIR", "doctor-store DIR")),
+    *((line, {"torch", "prefect"}) for line in ("show DIR", "verify DIR", "diff DIR DIR", "prune DIR --dry-run")),
+    ("fork DIR DIR-2", {"torch", "prefect"}),
+    ("prune DIR", {"prefect"}),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "heavy"),
-    [
-        ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
-        ("ls DIR", {"torch", "prefect", "pyarrow"}),
-        ("show DIR", {"torch", "prefect"}),
-        ("verify DIR", {"torch", "prefect"}),
-        ("diff DIR DIR", {"torch", "prefect"}),
-        ("prune DIR --dry-run", {"torch", "prefect"}),
-        ("fork DIR DIR-2", {"torch", "prefect"}),
-        ("plan DIR", {"torch", "prefect", "pyarrow"}),
-        ("doctor-store DIR", {"torch", "prefect", "pyarrow"}),
-        ("prune DIR", {"prefect"}),
-    ],
-)
-def test_a_verb_waits_only_for_what_it_needs(run_dir: Path, arguments: str, heavy: set[str]) -> None:
+
+def test_a_verb_waits_only_for_what_it_needs(run_dir: Path) -> None:
     """Help imports nothing large, verbs that only look import no torch, and none imports Prefect."""
     save_steps(run_dir, 1)
-    argv = ["ckpt", *arguments.replace("DIR", str(run_dir)).split()]
-    code = f"import sys; sys.argv = {argv!r}\nfrom ckpt_tasks.cli import main\ntry: main()\n"
-    code += f"finally: print('imported:', sorted({heavy!r} & {{*sys.modules}}), file=sys.stderr)"
+    code = "import sys\nfrom contextlib import suppress\nfrom ckpt_tasks.cli import main\n"
+    for line, heavy in VERBS:
+        code += f"with suppress(SystemExit): main(*{line.replace('DIR', str(run_dir)).split()!r})\n"
+        code += f"print({line!r}, sorted({heavy!r} & {{*sys.modules}}), file=sys.stderr)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "imported: []"
+    assert done.stderr.splitlines() == [f"{line} []" for line, _ in VERBS]
 
 
-def test_an_error_is_one_line_on_stderr(tmp_path: Path) -> None:
-    """An error of ours is one line on stderr with what to do, nothing on stdout, and exit status 1."""
-    answer = ckpt("ls", tmp_path / "nothing")
-    assert (answer.status, answer.out) == (1, "")
-    assert answer.err.startswith("error: ")
-    assert answer.err.count("\n") == 1
-    assert "is not a run directory" in answer.err
-    assert "Check the directory's name." in answer.err
-
-
-@pytest.mark.parametrize("verb", ["ls", "show", "verify", "prune"])
-def test_an_error_in_json_is_an_object_on_stdout(tmp_path: Path, verb: str) -> None:
-    """With --json every verb prints an error as an object with type, message, key, step and hint, and exits with 1."""
-    answer = ckpt(verb, tmp_path / "nothing", "--json")
-    assert (answer.status, answer.err) == (1, "")
-    assert answer.data.keys() == {"error"}
-    assert answer.data["error"].keys() == {"type", "message", "key", "step", "hint"}
-    assert answer.data["error"]["type"] == CheckpointNotFoundError.__name__
-
-
-def test_looking_makes_nothing(tmp_path: Path) -> None:
-    """No verb creates a run directory where there is none, not even prune."""
-    for verb in ("ls", "show", "verify", "prune"):
-        ckpt(verb, tmp_path / "nothing")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("verb", ["ls", "show", "verify", "prune", "watch", "plan", "report"])
+def test_an_error_is_one_line_or_one_object(tmp_path: Path, verb: str) -> None:
+    """An error of ours is a line on stderr with what to do, or with --json an object on stdout; nothing is made."""
+    people, programs = ckpt(verb, tmp_path / "nothing"), ckpt(verb, tmp_path / "nothing", "--json")
+    assert (people.status, people.out, programs.status, programs.err) == (1, "", 1, "")
+    said = f"{tmp_path / 'nothing'} is not a run directory: it has no format.json"
+    assert people.err == f"error: {said}. Check the directory's name.\n"
+    error = {"type": "CheckpointNotFoundError", "message": said, "key": None, "step": None}
+    assert programs.data == {"error": {**error, "hint": "Check the directory's name."}}
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_call_that_is_wrong_exits_with_2() -> None:
@@ -107,11 +85,11 @@ def test_a_verb_without_standard_descriptors() -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_an_old_terminal_gets_escapes(run_dir: Path, encoding: str) -> None:
+def test_an_old_terminal_gets_escapes(run_dir: Path) -> None:
     """Where stdout has no sign for a bar, an arrow or a name, an escape stands in its place, and the verb ends well."""
     save_steps(run_dir, 1, 2)
-    for verb in (f"report {run_dir} --out {run_dir}.html", f"sync {run_dir} {run_dir}-läuft"):
+    verbs = {"ascii": f"report {run_dir} --out {run_dir}.html", "latin-1": f"sync {run_dir} {run_dir}-läuft"}
+    for encoding, verb in verbs.items():
         script = Path(sys.executable).with_name("ckpt")
         env = {**os.environ, "PYTHONIOENCODING": encoding}
         done = subprocess.run([script, *verb.split()], env=env, capture_output=True, check=False)

@@ -35,18 +35,6 @@ def test_a_pin_by_another_process_outlives_the_owners_commits(run_dir: Path) -> 
     assert [*open_run(run_dir).head().state.pins.values()] == ["the paper"]
 
 
-def test_unpin_leaves_it_to_the_policy(run_dir: Path) -> None:
-    """What is unpinned goes with the next prune that would remove it; what is not pinned is said to be so."""
-    save_steps(run_dir, 1, 2)
-    assert ckpt("pin", f"{run_dir}@1", "--json").data["pinned"] == "by hand"
-    assert ckpt("unpin", f"{run_dir}@1", "--json").data["was"] == "by hand"
-    assert ckpt("unpin", f"{run_dir}@1").err == (
-        "error: the checkpoint is not pinned (step 1). `ckpt ls` shows which ones are.\n"
-    )
-    assert ckpt("prune", run_dir, "--max-num-checkpoints", "1").status == 0
-    assert steps(run_dir) == [2]
-
-
 def test_a_checkpoint_that_is_pruned_meanwhile_is_not_pinned(run_dir: Path) -> None:
     """A pin of a checkpoint that is gone is an error, and no entry names it."""
     save_steps(run_dir, 1, 2)
@@ -68,18 +56,6 @@ def test_a_verb_that_changes_wants_a_step(run_dir: Path, verb: str) -> None:
         f"error: '{run_dir}' names no checkpoint. Write DIR@500, DIR@latest or DIR@best.\n",
     )
     assert tree(run_dir) == before
-
-
-def test_rm_removes_one_checkpoint(run_dir: Path) -> None:
-    """P65: its objects are gone, every other checkpoint verifies, and a dry run has changed nothing before."""
-    before = tree(save_steps(run_dir, 1, 2, 3))
-    dry = ckpt("rm", f"{run_dir}@2", "--dry-run", "--json")
-    assert (dry.status, dry.data["verdict"], dry.data["reasons"]) == (0, "would go", ["by hand"])
-    assert tree(run_dir) == before
-    assert ckpt("rm", f"{run_dir}@2", "--json").data["verdict"] == "removed"
-    assert steps(run_dir) == [3, 1]
-    assert not (run_dir / "checkpoint_000000000002").exists()
-    assert ckpt("verify", run_dir).status == 0
 
 
 def test_rm_removes_what_somebody_has_deleted_by_hand(run_dir: Path) -> None:

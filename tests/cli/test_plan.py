@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_tasks.ledger.observing import observe
 from ckpt_tasks.policy.cadence import recommend
-from ckpt_tasks.report.words import fine_span, percent
-from tests.support.cli_runs import ckpt, config, save_steps, tree
+from ckpt_tasks.report.words import fine_span
+from tests.support.cli_runs import ckpt, tree
 from tests.support.histories import LOST, Told, trained
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,9 +29,9 @@ def test_plan_recommends_what_the_policy_says(light: Path) -> None:
     """The interval is that of the cadence for what the run's ledger holds, in seconds and in steps."""
     observed = observe(Told(light).history)
     assert observed is not None
-    wanted = recommend(observed)
+    wanted, before = recommend(observed), tree(light)
     answer = ckpt("plan", light, "--json")
-    assert answer.status == 0
+    assert (answer.status, tree(light)) == (0, before)
     found = answer.data
     assert found["run_key"] == "lm-7"
     assert found["observed"] == {**LIGHT, "failures": 0, "trained_s": 1200.0}
@@ -41,39 +41,13 @@ def test_plan_recommends_what_the_policy_says(light: Path) -> None:
     assert found["svg"] is None
 
 
-def test_plan_shows_it_to_people(light: Path) -> None:
-    """Figures, the recommendation in seconds and steps, and a curve with one row that is recommended."""
-    answer = ckpt("plan", light)
-    assert answer.status == 0
-    assert "99.2 s, 199 steps" in answer.out
-    assert "27 h (prior: no failure yet)" in answer.out
-    assert "0.050 % waiting for saves" in answer.out
-    rows = [line for line in answer.out.splitlines() if "▒" in line or "█" in line]
-    (recommended,) = [n for n, row in enumerate(rows) if "◂ recommended" in row]
-    lengths = [row.count("█") + row.count("▒") for row in rows]
-    assert 10 <= len(rows) <= 20
-    assert lengths[0] == max(lengths) > 3 * lengths[recommended] > 0
-    assert lengths[-1] > 3 * lengths[recommended]
-    assert all(len(line.rstrip()) <= 80 for line in rows)
-
-
-def test_plan_says_what_the_failures_were(run_dir: Path) -> None:
-    """After a failure the mean time between failures is measured, and the interval shorter."""
-    told = trained(Told(run_dir).taken(), 20, every_s=60.0, steps=120, **LIGHT)
-    before = ckpt("plan", run_dir, "--json").data
-    trained(told.taken(LOST), 20, every_s=60.0, steps=120, **LIGHT)
-    after = ckpt("plan", run_dir, "--json").data
-    assert (before["mtbf_source"], after["mtbf_source"]) == ("prior", "measured")
-    assert after["observed"]["failures"] == 1
-    assert after["mtbf_s"] == pytest.approx((8640 + 2400) / 1.1)
+def test_another_mtbf_can_be_measured_and_asked_for(light: Path) -> None:
+    """A failure makes the interval shorter; --mtbf-s takes the place of what the run has seen, and says so."""
+    before = ckpt("plan", light, "--json").data
+    trained(Told(light.with_name("failed")).taken(), 20, every_s=60.0, steps=120, **LIGHT).taken(LOST)
+    after = ckpt("plan", light.with_name("failed"), "--json").data
+    assert (before["mtbf_source"], after["mtbf_source"], after["observed"]["failures"]) == ("prior", "measured", 1)
     assert after["recommended"]["interval_s"] < before["recommended"]["interval_s"]
-    shown = ckpt("plan", run_dir).out
-    assert "1 in 40 min of training" in shown
-    assert "(1 failure and the prior)" in shown
-
-
-def test_another_mtbf_can_be_asked_for(light: Path) -> None:
-    """--mtbf-s takes the place of what the run has seen, and says so."""
     found = ckpt("plan", light, "--mtbf-s", "600", "--json").data
     assert (found["mtbf_s"], found["mtbf_source"]) == (600.0, "given")
     assert found["recommended"]["interval_s"] == pytest.approx(7.7, rel=0.01)
@@ -111,23 +85,6 @@ def test_options_that_mean_nothing_are_one_line(light: Path, option: tuple[str, 
     assert answer.err.count("\n") == 1
 
 
-def test_planning_changes_nothing(light: Path) -> None:
-    """Looking writes nothing into the run."""
-    before = tree(light)
-    assert ckpt("plan", light).status == 0
-    assert tree(light) == before
-
-
-def test_a_real_run_can_be_planned(run_dir: Path) -> None:
-    """Milliseconds of a real save come out as such, in table and JSON."""
-    save_steps(run_dir, 1, 2, 3)
-    assert config(run_dir).checkpoint_dir == str(run_dir)
-    found = ckpt("plan", run_dir, "--json").data
-    assert 0 < found["observed"]["stall_s"] < 60
-    assert found["recommended"]["interval_s"] >= found["observed"]["flush_s"] > 0
-    assert "◂ recommended" in ckpt("plan", run_dir).out
-
-
 # ── the picture ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -135,7 +92,7 @@ def texts(svg: ET.Element) -> list[str]:
     return [text.text or "" for text in svg.iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize(("costs", "mtbf_s"), [(LIGHT, "86400"), (HEAVY, "600"), (BLOCKING, "6000"), (LIGHT, "1e9")])
+@pytest.mark.parametrize(("costs", "mtbf_s"), [(LIGHT, "86400"), (HEAVY, "600"), (LIGHT, "1e9")])
 def test_the_picture_is_a_picture(run_dir: Path, tmp_path: Path, costs: dict[str, float], mtbf_s: str) -> None:
     """--svg writes well-formed SVG: three curves, labelled axes with several ticks, everything within its frame."""
     trained(Told(run_dir).taken(), 5, every_s=1200.0, steps=2400, **costs)
@@ -176,35 +133,3 @@ def test_a_picture_that_cannot_be_written_is_an_error(light: Path, tmp_path: Pat
     answer = ckpt("plan", light, "--svg", tmp_path / "no" / "curve.svg")
     assert (answer.status, answer.out) == (1, "")
     assert "the picture cannot be written" in answer.err
-
-
-# ── the words ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0.0 ms"),
-        (0.0021, "2.1 ms"),
-        (0.45, "450 ms"),
-        (1.5, "1.5 s"),
-        (99.2, "99 s"),
-        (197.0, "3.3 min"),
-        (9_700.0, "2.7 h"),
-        (98_400.0, "27 h"),
-        (216_000.0, "2.5 d"),
-        (1e9, "11574 d"),
-    ],
-)
-def test_durations_keep_two_digits(seconds: float, text: str) -> None:
-    """A stall of 2 ms is not 0.00 s, and 3.3 min are not 3."""
-    assert fine_span(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("part", "text"),
-    [(0.0, "0.000 %"), (1e-7, "< 0.001 %"), (0.00034, "0.034 %"), (0.0034, "0.34 %"), (0.034, "3.4 %"), (0.34, "34 %")],
-)
-def test_parts_keep_two_digits(part: float, text: str) -> None:
-    """Parts of all time are percentages with two digits, down to a thousandth of one."""
-    assert percent(part) == text

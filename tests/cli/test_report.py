@@ -50,16 +50,6 @@ def test_the_page_says_why_checkpoints_stay(run_dir: Path, tmp_path: Path) -> No
         assert words in page
 
 
-def test_json_has_the_facts(run: Path, tmp_path: Path) -> None:
-    """--json prints what the table shows, and where the file is."""
-    place = tmp_path / "out.html"
-    data = ckpt("report", run, "--out", place, "--json").data
-    assert (data["run_key"], data["step"], data["commits"], data["deaths"]) == ("lm-7", 10, 2, 1)
-    assert data["wall_s"] == 20.0
-    assert sum(data["seconds"].values()) == pytest.approx(20.0)
-    assert data["html"] == str(place)
-
-
 def test_the_file_is_named_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --out it lies in the current directory, and a second report takes the first one's place."""
     monkeypatch.chdir(tmp_path)
@@ -128,10 +118,3 @@ def test_damage_is_said(run_dir: Path, tmp_path: Path) -> None:
     done = ckpt("report", run_dir, "--out", tmp_path / "out.html")
     assert done.status == 0
     assert "1 ledger entry cannot be read" in done.out
-
-
-def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
-    """Where there is no run nothing is written."""
-    done = ckpt("report", tmp_path / "nothing", "--out", tmp_path / "out.html")
-    assert done.status == 1
-    assert not (tmp_path / "out.html").exists()

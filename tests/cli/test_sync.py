@@ -19,7 +19,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from tests.servers.s3 import S3Server
-from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
+from tests.support.answers import NOT_IMPLEMENTED
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
 from tests.support.measured import memory_of
@@ -52,33 +52,14 @@ def test_a_run_goes_over(run_dir: Path, tmp_path: Path) -> None:
     assert "There is nothing to copy." in answer.out
 
 
-def test_one_checkpoint_and_json(run_dir: Path, tmp_path: Path) -> None:
-    """DIR@STEP copies that one; --json says of each checkpoint what became of it, and how many bytes went over."""
-    save_steps(run_dir, 1, 2, 3)
-    answer = ckpt("sync", f"{run_dir}@2", tmp_path / "b", "--json")
-    assert answer.status == 0
-    facts = answer.data
-    assert (facts["run_key"], facts["from"], facts["to"]) == ("run", str(run_dir), str(tmp_path / "b"))
-    (one,) = facts["checkpoints"]
-    size_bytes = open_run(str(run_dir)).find(2).size_bytes
-    assert (one["step"], one["outcome"], one["copied_bytes"]) == (2, "copied", size_bytes)
-    assert (facts["good"], facts["faults"], facts["evaluations"], facts["pins"]) == (True, [], 0, 0)
-    found = ckpt("sync", run_dir, tmp_path / "b", "--json").data["checkpoints"]
-    assert [one["outcome"] for one in found] == ["copied", "there already", "copied"]
-
-
 def test_damage_is_said_and_the_rest_is_copied(run_dir: Path, tmp_path: Path) -> None:
     """P49: exit status 1, the fault with its object, and the other checkpoints are there."""
     save_steps(run_dir, 1, 2)
-    shard = only(run_dir, "checkpoint_000000000001/*/model-*")
-    flip(shard, shard.stat().st_size - 1)
+    flip(only(run_dir, "checkpoint_000000000001/*/model-*"), -1)
     answer = ckpt("sync", run_dir, tmp_path / "b")
-    assert answer.status == 1
-    assert "model/bias" in answer.out
+    assert (answer.status, "model/bias" in answer.out) == (1, True)
     assert "Not everything could be copied" in answer.out
     assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [2]
-    answer = ckpt("sync", f"{run_dir}@1", tmp_path / "c", "--json")
-    assert (answer.status, answer.data["good"]) == (1, False)
 
 
 def test_errors_are_one_line(run_dir: Path, tmp_path: Path) -> None:
@@ -170,39 +151,6 @@ def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, mon
     answer = ckpt("sync", run_dir, f"{s3}/run", "--single-writer")
     assert answer.status == 0, answer.err
     assert ckpt("verify", f"{s3}/run").status == 0
-
-
-def test_a_bit_flips_between_the_stores(
-    run_dir: Path, tmp_path: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P47: a shard that comes down changed once is asked for again; one that always does is damaged and left out."""
-    save_steps(run_dir, 1, 2)
-    assert ckpt("sync", run_dir, f"{s3}/run").status == 0
-    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
-    once = chaos.on(Fault(flip_answer_at=100), operation="GetObject", key=r"000001/.*/model-", times=1)
-    chaos.on(Fault(flip_answer_at=100), operation="GetObject", key=r"000002/.*/model-")
-    answer = ckpt("sync", f"{s3}/run", tmp_path / "b", "--json")
-    assert once.hits == 1
-    assert [one["outcome"] for one in answer.data["checkpoints"]] == ["copied", "damaged"]
-    assert ckpt("verify", tmp_path / "b").status == 0
-    chaos.off()
-    assert ckpt("sync", f"{s3}/run", tmp_path / "b").status == 0
-    assert ckpt("diff", run_dir, tmp_path / "b").status == 0
-
-
-def test_lost_answers_and_refusals(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P32, P43: answers that are lost, commits' included, and a store that is busy change nothing of what comes out."""
-    save_steps(run_dir, 1, 2)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
-    lost = chaos.on(Fault(drop_answer=True), operation="PutObject", key=r"ledger/|model-|manifest", times=6)
-    busy = chaos.on(Fault(answer=SLOW_DOWN), probability=0.1, times=8, seed=3)
-    answer = ckpt("sync", run_dir, f"{s3}/run")
-    assert answer.status == 0, answer.err
-    assert lost.hits == 6
-    assert busy.hits
-    chaos.off()
-    assert ckpt("verify", f"{s3}/run").status == 0
-    assert ckpt("diff", run_dir, f"{s3}/run").status == 0
 
 
 @contextmanager

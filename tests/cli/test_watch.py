@@ -85,13 +85,6 @@ def save_steps_again(run_dir: Path) -> None:
         mine.save(2, state, metrics={"loss": 0.25})
 
 
-def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
-    """A directory without a run is said to be none at once, with status 1."""
-    answer = ckpt("watch", tmp_path)
-    assert answer.status == 1
-    assert answer.err.startswith("error: ")
-
-
 @pytest.mark.parametrize(
     ("values", "width", "drawn"),
     [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_tasks.cli.arguments import Target, parse_target
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, number, printable, size, span
+from ckpt_tasks.report.words import age, count, fine_span, number, percent, printable, size, span
 
 
 @pytest.mark.parametrize(
@@ -44,29 +46,23 @@ def test_anything_else_after_the_at_is_refused(which: str) -> None:
         parse_target(f"runs/a@{which}")
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1048570, "1.0 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (1 << 60, "1024.0 PiB"),
-    ],
-)
-def test_sizes(size_bytes: int, text: str) -> None:
-    """Sizes are in powers of 1024, and never "1024.0 KiB"."""
-    assert size(size_bytes) == text
+WORDS: list[tuple[Callable[..., str], list[tuple[Any, str]]]] = [
+    (size, [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1048570, "1.0 MiB"), (1 << 60, "1024.0 PiB")]),
+    (span, [(0.123, "0.12 s"), (1.26, "1.3 s"), (9, "9 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min")]),
+    (span, [(7200, "2 h")]),
+    (fine_span, [(0.0, "0.0 ms"), (0.0021, "2.1 ms"), (0.45, "450 ms"), (1.5, "1.5 s"), (99.2, "99 s")]),
+    (fine_span, [(197.0, "3.3 min"), (9_700.0, "2.7 h"), (98_400.0, "27 h"), (216_000.0, "2.5 d"), (1e9, "11574 d")]),
+    (percent, [(0.0, "0.000 %"), (1e-7, "< 0.001 %"), (0.00034, "0.034 %"), (0.034, "3.4 %"), (0.34, "34 %")]),
+    (number, [(0.0, "0"), (12.0, "12"), (0.123456, "0.1235"), (float("nan"), "nan"), (1e300, "1e+300")]),
+    (number, [(float("-inf"), "-inf")]),
+    (lambda n: count(n, "entry", "entries"), [(1, "1 entry"), (0, "0 entries"), (1000, "1,000 entries")]),
+]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.123, "0.12 s"), (1.26, "1.3 s"), (9, "9 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    """Durations have two or three digits."""
-    assert span(seconds) == text
+@pytest.mark.parametrize(("words", "value", "text"), [(words, *case) for words, cases in WORDS for case in cases])
+def test_words_for_numbers(words: Callable[..., str], value: Any, text: str) -> None:
+    """P62: sizes in powers of 1024; times, parts and metrics with two to four digits; NaN and infinity as they are."""
+    assert words(value) == text
 
 
 def test_ages_of_the_future_are_now() -> None:
@@ -74,24 +70,6 @@ def test_ages_of_the_future_are_now() -> None:
     now = datetime(2026, 5, 1, 12, tzinfo=UTC)
     assert age((now - timedelta(days=3)).isoformat(), now) == "3 d ago"
     assert age((now + timedelta(days=3)).isoformat(), now) == "now"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (12.0, "12"), (0.123456, "0.1235"), (float("nan"), "nan"), (float("-inf"), "-inf"), (1e300, "1e+300")],
-)
-def test_metrics(value: float, text: str) -> None:
-    """P62: metrics have four digits, whole ones are written in full, and NaN and infinity are themselves."""
-    assert number(value) == text
-
-
-def test_counts() -> None:
-    """One object, three objects, and a thousand with a comma."""
-    assert (count(1, "entry", "entries"), count(0, "object"), count(1000, "object")) == (
-        "1 entry",
-        "0 objects",
-        "1,000 objects",
-    )
 
 
 def test_control_characters_are_spelled_out() -> None:

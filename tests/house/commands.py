@@ -1,26 +1,179 @@
-"""`python -m tests.house.commands` writes docs/COMMANDS.md from the help of `ckpt` and of each of its verbs."""
+"""`python -m tests.house.commands` writes docs/COMMANDS.md from the help of `ckpt` and from what its verbs print.
+
+The examples are run in order, in one directory, each once for people and once with --json. Of what differs from run to
+run (times, sizes, digests, this machine) the page has what was printed when it was written; `plain` leaves that out.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import socket
+import tempfile
+import textwrap
 from collections.abc import Iterator
-from typing import Any
+from contextlib import chdir, contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from typer.main import get_command
 
+from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.cli import app
 from tests.house.sources import ROOT
+from tests.support.cli_runs import Answer, ckpt, config, save_steps, some_state
+from tests.support.histories import LOST, Told, trained
 
 PAGE = ROOT / "docs" / "COMMANDS.md"
 _LINK = re.compile(r"\bdocs/(\w+\.md)")
 _HEAD = """# The command `ckpt`
 
-What `ckpt --help` and `ckpt VERB --help` print, on one page. `python -m tests.house.commands` writes it.
+What `ckpt --help` and `ckpt VERB --help` print, and what the verbs answer, on one page.
+`python -m tests.house.commands` writes it, and a test compares it with what is printed today.
+
+With `--json` a verb prints one object. Its form stands below the example: `text`, `number`, `yes` (true or false)
+and `null` stand for values. A verb that fails prints `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
+The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
+EXAMPLES = {
+    "init": ["ckpt init nets"],
+    "pin": ["ckpt pin runs/lm@20 -m 'the paper'"],
+    "ls": ["ckpt ls runs/lm", "ckpt ls runs --sort=-loss", "ckpt ls runs/none"],
+    "show": ["ckpt show runs/lm@30"],
+    "diff": ["ckpt diff runs/lm@10 runs/lm@20 --metrics", "ckpt diff runs/lm@10 runs/lm@20 --group rng --ignore rng"],
+    "verify": ["ckpt verify runs/lm"],
+    "report": ["ckpt report runs/long"],
+    "plan": ["ckpt plan runs/long"],
+    "prune": ["ckpt prune runs/lm --max-num-checkpoints 1 --dry-run", "ckpt prune runs/lm --max-num-checkpoints 1"],
+    "rm": ["ckpt rm runs/lm@20"],
+    "unpin": ["ckpt unpin runs/lm@20", "ckpt unpin runs/lm@20"],
+    "sync": ["ckpt sync runs/lm@30 copies/lm", "ckpt sync runs/lm copies/lm", "ckpt sync runs/lm copies/lm"],
+    "fork": ["ckpt fork runs/lm@30 runs/lm-2"],
+    "export": ["ckpt export runs/lm lm.safetensors --group model"],
+    "import": ["ckpt import lm.safetensors runs/imported"],
+    "rollback": ["ckpt rollback runs/lm@20 --reason 'a spike'"],
+    "doctor": ["ckpt doctor runs/lm"],
+    "doctor-store": ["ckpt doctor-store runs/lm"],
+}
 
 
-def written() -> str:
-    """Return the page."""
+def make_runs() -> None:
+    """Make the runs of the examples here: one that was saved, and one whose times are told."""
+    run = save_steps(Path("runs/lm"), 10, 20, 30, best_metric="loss", best_mode="max")
+    held = open_run(str(run))
+    held.record_evaluation(held.find(30), "quick", {"accuracy": 0.75})
+    with Checkpointer(config(run)) as made:
+        made.restore(some_state())
+        made.note("failure", error="CUDA out of memory")
+    Path("runs/notes").mkdir()
+    Path("runs/notes.txt").write_text("no run")
+    costs = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.5}
+    told = trained(Told(Path("runs/long"), "long").taken(), 20, every_s=60.0, steps=120, **costs)
+    trained(told.after(90).taken(LOST), 20, every_s=60.0, steps=120, **costs).released()
+
+
+class Form(NamedTuple):
+    """What JSON values have in common: names of plain ones, what lists of them hold, what objects have by key."""
+
+    plain: frozenset[str] = frozenset()
+    items: Form | None = None
+    keys: dict[str, Form] | None = None
+
+    def __str__(self) -> str:
+        parts = sorted(self.plain - {"null"})
+        parts += [f"[{self.items}]"] if self.items is not None else []
+        parts += ["{" + ", ".join(f'"{key}": {one}' for key, one in self.keys.items()) + "}"] if self.keys else []
+        return " or ".join([*parts, *({"null"} & self.plain)]) or ("{}" if self.keys is not None else "")
+
+
+def form(value: Any) -> Form:
+    """Return the form of a JSON value."""
+    if isinstance(value, dict):
+        return Form(keys={key: form(one) for key, one in value.items()})
+    if isinstance(value, list):
+        return Form(items=reduce(either, map(form, value), Form()))
+    names = {bool: "yes", int: "number", float: "number", str: "text", type(None): "null"}
+    return Form(frozenset({names[type(value)]}))
+
+
+def either(one: Form, other: Form) -> Form:
+    """Return the form of what has one of two forms."""
+    items = one.items if other.items is None else other.items if one.items is None else either(one.items, other.items)
+    keys = one.keys if other.keys is None else other.keys if one.keys is None else dict(one.keys)
+    if one.keys is not None and other.keys is not None and keys is not None:
+        keys |= {key: either(keys[key], form) if key in keys else form for key, form in other.keys.items()}
+    return Form(one.plain | other.plain, items, keys)
+
+
+@contextmanager
+def _world() -> Iterator[Path]:
+    """Work in a directory with the runs of the examples, for a screen on which no line is broken."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as place, chdir(place):
+        os.environ["COLUMNS"] = "200"
+        try:
+            make_runs()
+            yield Path(place).resolve()
+        finally:
+            os.environ |= before
+            os.environ.pop("COLUMNS") if "COLUMNS" not in before else None
+
+
+def _called(line: str, *options: str) -> Answer:
+    return ckpt(*shlex.split(line)[1:], *options)
+
+
+def transcripts() -> dict[str, str]:
+    """Run every example; return by verb what is typed, and what is printed."""
+    found: dict[str, list[str]] = {verb: [] for verb in EXAMPLES}
+    with _world() as place:
+        names = [(str(place), "/data"), (socket.gethostname(), "your-host")]
+        for verb, line in ((verb, line) for verb, lines in EXAMPLES.items() for line in lines):
+            answer = _called(line)
+            said = re.sub(r"\S*/bin/ckpt\b", "ckpt", answer.out + answer.err)
+            for name, word in names:
+                said = said.replace(name, word)
+            shown = [f"$ {line}", *(one.rstrip() for one in said.splitlines() if one.strip())]
+            found[verb].append("\n".join([*shown, *([f"(exit status {answer.status})"] if answer.status else []), ""]))
+    return {verb: "\n".join(shown) for verb, shown in found.items()}
+
+
+def forms() -> dict[str, str]:
+    """Run every example with --json; return by verb the form of its objects, but for those of errors."""
+    found: dict[str, Form] = {}
+    with _world():
+        for verb, line in ((verb, line) for verb, lines in EXAMPLES.items() for line in lines):
+            answer = _called(line, "--json")
+            assert answer.err == "", line
+            if "error" not in answer.data:
+                found[verb] = either(found.get(verb, Form()), form(answer.data))
+    how: dict[str, Any] = {"width": 110, "subsequent_indent": " ", "break_on_hyphens": False}
+    return {verb: textwrap.fill(str(one), **how) for verb, one in found.items()}
+
+
+# What differs from one run of the examples to the next.
+_VARIES = [
+    (re.compile(r"^ ?(command|code|host|accelerator|environment|disk|memory|between failures) .*$", re.MULTILINE), ""),
+    (re.compile(r"[0-9a-f]{16,}"), "HEX"),
+    (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\bnow\b|\d+ (s|min|h|d) ago"), "TIME"),
+    (re.compile(r"\d[\d.,]* (B|KiB|MiB|GiB)\b"), "SIZE"),
+    (re.compile(r"\d[\d.,]* (ms|s|min|h)\b"), "SPAN"),
+    (re.compile(r"\d+(\.\d+)+ is installed"), "VERSION is installed"),
+    (re.compile(r"[ ─]+"), " "),
+]
+
+
+def plain(text: str) -> str:
+    """Return a transcript without what differs from day to day and from machine to machine."""
+    for pattern, name in _VARIES:
+        text = pattern.sub(name, text)
+    return text
+
+
+def written(transcripts: dict[str, str], forms: dict[str, str]) -> str:
+    """Return the page, with these examples and forms."""
     root: Any = get_command(app)
     context = root.make_context("ckpt", [], resilient_parsing=True)
     sections: dict[str, list[str]] = {}
@@ -28,7 +181,10 @@ def written() -> str:
         verb = root.get_command(context, name)
         if not verb.hidden:
             about = verb.context_class(verb, info_name=name, parent=context)
-            sections.setdefault(verb.rich_help_panel, []).append("\n".join(_verb(verb, about)))
+            section = sections.setdefault(verb.rich_help_panel, [])
+            section.append("\n".join(_verb(verb, about)))
+            if name in transcripts:
+                section.append(f"```console\n{transcripts[name]}```\n\n`--json`:\n\n```text\n{forms[name]}\n```\n")
     text = [_HEAD, f"{root.help} {root.epilog}\n"]
     for heading, verbs in sections.items():
         text += [f"## {heading}\n", *verbs]
@@ -56,4 +212,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), encoding="utf-8")
+    PAGE.write_text(written(transcripts(), forms()), encoding="utf-8")

@@ -12,7 +12,6 @@ from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.house.commands import PAGE, written
 from tests.house.site import OUTSIDE, site_links
 from tests.house.sources import ROOT, files
 
@@ -51,10 +50,3 @@ def test_github_and_the_site_show_the_same(page: Path) -> None:
     site = markdown.markdown(text, extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
     github = MarkdownIt("commonmark").enable("table").render(text)
     assert Counter(_SHOWN.findall(site)) == Counter(_SHOWN.findall(github))
-
-
-def test_the_page_of_commands_is_made_from_their_help() -> None:
-    """Every verb has its place, and `python -m tests.house.commands` would write the same page."""
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == written(), "the help of a verb has changed: run `python -m tests.house.commands`"
-    assert page.count("\n### ckpt ") >= 20

@@ -1,0 +1,27 @@
+"""docs/COMMANDS.md is true: its help, its examples, and the form of what --json prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house.commands import PAGE, form, forms, plain, transcripts, written
+
+
+def test_the_page_is_what_the_verbs_print() -> None:
+    """Every verb has its help, and its examples print the same, for people and as JSON, but for times and sizes."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert plain(written(transcripts(), forms())) == plain(page), "run `python -m tests.house.commands`"
+    assert page.count("\n### ckpt ") >= 20
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([1, 0.5], "number"),
+        ([None, "a", True], "text or yes or null"),
+        ([{"a": [1, None], "b": {}}, {"a": ["x"]}], '{"a": [number or text or null], "b": {}}'),
+    ],
+)
+def test_a_form_has_what_values_have_in_common(values: list[object], says: str) -> None:
+    """The form of an answer names every kind of value that it may hold."""
+    assert str(form(values)) == f"[{says}]"
