@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,11 @@ from accelerate.utils import DataLoaderConfiguration
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.huggingface import state_of
-from tests.support.legs import assert_equal, begins, compared, random_moments, within
+from tests.support.legs import assert_equal, begins, compared, within
 
-JOB = "tests.integrations.huggingface_job:train"
 COMPARED = {"loss", "eval_loss", "grad_norm", "learning_rate", "end"}  # Trainer's train_loss is that of one call
 SWITCHED = "tests.integrations.huggingface_job:switched"
-RANKS = "tests.integrations.huggingface_job:ranks"
 BOTH = "tests.integrations.huggingface_job:both"
-LOOP = "tests.integrations.huggingface_job:loop"
 
 
 def test_killed_twice_it_ends_as_without_a_stop(tmp_path: Path) -> None:
@@ -57,82 +52,6 @@ def test_trainers_own_switch_counts_until_the_run_has_a_checkpoint(tmp_path: Pat
     assert [line for line in lines if line not in values] == []
     assert {step for what, step, _ in lines if what == "loss"} == {15, 20, 25, 30, 35}
     assert lines[-1][0] == "end"
-
-
-PLATEAU = {
-    "lr_scheduler_type": "reduce_lr_on_plateau",
-    "lr_scheduler_kwargs": {"patience": 0},
-    "metric_for_best_model": "loss",
-    "greater_is_better": False,
-}
-BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
-VARIANTS: list[dict[str, Any]] = [
-    {"args": {"gradient_accumulation_steps": 4}},
-    {"args": {"dataloader_num_workers": 2}},
-    {"args": {"train_sampling_strategy": "group_by_length"}},
-    {"args": {"train_sampling_strategy": "batch_rebalance"}},
-    {"args": {"bf16": True}},
-    {"scaled": True, "args": {"gradient_accumulation_steps": 4}},
-    {"args": PLATEAU},
-    {"args": BEST, "early": True, "their_saves": "epoch"},
-    {"stream": True},
-    {"stream": True, "args": {"dataloader_num_workers": 2}},
-    {"logging": 7, "interval": 4},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_killed_in_every_other_step(options: dict[str, Any], tmp_path: Path) -> None:
-    """P14, P19, P20, P73: accumulation, workers, schedules, early stop, the best model and streams go on exactly."""
-    last = 9 if "gradient_accumulation_steps" in options.get("args", {}) else 30
-    reference, legs, statuses = compared(JOB, tmp_path, options, within(range(1, last, 2)))
-    assert statuses[0] == statuses[-1] == 0
-    assert_equal(reference, legs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("job", [JOB, LOOP])
-def test_killed_at_random(job: str, seed: int, tmp_path: Path) -> None:
-    """P16, P73: kills in steps, in saves and anywhere, in Trainer's start too, change no bit; with accelerate as well.
-
-    Schedule, scaler, averages of weights, position in the data and random streams are in the state.
-    """
-    options = {"scaled": True, "logging": 1 + seed % 5}
-    reference, legs, statuses = compared(job, tmp_path, options, random_moments(seed))
-    assert statuses[-1] == 0
-    assert -9 in statuses
-    assert_equal(reference, legs)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_after_the_step_with_a_commit(tmp_path: Path) -> None:
-    """P69: the step in hand is finished and committed, then the signal has its way."""
-    reference, legs, statuses = compared(JOB, tmp_path, {"interval": 100}, within([7]), number=signal.SIGTERM)
-    assert statuses == [0, -15, 0]
-    assert begins(legs) == [0, 8]
-    assert_equal(reference, legs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"killed": 0}, {"killed": 1, "logging": 4}, {"killed": 1, "loop": True}], ids=str)
-def test_two_ranks_go_on(options: dict[str, Any], tmp_path: Path) -> None:
-    """P73: under DDP a rank of a Trainer or of an Accelerator is killed, and both go on bit for bit."""
-    reference, legs, statuses = compared(RANKS, tmp_path, options, within([4, 9]))
-    assert statuses == [0, -9, -9, 0]
-    assert begins(legs)[0] == 0 < begins(legs)[1] <= 4 < begins(legs)[2] <= 9
-    assert_equal(reference, legs)
-    assert {"end", "end of rank 1"} <= {what for what, _, _ in reference}
-
-
-@pytest.mark.slow
-def test_a_loop_with_accelerate_goes_on(tmp_path: Path) -> None:
-    """P73: what an Accelerator has prepared is saved bare, and goes on bit for bit."""
-    reference, legs, statuses = compared(LOOP, tmp_path, {}, within([3, 12, 20]))
-    assert statuses == [0, -9, -9, -9, 0]
-    assert begins(legs) == [0, 3, 12, 20]
-    assert_equal(reference, legs)
 
 
 def accumulating() -> Accelerator:
