@@ -175,8 +175,7 @@ class Pipeline:
 
         Raises StoreError if the store is stuck then, and the slot holds the only snapshot for a restart.
         """
-        if self._last is not None:
-            self._last.known.wait()  # until then the other slot holds the only complete snapshot
+        self.wait_sealed()  # until then the other slot holds the only complete snapshot
         with self._changed:
             # The flush thread is about to take the waiting one.
             self._changed.wait_for(lambda: self._goes_on() and (self._flushing is not None or self._waiting is None))
@@ -199,6 +198,11 @@ class Pipeline:
             before.known.wait()
         return slot
 
+    def wait_sealed(self) -> None:
+        """Wait until the snapshot that was taken last is sealed, or cannot be."""
+        if self._last is not None:
+            self._last.known.wait()
+
     def next_slot(self) -> str:
         """Return the slot that no flush reads; if none reads any, the one without the newest sealed snapshot."""
         sealed = (snapshot for snapshot in self._in_slot.values() if not snapshot.lacks_seal)
@@ -220,8 +224,7 @@ class Pipeline:
 
         `lacks`: storage does not have the snapshot.
         """
-        if self._last is not None:
-            self._last.known.wait()
+        self.wait_sealed()
         with self._changed:
             self._held, self._held_lacks, self._last = slot, lacks, None
             self._in_slot = {} if self._flushing is None else {self._flushing.slot: self._flushing}

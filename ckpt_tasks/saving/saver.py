@@ -158,6 +158,10 @@ class Saver:
         self.listeners.check()
         self._pipeline.wait_idle()
 
+    def wait_sealed(self) -> None:
+        """Wait until the last snapshot is in memory as a restart would find it, or cannot be sealed."""
+        self._pipeline.wait_sealed()
+
     def take_failure(self) -> BaseException | None:
         """Return the failure of an earlier snapshot and forget it; does not wait."""
         return self._pipeline.take_failure()

@@ -14,10 +14,10 @@ from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.errors import ConfigError, IntegrityError, NonFiniteError, StateError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.testing import die
 from tests.support import pipelines
 from tests.support.cli_runs import ckpt as command
 from tests.support.cli_runs import flip, only
-from tests.support.pipelines import die
 
 BATCHES = 40
 

@@ -1,7 +1,6 @@
-"""Fail the n-th call that changes the disk, for n = 1, 2, 3 … until a save ends without reaching n.
+"""Fail the n-th call that changes the disk, or be killed at it, for n = 1, 2, 3 … until an operation never comes to it.
 
-What is swept is a whole life of a process: take the directory, restore, save, commit, retire and delete the oldest
-checkpoint, let the directory go.
+What is swept are the operations of victim.py, each a whole life of a process.
 """
 
 from __future__ import annotations
@@ -12,82 +11,76 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, CommitUncertainError
-from tests.support.calls import Mode
-from tests.support.runs import EXPECTED, UNTOUCHED, check_run, died, fingerprint, head_of, opened, state_of, train
-from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
+from tests.crash.victim import OPERATIONS, fork, newest, prepare
+from tests.support.calls import Mode, WatchedCalls
+from tests.support.runs import UNTOUCHED, check_run, opened, state_of
+from tests.support.sweeps import Victim, failing_calls, victim_of
 
-FEWEST_CALLS = 70  # a sweep that ends before has not swept a whole save
+# The quick form strikes every so many calls of these, the long one each call of all.
+QUICK = {
+    ("save", "refused"): 9, ("save", "landed"): 9, ("fork", "refused"): 11, ("fork", "landed"): 11,
+    ("import", "refused"): 19, ("save", "killed before"): 9, ("fork", "killed before"): 11,
+    ("import", "killed before"): 19,
+}  # fmt: skip
+
+
+def sweeps(*modes: Mode) -> pytest.MarkDecorator:
+    """Let a test sweep the operations in these modes: (operation, mode, every which call)."""
+    quick = [pytest.param(*case, stride) for case, stride in QUICK.items() if case[1] in modes]
+    slow = [pytest.param(name, mode, 1, marks=pytest.mark.slow) for name in OPERATIONS for mode in modes]
+    return pytest.mark.parametrize(("name", "mode", "stride"), quick + slow)
 
 
 @pytest.fixture(scope="module")
-def base(fast_dir: Path) -> Path:
-    """Make a run with steps 1, 2, 3, two of which are to be kept: the next save retires and deletes one."""
-    train(fast_dir / "base", 1, 2, 3)
-    return fast_dir / "base"
+def directory(fast_dir: Path) -> Path:
+    prepare(fast_dir)
+    return fast_dir
 
 
-def live_through(ckpt: Checkpointer) -> tuple[int | None, CkptError | None]:
-    """Restore, save and close; return the step that was reported as committed, and the error that ended it."""
-    committed = None
-    try:
-        target = state_of(UNTOUCHED)
-        committed = ckpt.restore(target)
-        assert fingerprint(target) == EXPECTED[committed]
-        committed = ckpt.save(4, state_of(4)).step
-        ckpt.close()
-    except CkptError as error:
-        return committed, error
-    return committed, None
+@sweeps("refused", "landed")
+def test_whatever_call_fails_the_same_again_finishes(directory: Path, name: str, mode: Mode, stride: int) -> None:
+    """P28, P30, P31, P46: at every call, refused or with its answer lost, the old or the new stands whole.
 
-
-@strides(9)
-@pytest.mark.parametrize("kept", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["refused", "landed"])
-def test_whatever_call_fails_the_newest_checkpoint_is_the_old_or_the_new_one(
-    base: Path, fast_dir: Path, mode: Mode, kept: int, stride: int
-) -> None:
-    """P28, P30, P31, P46: at every failed call, refused or with its answer lost, the next process restores exactly.
-
-    Where two are kept, the commit retires; where one is kept, an entry of its own does, as the new one is read back.
+    The next process restores exactly, and sweeps the rest. Where two are kept, a save's commit retires; where one is
+    kept, an entry of its own does, as the new checkpoint is read back.
     """
-    for calls in failing_calls(mode, stride, FEWEST_CALLS):
-        root = shutil.copytree(base, fast_dir / f"{mode}-{kept}")
-        ckpt = opened(root, calls=calls, max_num_checkpoints=kept)
-        reported, error = live_through(ckpt)
-        died(ckpt)
-        newest = max(head_of(root).live, key=lambda c: c.n).step
-        assert newest in (3, 4)
-        assert newest == 4 or reported != 4, calls.where
-        # An error of the save says that the old one is still the newest, or that nobody can know.
-        assert error is None or newest == 3 or isinstance(error, CommitUncertainError), (calls.where, error)
-        # A write, fsync or name of the data that failed is never committed, also where the bytes are there.
-        data = "/checkpoint_" in calls.where and not calls.where.startswith("unlink")
-        assert not data or (error is not None and newest == 3), calls.where
-        # What fails after the commit is upkeep: the next save does it.
-        assert error is None or ckpt.last_commit is None, (calls.where, error)
-        check_run(root, newest)
+    operation = OPERATIONS[name]
+    for calls in failing_calls(mode, stride, operation.fewest):
+        root, error = operation.begin(directory, name, mode), None
+        try:
+            operation.do(directory, root, calls)
+        except CkptError as caught:
+            error = caught
+        assert error is not None or operation.stands(root), calls.where
+        operation.check_half(root)
+        if name.startswith("save"):
+            # An error says that the old one is still the newest, or that nobody can know.
+            assert error is None or not operation.stands(root) or isinstance(error, CommitUncertainError), calls.where
+            # A write, fsync or name of the data that failed is never committed, also where the bytes are there.
+            data = "/checkpoint_" in calls.where and not calls.where.startswith("unlink")
+            assert not data or not operation.stands(root), calls.where
+        operation.finish(directory, root)
         shutil.rmtree(root)
 
 
-@strides(9)
-@pytest.mark.parametrize("mode", ["refused", LANDED])
-def test_the_same_process_can_try_again_after_any_failed_call(
-    base: Path, fast_dir: Path, mode: Mode, stride: int
-) -> None:
+@pytest.mark.parametrize(
+    ("mode", "stride"),
+    [("refused", 9), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
+)
+def test_the_same_process_can_try_again_after_any_failed_call(directory: Path, mode: Mode, stride: int) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
-    for calls in failing_calls(mode, stride, FEWEST_CALLS):
-        root = shutil.copytree(base, fast_dir / f"again-{mode}")
+    for calls in failing_calls(mode, stride, OPERATIONS["save"].fewest):
+        root = OPERATIONS["save"].begin(directory, "again", mode)
         ckpt = opened(root, calls=calls)
-        reported, error = live_through(ckpt)
-        if error is not None:
-            target = state_of(UNTOUCHED)
-            assert ckpt.restore(target) == max(head_of(root).live, key=lambda c: c.n).step
-            ckpt.save(4, state_of(4))
-            ckpt.close()
-        else:
-            assert reported == 4
+        for last in (False, True):
+            try:
+                assert ckpt.restore(state_of(UNTOUCHED)) == newest(root)
+                ckpt.save(4, state_of(4))
+                ckpt.close()
+                break
+            except CkptError:
+                assert not last
         check_run(root, 4)
         shutil.rmtree(root)
 
@@ -98,17 +91,26 @@ def victim() -> Iterator[Victim]:
         yield victim
 
 
-@strides(9)
-@pytest.mark.parametrize("mode", ["killed before", KILLED_AFTER])
-def test_killed_at_any_call_the_run_goes_on(
-    base: Path, fast_dir: Path, victim: Victim, mode: Mode, stride: int
+@sweeps("killed before", "killed after")
+def test_killed_at_any_call_the_same_again_finishes(
+    directory: Path, victim: Victim, name: str, mode: Mode, stride: int
 ) -> None:
-    """P30, P31, P67: SIGKILL at every call: the next process takes the directory, restores exactly, sweeps the rest."""
-    for n in victim.deaths(stride, FEWEST_CALLS):
-        root = shutil.copytree(base, fast_dir / f"{mode.replace(' ', '-')}-{n}")
-        ended = victim.strike(root, n, mode)
-        newest = max(head_of(root).live, key=lambda c: c.n).step
-        assert newest in (3, 4)
-        assert newest == 4 or ended == "killed"
-        check_run(root, newest)
+    """P30, P31, P67: SIGKILL at every call: the old or the new stands; the next process goes on, sweeps the rest."""
+    operation = OPERATIONS[name]
+    for n in victim.deaths(stride, operation.fewest):
+        root = operation.begin(directory, name, mode, n)
+        ended = victim.strike(name, directory, root, n, mode)
+        assert operation.stands(root) or ended == "killed"
+        operation.check_half(root)
+        operation.finish(directory, root)
         shutil.rmtree(root)
+
+
+def test_names_are_durable_before_the_entry(directory: Path) -> None:
+    """P46: every name of a fork is made durable before the next one is made, and the ledger's first one is the last."""
+    calls = WatchedCalls()
+    fork(directory, directory / "durable", calls)
+    made = [(i, path) for i, (name, path) in enumerate(calls.log) if name == "link" and "/durable/" in path]
+    assert [calls.log[i + 2] for i, _ in made] == [("fsync", str(Path(path).parent)) for _, path in made]
+    assert "/ledger/" in made[-1][1]
+    assert sum("/ledger/" in path for _, path in made) == 1

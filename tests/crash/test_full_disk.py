@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.testing import die
 from tests.support.cli_runs import ckpt as command
 from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
-    died,
     faults_of,
     fingerprint,
     head_of,
@@ -60,7 +60,7 @@ def test_a_full_disk_is_taken_over_and_restored_and_a_save_says_why_it_fails(dis
     before = opened(root)
     before.restore(state_of(UNTOUCHED))
     before.save(1, state_of(1))
-    died(before)
+    die(before)
     fill_with_bytes(disk)
     ckpt = opened(root, take_over=True)
     target = state_of(UNTOUCHED)

@@ -21,9 +21,10 @@ from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory
+from ckpt_tasks.testing import die
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.cli_runs import flip
-from tests.support.pipelines import Gate, Refusing, committed, die, opened
+from tests.support.pipelines import Gate, Refusing, committed, opened
 from tests.support.syncs import state_of as frozen_state
 from tests.support.waiting import until
 
@@ -194,7 +195,8 @@ def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path)
         import itertools, time
         from pathlib import Path
         from tests.crash.memory_loop import state_of
-        from tests.support.pipelines import Gate, opened
+        from ckpt_tasks.testing import die
+from tests.support.pipelines import Gate, Refusing, committed, opened
         options = dict(memory_dir={str(memory)!r}, flush_timeout_s=1.0)
         with opened(Path({str(run_dir)!r}), Gate(), **options) as ckpt:
             for step in itertools.count(1):

@@ -24,10 +24,11 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import die
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.calls import FailingCalls, WatchedCalls
 from tests.support.cli_runs import flip
-from tests.support.pipelines import committed, die
+from tests.support.pipelines import committed
 from tests.support.small_disk import small_disk
 from tests.support.waiting import until
 

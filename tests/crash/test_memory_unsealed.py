@@ -22,9 +22,10 @@ from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import die
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.calls import WatchedCalls
-from tests.support.pipelines import committed, die, opened
+from tests.support.pipelines import committed, opened
 
 SIZE = 1 << 8
 

@@ -1,66 +1,198 @@
-"""A process that forks others to be killed: `python -m tests.crash.victim`, then lines "directory n mode" on stdin.
+"""What is swept, and `python -m tests.crash.victim`: a process that forks others to be killed in the middle of it.
 
-Each line forks a process that restores step 3, saves step 4, and is killed at its n-th call. The answer is a line:
-"killed", "lived" where that call failed by itself (a name was taken), or "done" where it never came to it. Forked,
-because importing torch takes a hundred times as long as the save.
+It reads lines "operation directory root n mode", and forks a process for each that does the operation and is killed at
+its n-th call. The answer is a line: "killed", "lived" where that call failed by itself (a name was taken), or "done"
+where it never came to it. Forked, because importing torch takes a hundred times as long as a save.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
+import pytest
+import torch
+
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.importing import ImportedRun
+from ckpt_tasks.copying.fork import plan_fork, run_fork
+from ckpt_tasks.copying.importing import plan_import
+from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.testing import die, located
 from tests.support.calls import FailingCalls, Mode
-from tests.support.runs import UNTOUCHED, opened, state_of
+from tests.support.runs import EXPECTED, UNTOUCHED, check_run, fingerprint, head_of, opened, options, state_of, train
+
+CHANGED = {"lr": 0.5}
 
 
-def save_and_die(root: Path, n: int, mode: Mode) -> bool:
-    calls = FailingCalls(n, mode)
-    ckpt = opened(root, calls=calls)
-    assert ckpt.restore(state_of(UNTOUCHED)) == 3
-    ckpt.save(4, state_of(4))
-    ckpt.close()
-    return calls.reached
+def prepare(directory: Path) -> None:
+    """Make what the operations begin with: a run of which the next save retires a checkpoint, and a foreign file."""
+    train(directory / "base", 1, 2, 3)
+    state = state_of(2)
+    saved = {name: state[name].state_dict() for name in ("model", "optimizer")}
+    torch.save({**saved, "extra": state["extra"]}, directory / "source.pt")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is done to the run directory `root` with what `prepare` has made in `directory`.
+
+    `do` makes its calls through `calls`. `check_half` says what holds wherever it was broken off, `stands` whether it
+    is done, `finish` does it again where it is not, and checks the run. `fewest`: a sweep of fewer calls has swept
+    nothing.
+    """
+
+    do: Callable[[Path, Path, Calls], object]
+    stands: Callable[[Path], bool]
+    check_half: Callable[[Path], None]
+    finish: Callable[[Path, Path], None]
+    fewest: int = 45
+    base: str = ""  # what is copied to `root` before
+
+    def begin(self, directory: Path, *names: object) -> Path:
+        """Make `root` as it is before."""
+        root = directory / "-".join(map(str, names)).replace(" ", "-")
+        return shutil.copytree(directory / self.base, root) if self.base else root
+
+
+def newest(root: Path) -> int:
+    return max(head_of(root).live, key=lambda checkpoint: checkpoint.n).step
+
+
+def save(directory: Path, root: Path, calls: Calls, kept: int = 2) -> None:
+    """Take the directory, restore step 3, save step 4, commit, retire and delete, and let it go."""
+    ckpt = opened(root, calls=calls, max_num_checkpoints=kept)
+    try:
+        target = state_of(UNTOUCHED)
+        assert ckpt.restore(target) == 3
+        assert fingerprint(target) == EXPECTED[3]
+        assert ckpt.save(4, state_of(4)).step == 4
+        ckpt.close()
+    except CkptError as error:
+        if ckpt.last_commit is not None:
+            raise AssertionError("what fails after the commit is upkeep: the next save does it") from error
+        raise
+    finally:
+        die(ckpt)
+
+
+def old_or_new(root: Path) -> None:
+    assert newest(root) in (3, 4)
+
+
+class WithoutLinks:
+    """Calls on two file systems: a file of one can have no name on the other."""
+
+    def __init__(self, calls: Calls):
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._calls, name)
+
+    def link(self, old: object, new: object) -> None:
+        if ".tmp-" not in str(old):
+            raise OSError(18, "Invalid cross-device link")
+        self._calls.link(str(old), str(new))
+
+
+def fork(directory: Path, root: Path, calls: Calls, *, linked: bool = True) -> None:
+    """Fork step 3 of the base; what is not linked is sent."""
+    calls = calls if linked else cast("Calls", WithoutLinks(calls))
+    history = History(LocalStore(directory / "base", calls=calls))
+    run, store = Run(history, history.check(None)), LocalStore(root, calls=calls)
+    run_fork(run, store, plan_fork(run, run.find(3), store, CHANGED))
+
+
+def half_is_none(root: Path) -> None:
+    """Where there is no entry nobody trains: either nothing is there, or what is there is refused."""
+    if head_of(root).live:
+        return
+    if not any(root.glob("checkpoint_*/*/[!.]*")):
+        assert not (root / "format.json").exists()
+        return  # as new
+    with pytest.raises(NoGoodCheckpointError, match="no ledger"):
+        opened(root).restore(state_of(UNTOUCHED))
+
+
+def finish_fork(directory: Path, root: Path) -> None:
+    """Fork again, also where the fork stands."""
+    fork(directory, root, os)
+    state = head_of(root)
+    assert state.origin is not None
+    assert (state.origin.step, state.origin.set, state.params) == (3, CHANGED, CHANGED)
+    for path in root.glob("checkpoint_*/*/.tmp-*"):
+        path.unlink()  # of the manifest, which is put if absent; every reader ignores it
+    check_run(root, 3)
+
+
+def import_file(directory: Path, root: Path, calls: Calls) -> None:
+    """Import the foreign file as step 2."""
+    store = LocalStore(root, calls=calls)
+    ImportedRun(options(located(store))).add(plan_import(directory / "source.pt", step=2))
+
+
+def finish_import(directory: Path, root: Path) -> None:
+    """Import again where nothing stands."""
+    if not head_of(root).live:
+        import_file(directory, root, os)
+    check_run(root, 2)
+
+
+_SAVE = Operation(
+    save, lambda root: newest(root) == 4, old_or_new, lambda _, root: check_run(root, newest(root)), 70, "base"
+)
+_FORK = Operation(fork, lambda root: bool(head_of(root).live), half_is_none, finish_fork)
+OPERATIONS = {
+    "save": _SAVE,
+    "save of one": Operation(partial(save, kept=1), _SAVE.stands, old_or_new, _SAVE.finish, 70, "base"),
+    "fork": _FORK,
+    "fork to another disk": Operation(partial(fork, linked=False), _FORK.stands, half_is_none, finish_fork),
+    "import": Operation(import_file, _FORK.stands, lambda root: None, finish_import),
+}
 
 
 def save_fourth(arguments: Sequence[str]) -> None:
-    """Do the same in an object store, of which the URL and the options in JSON are given; whoever kills is outside."""
+    """Restore and save in an object store, of which URL and options in JSON are given; whoever kills is outside."""
     url, storage_options = arguments
     location = Location(url, storage_options=json.loads(storage_options))
-    config = CheckpointConfig(checkpoint_dir=location, memory_dir=None, max_num_checkpoints=2)
-    ckpt = Checkpointer(config)
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=location, memory_dir=None, max_num_checkpoints=2))
     assert ckpt.restore(state_of(UNTOUCHED)) == 3
     ckpt.save(4, state_of(4))
     ckpt.close()
 
 
-def serve(act: Callable[[list[str]], bool]) -> None:
-    """For each line of words fork a process that acts on them; it says whether it came to the call, if it lived."""
+def main() -> None:
+    """For each line fork a process that acts on it; it says whether it came to the call, if it lived."""
     for line in sys.stdin:
+        operation, directory, root, n, mode = line.rstrip("\n").split("\t")
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                status = 2 if act(line.rstrip("\n").split("\t")) else 0
+                calls = FailingCalls(int(n), cast("Mode", mode))
+                OPERATIONS[operation].do(Path(directory), Path(root), calls)
+                status = 2 if calls.reached else 0
+            except BaseException:  # noqa: BLE001 (a forked child ends here)
+                traceback.print_exc()
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
-        print(  # noqa: T201 (the answer)
-            {0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True
-        )
-
-
-def act(words: list[str]) -> bool:
-    root, n, mode = words
-    return save_and_die(Path(root), int(n), cast("Mode", mode))
+        print({0: "done", 9: "killed", 2 << 8: "lived"}.get(status, f"status {status}"), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    serve(act)
+    main()

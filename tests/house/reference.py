@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import ckpt_tasks
+from ckpt_tasks import testing
 from tests.house.sources import ROOT
 
 PAGE = ROOT / "docs" / "REFERENCE.md"
 _HEAD = """# Reference
 
-Every name that `ckpt_tasks` exports, with its docstring; the classes that exported functions return follow at the end.
+Every name that `ckpt_tasks` exports, with its docstring; the classes that exported functions return follow at the end,
+and then `ckpt_tasks.testing`.
 `python -m tests.house.reference` writes this page. The errors are drawn at the head of
 [errors.py](../ckpt_tasks/errors.py), the options of `CheckpointConfig` are in [OPTIONS.md](OPTIONS.md), and
 `ckpt --help` lists the verbs of the command.
@@ -28,6 +30,7 @@ def written() -> str:
     names = [name for name in ckpt_tasks.__all__ if name != "errors"]
     parts = [part for name in names for part in _about(name, getattr(ckpt_tasks, name))]
     parts += [part for kind in _returned(names) for part in _about(kind.__name__, kind)]
+    parts += [part for name in testing.__all__ if name != "Fate" for part in _about(name, getattr(testing, name))]
     return _FUNCTION.sub("…", "\n".join([_HEAD, *parts]))
 
 

@@ -15,9 +15,10 @@ from ckpt_tasks.ledger.steps import StepLog
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import die
 from tests.support import pipelines
 from tests.support.cli_runs import ckpt, flip, only
-from tests.support.pipelines import Refusing, die, state_at
+from tests.support.pipelines import Refusing, state_at
 
 
 def opened(run_dir: Path, **options: Any) -> Checkpointer:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, cast
 
-from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.storage.port import OneByOne, Store
+from ckpt_tasks.testing import Fate, FaultyStore, MemoryStore
 from tests.property.schedules import Schedule
 
-__all__ = ["Connection", "Disk", "InjectedError", "Watcher"]
-
-
-class InjectedError(StoreError):
-    """A request failed because the schedule wanted it to."""
-
-    transient = True
+__all__ = ["Connection", "Disk", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -27,128 +18,43 @@ class Watcher(Protocol):
     def deleted(self, name: str) -> None: ...
 
 
-class Disk(OneByOne):
-    """The objects themselves, as a store that does at once what it is asked and never fails."""
+class Disk(MemoryStore):
+    """The objects themselves; what is done to them is done at once."""
 
-    url = "simulated"
-    near = True
-    gap_bytes = 0
-    endpoint: str | None = None
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.watcher: Watcher | None = None
-
-    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        self.put_if_absent(name, b"".join(body))
+    watcher: Watcher | None = None
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        if name in self.objects:
-            raise ObjectExistsError("the object exists already", key=name)
-        self.replace(name, body)
+        super().put_if_absent(name, body)
+        self._landed(name, body)
 
     def replace(self, name: str, body: bytes) -> None:
-        self.objects[name] = body
+        super().replace(name, body)
+        self._landed(name, body)
+
+    def delete(self, name: str) -> None:
+        there = name in self.objects
+        super().delete(name)
+        if there and self.watcher is not None:
+            self.watcher.deleted(name)
+
+    def _landed(self, name: str, body: bytes) -> None:
         if self.watcher is not None:
             self.watcher.landed(name, body)
 
-    def get(self, name: str, max_bytes: int) -> bytes:
-        data = self.objects.get(name)
-        if data is None:
-            raise ObjectNotFoundError("no such object", key=name)
-        if len(data) > max_bytes:
-            raise IntegrityError("the object is too large", key=name)
-        return data
 
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        data = self.get(name, 1 << 62)
-        if begin + into.nbytes > len(data):
-            raise IntegrityError(f"the object ends at byte {len(data)}", key=name)
-        into[:] = data[begin : begin + into.nbytes]
-
-    def size(self, name: str) -> int:
-        return len(self.get(name, 1 << 62))
-
-    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        return False
-
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return sorted([name for name in self.objects if name.startswith(prefix)])[:limit]
-
-    def delete(self, name: str) -> None:
-        if self.objects.pop(name, None) is not None and self.watcher is not None:
-            self.watcher.deleted(name)
-
-    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Do nothing: a write is one request here."""
-
-    def assume_single_writer(self) -> None:
-        """Do nothing: the condition is there."""
-
-    def keep_room(self) -> None:
-        """Do nothing: there is always room."""
-
-
-class Connection(Disk):
+class Connection(FaultyStore):
     """A disk as processes reach it: every request is a moment at which others may run, and may fail."""
 
     def __init__(self, disk: Disk, schedule: Schedule, *, near: bool = True):
-        super().__init__()
+        super().__init__(disk)
         self.near = near
-        self._disk = disk
         self._schedule = schedule
 
-    def get(self, name: str, max_bytes: int) -> bytes:
-        self._ask("get", name)
-        return self._disk.get(name, max_bytes)
+    def fate_of(self, verb: str, name: str) -> Fate:
+        return cast("Fate", self._schedule.request(verb, name))
 
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        self._ask("read", name)
-        self._disk.read(name, begin, into)
+    def later(self, arrive: Callable[[], None]) -> None:
+        self._schedule.later(arrive)
 
-    def size(self, name: str) -> int:
-        self._ask("size", name)
-        return self._disk.size(name)
-
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        self._ask("names", prefix)
-        return self._disk.names(prefix, limit)
-
-    def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        data = b"".join(body)  # what training changes after that is another state
-        self._change("put", name, partial(self._disk.put_if_absent, name), data)
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self._change("put_if_absent", name, partial(self._disk.put_if_absent, name), body)
-
-    def replace(self, name: str, body: bytes) -> None:
-        self._change("replace", name, partial(self._disk.replace, name), body)
-
-    def delete(self, name: str) -> None:
-        self._change("delete", name, lambda _: self._disk.delete(name), b"")
-
-    def _ask(self, what: str, name: str) -> None:
-        if self._schedule.request(what, name) != "done":
-            raise InjectedError("the store is overloaded", key=name)
-
-    def _change(self, what: str, name: str, effect: Callable[[bytes], None], body: bytes) -> None:
-        fate = self._schedule.request(what, name)
-        if fate in ("late", "twice"):
-            self._schedule.later(lambda: _tried(effect, body))
-        if fate in ("done", "twice"):
-            effect(body)
-            return
-        if fate in ("unanswered", "exists"):
-            _tried(effect, body)
-        if fate == "exists":
-            raise ObjectExistsError("the object exists already", key=name)
-        if fate == "torn":
-            _tried(effect, body[: self._schedule.rng.randrange(len(body))])
-        failure = InjectedError(f"no answer from the store ({fate})", key=name)
-        failure.refused = fate == "refused"
-        raise failure
-
-
-def _tried(effect: Callable[[bytes], None], body: bytes) -> None:
-    with suppress(ObjectExistsError):
-        effect(body)
+    def part_of(self, body: bytes) -> bytes:
+        return body[: self._schedule.rng.randrange(len(body))]

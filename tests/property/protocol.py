@@ -36,10 +36,11 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
+from ckpt_tasks.testing import InjectedError, located
 from ckpt_tasks.upkeep.upkeep import orphans
-from tests.property.disk import Connection, Disk, InjectedError
+from tests.property.disk import Connection, Disk
 from tests.property.schedules import Process, Schedule
-from tests.property.simulated import SimulatedLocation, SimulatedSystem, alone
+from tests.property.simulated import SimulatedSystem, alone
 from tests.property.witness import Listening, Witness
 from tests.support.systems import running_on
 
@@ -144,7 +145,7 @@ class Trainer:
         # How often it goes back to an older checkpoint, which an entry that arrives late may retire.
         self._goes_back = 0.5 if hasty else 0.02
         self._config = CheckpointConfig(
-            checkpoint_dir=SimulatedLocation("simulated", connect=place.store),
+            checkpoint_dir=located(place.store()),
             run_key=KEY,
             step_interval=1,
             max_num_checkpoints=1 if hasty else rng.choice((1, 1, 2)),

@@ -1,4 +1,4 @@
-"""A system whose clocks, threads, random numbers and names come from a schedule, and a location on it."""
+"""A system whose clocks, threads, random numbers and names come from a schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,23 +13,11 @@ from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent  # type: ignore[import-untyped]
 
-from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import System
 from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
 from tests.property.schedules import Schedule
 
-__all__ = ["SimulatedLocation", "SimulatedSystem", "alone"]
-
-
-@dataclass(frozen=True)
-class SimulatedLocation(Location):
-    """A place that is reached by a function: each process has a connection of its own."""
-
-    connect: Callable[[], Store]
-
-    def open(self, run_key: str | None = None) -> Store:
-        return self.connect()
+__all__ = ["SimulatedSystem", "alone"]
 
 
 @contextmanager

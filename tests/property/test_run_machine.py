@@ -30,9 +30,9 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, NoGoodCheckpointError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.testing import Fate, FaultyStore, die, settle
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.servers.s3 import S3Server
-from tests.support.calls import Mode
 from tests.support.places import LocalPlace, MemoryPlace, Place, S3Place
 from tests.support.runs import (
     EXPECTED,
@@ -119,7 +119,7 @@ class RunMachine(RuleBasedStateMachine):
     def process(self) -> Checkpointer:
         """Return the process that holds the directory; a new one restores first, as every process must."""
         if self.ckpt is None:
-            self.ckpt = opened(self.place, **self.options)
+            self.ckpt = self.open()
             self.restore_into(self.ckpt)
         return self.ckpt
 
@@ -148,14 +148,19 @@ class RunMachine(RuleBasedStateMachine):
         self.known, self.pins = {}, set()
         self.last = self.at = self.zombie = None
         self.position, self.crashed, self.had_good = 0, False, False
-        self.ckpt = opened(self.place, **self.options)
+        self.ckpt = self.open()
         assert self.ckpt.restore(state_of(UNTOUCHED)) == 0
 
     def abandon(self) -> None:
         """Let the process die: nothing is released."""
-        if self.ckpt is not None and self.ckpt._tenure is not None:
-            self.ckpt._tenure.quiet()
+        if self.ckpt is not None:
+            die(self.ckpt)
         self.ckpt = None
+
+    def open(self, *, take_over: bool = False) -> Checkpointer:
+        """Open the run, over a store whose requests may fail."""
+        self.store = FaultyStore(self.place.store)
+        return opened(self.place, store=self.store, take_over=take_over, **self.options)
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,25 +169,25 @@ class RunMachine(RuleBasedStateMachine):
         ckpt = self.process()
         step = min(self.position + stride, LAST_STEP)
         saved = ckpt.save(step, state_of(step))
-        ckpt._pruner.finish(60)  # it goes on behind: what follows would be another story each time
+        settle(ckpt)  # it goes on behind: what follows would be another story each time
         self.took(saved)
 
     # Several threads write the data, so that a count over all calls would not mean the same call twice.
     @rule(
         stride=st.integers(1, 3),
         n=st.integers(1, 14),
-        below=st.sampled_from(["/checkpoint_", "/ledger"]),
-        mode=st.sampled_from(["refused", "landed"]),
+        below=st.sampled_from(["^checkpoint_", "^ledger"]),
+        fate=st.sampled_from(["refused", "unanswered"]),
     )
-    def crash_while_saving(self, stride: int, n: int, below: str, mode: Mode) -> None:
+    def crash_while_saving(self, stride: int, n: int, below: str, fate: Fate) -> None:
         ckpt = self.process()
-        ckpt._history.store = self.place.failing(n, mode, below)
+        self.store.on(fate, verb="put put_if_absent delete", name=below, skip=n - 1, times=1)
         step = min(self.position + stride, LAST_STEP)
         try:
             ckpt.save(step, state_of(step))
         except CkptError:
             self.crashed = True
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         self.learn()
         self.abandon()
 
@@ -260,8 +265,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule()
     def take_over(self) -> None:
         self.zombie = self.process()
-        fresh = opened(self.place, take_over=True, **self.options)
-        self.ckpt = fresh
+        self.ckpt = fresh = self.open(take_over=True)
         self.restore_into(fresh)
 
     @precondition(lambda self: self.zombie is not None)
@@ -344,8 +348,8 @@ class RunMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.abandon()
-        if self.zombie is not None and self.zombie._tenure is not None:
-            self.zombie._tenure.quiet()
+        if self.zombie is not None:
+            die(self.zombie)
         self.place.remove()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import located
 from tests.support.calls import WatchedCalls
 
 SIZE = 1 << 18
@@ -58,21 +59,7 @@ def state_at(value: float) -> dict[str, Any]:
 def opened(run_dir: Path, calls: Any = os, **options: Any) -> Checkpointer:
     """Open a run whose store makes these calls, without a memory directory unless one is given."""
     options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
-    store = ckpt._history.store
-    assert isinstance(store, LocalStore)
-    store._calls = calls
-    return ckpt
-
-
-def die(ckpt: Checkpointer) -> None:
-    """Leave everything as a killed process does, once its last snapshot is sealed."""
-    last = ckpt._saver._pipeline._last
-    assert last is None or last.known.wait(30)  # a flush can have failed before the seal was made
-    assert ckpt._tenure is not None
-    ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)  # what the kernel does with the lock of a process that is gone
-    ckpt._saver.tenure = None  # the next Checkpointer of this process knows of no save under way
+    return Checkpointer(CheckpointConfig(checkpoint_dir=located(LocalStore(run_dir, calls=calls)), **options))
 
 
 def committed(run_dir: Path) -> list[int]:

@@ -15,12 +15,10 @@ from urllib.parse import quote
 
 import fsspec
 
-from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.storage.port import Store, WrappedStore
+from ckpt_tasks.storage.port import Store
 from tests.servers.s3 import S3Server
-from tests.support.calls import FailingCalls, Mode
 
 _numbers = count()
 
@@ -39,9 +37,6 @@ class Place(Protocol):
     def options_json(self) -> str: ...
     @property
     def store(self) -> Store: ...
-
-    def failing(self, n: int, mode: Mode, below: str) -> Store:
-        """Return a store whose n-th change below "/checkpoint_" or "/ledger" fails, in the ways of FailingCalls."""
 
     def names(self) -> set[str]: ...
     def everything(self) -> dict[str, bytes]: ...
@@ -73,9 +68,6 @@ class LocalPlace:
     @property
     def store(self) -> LocalStore:
         return LocalStore(self.path)
-
-    def failing(self, n: int, mode: Mode, below: str) -> Store:
-        return LocalStore(self.path, calls=FailingCalls(n, mode, below=below))
 
     def names(self) -> set[str]:
         return {str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file()}
@@ -138,9 +130,6 @@ class S3Place:
 
     def through(self, endpoint: str) -> S3Place:
         return replace(self, endpoint=endpoint)
-
-    def failing(self, n: int, mode: Mode, below: str) -> Store:
-        return FailingStore(self.store, n, mode, below)
 
     def names(self) -> set[str]:
         return {key.removeprefix(f"{self.prefix}/") for key in self._keys()}
@@ -224,9 +213,6 @@ class MemoryPlace:
     def _files(self) -> Any:
         return fsspec.filesystem("memory")
 
-    def failing(self, n: int, mode: Mode, below: str) -> Store:
-        return FailingStore(self.store, n, mode, below)
-
     def names(self) -> set[str]:
         base = f"/tests/{self.name}"
         return {path.removeprefix(f"{base}/") for path in self._files.find(base)} if self._files.exists(base) else set()
@@ -253,29 +239,3 @@ class MemoryPlace:
     def remove(self) -> None:
         if self._files.exists(self.url):
             self._files.rm(self.url, recursive=True)
-
-
-class FailingStore(WrappedStore):
-    """Let the n-th change below a prefix fail: "refused", or "landed": done, and its answer lost."""
-
-    def __init__(self, inner: Store, n: int, mode: Mode, below: str):
-        super().__init__(inner)
-        self._left, self._mode, self._below = n, mode, below.removeprefix("/")
-
-    def put(self, name: str, body: Any) -> None:
-        self._change(name, lambda: self.inner.put(name, body))
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        self._change(name, lambda: self.inner.put_if_absent(name, body))
-
-    def delete(self, name: str) -> None:
-        self._change(name, lambda: self.inner.delete(name))
-
-    def _change(self, name: str, change: Any) -> None:
-        self._left -= name.startswith(self._below)
-        if self._left != 0 or not name.startswith(self._below):
-            change()
-            return
-        if self._mode == "landed":
-            change()
-        raise StoreError("failed on purpose", key=name)

@@ -20,6 +20,9 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
+from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.testing import located
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.support.places import LocalPlace, Place
 
@@ -64,23 +67,17 @@ def place_of(root: Root) -> Place:
     return LocalPlace(root) if isinstance(root, Path) else root
 
 
-def options(root: Root, **more: Any) -> CheckpointConfig:
-    place = place_of(root)
-    chosen = {"max_num_checkpoints": 2, "memory_dir": None, **more}
-    return CheckpointConfig(checkpoint_dir=place.location, **chosen)
+def options(location: Location, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=location, **{"max_num_checkpoints": 2, "memory_dir": None, **more})
 
 
-def opened(root: Root, *, calls: Calls = os, take_over: bool = False, **more: Any) -> Checkpointer:
+def opened(
+    root: Root, *, calls: Calls = os, store: Store | None = None, take_over: bool = False, **more: Any
+) -> Checkpointer:
     """Return a Checkpointer on a run directory; a local store makes its calls through `calls`."""
-    ckpt = Checkpointer(options(root, **more), take_over=take_over)
-    ckpt._history.store = place_of(root).store if calls is os else LocalStore(place_of(root).url, calls=calls)
-    return ckpt
-
-
-def died(ckpt: Checkpointer) -> None:
-    """Leave a Checkpointer as the death of its process does: nothing is released, and its heart beats no more."""
-    if ckpt._tenure is not None:
-        ckpt._tenure.quiet()
+    if store is None:
+        store = place_of(root).store if calls is os else LocalStore(place_of(root).url, calls=calls)
+    return Checkpointer(options(located(store), **more), take_over=take_over)
 
 
 def train(root: Root, *steps: int, **more: Any) -> None:

@@ -1,0 +1,25 @@
+"""What tests do with a Checkpointer that stands for a process of its own: let the process die, or come to rest."""
+
+from __future__ import annotations
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+
+__all__ = ["die", "settle"]
+
+
+def die(ckpt: Checkpointer) -> None:
+    """Leave a Checkpointer as the death of its process does: nothing is released, and its memory stays for the next.
+
+    Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may be its restart.
+    """
+    ckpt._saver.wait_sealed()
+    if ckpt._tenure is not None:
+        ckpt._tenure.quiet()
+    ckpt._cache.close(keep=True)  # the kernel frees the lock of a process that is gone
+    ckpt._saver.tenure = None
+
+
+def settle(ckpt: Checkpointer) -> None:
+    """Wait until saves under way have ended, and the prune behind them; a failure is kept for the next call."""
+    ckpt._saver.wait_idle()
+    ckpt._pruner.finish(60.0)
