@@ -195,8 +195,7 @@ def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path)
         import itertools, time
         from pathlib import Path
         from tests.crash.memory_loop import state_of
-        from ckpt_tasks.testing import die
-from tests.support.pipelines import Gate, Refusing, committed, opened
+        from tests.support.pipelines import Gate, opened
         options = dict(memory_dir={str(memory)!r}, flush_timeout_s=1.0)
         with opened(Path({str(run_dir)!r}), Gate(), **options) as ckpt:
             for step in itertools.count(1):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.digests import canonical_json, digest_hex
+from ckpt_tasks.testing import die, settle
 from tests.faults.hostile import Hostile, config, state_of
 from tests.faults.hostile_cases import THINGS, Case
 
@@ -21,24 +22,17 @@ _WHOLE = {"a sparse for the lock", *(f"a {thing} for the .seal.json" for thing i
 _WHOLE |= set() if os.geteuid() == 0 else {"a lock of others"}
 
 
-class LeftError(Exception):
-    """Ends a `with` block so that what is in memory is kept."""
-
-
 def filled(h: Hostile) -> Path:
     """Let a process go on from the run and die with a snapshot in memory; return the run's own directory there."""
     memory = h.outside.parent / "memory"
     shutil.rmtree(memory, ignore_errors=True)
     memory.mkdir()
     ckpt = Checkpointer(config(h.root, memory_dir=str(memory)), take_over=True)
-    try:
-        with ckpt:
-            ckpt.restore(state_of(0))
-            ckpt.save(NEXT, state_of(NEXT), metrics={"loss": 0.1})
-            raise LeftError
-    except LeftError:
-        ckpt._pruner.finish(60)  # a process that died would not go on either
-        return next(memory.glob("ckpt-tasks-*/*"))
+    ckpt.restore(state_of(0))
+    ckpt.save(NEXT, state_of(NEXT), metrics={"loss": 0.1})
+    settle(ckpt)
+    die(ckpt)
+    return next(memory.glob("ckpt-tasks-*/*"))
 
 
 def slot_of(run: Path) -> Path:

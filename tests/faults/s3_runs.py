@@ -12,9 +12,9 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
+from ckpt_tasks.testing import located
 from tests.servers.s3 import S3Server
 from tests.support.chaos import Chaos
 from tests.support.ledgers import ME, take
@@ -128,13 +128,10 @@ class Place:
         **more: Any,
     ) -> Checkpointer:
         """Return the run behind the proxy; nothing is kept in shared memory: what is restored comes from the store."""
-        location = Location(self.url, storage_options=storage_options or self.options())
+        store = ObjectStore(self.url, storage_options or self.options())
+        location = located(store, deadline_s=deadline_s)  # a run's own is minutes
         given = {"memory_dir": None, "max_num_checkpoints": None, **more}
-        ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=location, **given), take_over=take_over)
-        store = ckpt._history.store
-        assert isinstance(store, RetryingStore)
-        store._deadline_s = deadline_s  # a run's own is minutes
-        return ckpt
+        return Checkpointer(CheckpointConfig(checkpoint_dir=location, **given), take_over=take_over)
 
     def of_entry(self, n: int) -> list[Exchange]:
         """List the requests for one ledger entry, in the order in which they came."""

@@ -1,50 +1,41 @@
-"""The chaos proxy changes no byte, breaks off exactly where its faults say, and keeps answers back.
+"""The chaos proxy changes no byte, strikes the requests that a rule means, and says when it missed.
 
-What the other faults do is seen by the tests of S3 that use them: each fails without its fault. Those of an answer that
-is lost or late would not.
+What most faults do is seen by the tests of S3 that use them: each fails without its fault. Those of an answer that is
+lost or late would not.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from asyncio import IncompleteReadError, StreamReader
+from contextlib import closing, suppress
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
+from botocore.exceptions import BotoCoreError, ClientError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.servers.s3 import S3Server
-from tests.support.chaos import Chaos
-from tests.support.rules import Fault, Gate
+from tests.support import answers
+from tests.support.chaos import Chaos, MissedError
+from tests.support.rules import Fault
+from tests.support.wire import Body, Head
 
 DATA = bytes(n * n % 251 for n in range(300_001))
-
-
-class Medium:
-    """The server's store, seen past the proxy."""
-
-    def __init__(self, server: S3Server, bucket: str):
-        self.client, self.bucket = server.client(), bucket
-
-    def names(self) -> list[str]:
-        return [held["Key"] for held in self.client.list_objects_v2(Bucket=self.bucket).get("Contents", [])]
-
-    def read(self, key: str) -> bytes:
-        content: bytes = self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
-        return content
-
-    def put(self, key: str, data: bytes) -> None:
-        self.client.put_object(Bucket=self.bucket, Key=key, Body=data)
+SLOW = Fault(answer=answers.SLOW_DOWN)
 
 
 @pytest.fixture
-def medium(ministack: S3Server, bucket: str) -> Medium:
-    return Medium(ministack, bucket)
+def past(ministack: S3Server) -> Any:
+    """A client that does not go through the proxy."""
+    return ministack.client()
 
 
 @pytest.fixture
@@ -53,113 +44,60 @@ def client(ministack: S3Server, chaos: Chaos) -> Any:
     return ministack.through(chaos.endpoint).client(response_checksum_validation="when_required")
 
 
-@contextmanager
-def raw_get(client: Any, bucket: str, key: str) -> Iterator[http.client.HTTPResponse]:
-    """Send a GET over a bare connection, which hands out what came before an error too."""
-    parts = urlsplit(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}))
-    with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
-        connection.request("GET", f"{parts.path}?{parts.query}")
-        with connection.getresponse() as answer:
-            yield answer
+def read(client: Any, bucket: str, key: str = "a") -> bytes:
+    content: bytes = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+    return content
 
 
-# ── nothing is changed by standing between ───────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("size_bytes", [0, 9_000_001])
-def test_bytes_pass_unchanged(client: Any, medium: Medium, size_bytes: int) -> None:
-    """Without a rule, a body of any size is the same on the other side, both ways."""
-    data = (DATA * 31)[:size_bytes]
-    client.put_object(Bucket=medium.bucket, Key="a", Body=data)
-    assert medium.read("a") == data
-    assert client.get_object(Bucket=medium.bucket, Key="a")["Body"].read() == data
-    assert client.head_object(Bucket=medium.bucket, Key="a")["ContentLength"] == size_bytes
-
-
-def test_signatures_stay_valid(liar: S3Server) -> None:
+def test_bytes_and_signatures_pass_unchanged(liar: S3Server) -> None:
     """A server that verifies signatures, which cover the Host field, accepts what comes through, and nothing else."""
     with Chaos(liar.endpoint) as proxy, liar.fresh_bucket() as bucket:
         client = liar.through(proxy.endpoint).client()
-        client.put_object(Bucket=bucket, Key="a b/ü+?", Body=DATA)
-        assert client.get_object(Bucket=bucket, Key="a b/ü+?")["Body"].read() == DATA
+        for data in (b"", DATA * 31):
+            client.put_object(Bucket=bucket, Key="a b/ü+?", Body=data)
+            assert read(client, bucket, "a b/ü+?") == data == read(liar.client(), bucket, "a b/ü+?")
+            assert client.head_object(Bucket=bucket, Key="a b/ü+?")["ContentLength"] == len(data)
         assert proxy.log[-1].key == "a b/ü+?"
-        assert f"http://{proxy.log[-1].headers['host']}" == proxy.endpoint
         stranger = S3Server(name="", endpoint=proxy.endpoint, key=liar.key, secret="guessed", pid=0).client()
         with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
-            stranger.get_object(Bucket=bucket, Key="a b/ü+?")
-
-
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+            read(stranger, bucket, "a b/ü+?")
 
 
 @pytest.mark.parametrize("at", [0, 100_000])
-def test_a_request_is_reset_in_its_body(client: Any, chaos: Chaos, medium: Medium, at: int) -> None:
+def test_a_request_is_reset_in_its_body(client: Any, past: Any, chaos: Chaos, bucket: str, at: int) -> None:
     """Exactly so many bytes of the body go on before both connections are torn down; the server stores nothing."""
     chaos.on(Fault(reset_request_at=at), operation="PutObject")
     with pytest.raises(BotoCoreError):
-        client.put_object(Bucket=medium.bucket, Key="a", Body=DATA)
+        client.put_object(Bucket=bucket, Key="a", Body=DATA)
     assert [put.sent_bytes for put in chaos.requests()] == [at]
-    assert medium.names() == []
-
-
-def test_a_duplicate_undoes_what_came_after(client: Any, chaos: Chaos, medium: Medium) -> None:
-    """A PUT is sent again when its gate opens: an unconditional one writes its bytes over newer ones."""
-    gate = Gate()
-    chaos.on(Fault(duplicate=gate), operation="PutObject", times=1)
-    client.put_object(Bucket=medium.bucket, Key="a", Body=DATA * 40)
-    client.put_object(Bucket=medium.bucket, Key="a", Body=b"newer")
-    assert medium.read("a") == b"newer"
-    gate.open()
-    chaos.settle()
-    assert medium.read("a") == DATA * 40
-    assert [put.duplicate for put in chaos.log] == [False, False, True]
-    assert len(chaos.requests()) == 2
-
-
-def test_a_slow_body_comes_in_small_pieces(client: Any, chaos: Chaos, medium: Medium) -> None:
-    """A throttled body is handed on bit by bit, and whole in the end, both ways."""
-    chaos.on(Fault(throttle_bytes_per_s=100_000))
-    client.put_object(Bucket=medium.bucket, Key="a", Body=DATA[:30_000])
-    assert medium.read("a") == DATA[:30_000]
-    with raw_get(client, medium.bucket, "a") as answer:
-        first = answer.read(1)
-        assert chaos.log[-1].received_bytes < 30_000  # without the fault it would be one piece
-        assert first + answer.read() == DATA[:30_000]
-
-
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    assert past.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
 
 
 @pytest.mark.parametrize("torn", [True, False], ids=["torn", "ended"])
 @pytest.mark.parametrize("at", [0, 262_144])
-def test_an_answer_ends_early(client: Any, chaos: Chaos, medium: Medium, at: int, torn: bool) -> None:
+def test_an_answer_ends_early(client: Any, past: Any, chaos: Chaos, bucket: str, at: int, torn: bool) -> None:  # noqa: PLR0917 (fixtures and parameters)
     """Exactly so many bytes of the body come before the connection is torn down, or ends in good order."""
-    medium.put("a", DATA)
+    past.put_object(Bucket=bucket, Key="a", Body=DATA)
     chaos.on(Fault(reset_answer_at=at) if torn else Fault(truncate_answer_at=at), operation="GetObject")
-    with raw_get(client, medium.bucket, "a") as answer:
-        assert answer.status == 200
-        assert answer.length == len(DATA)
-        assert answer.read(at) == DATA[:at]
-        with pytest.raises(ConnectionResetError if torn else http.client.IncompleteRead):
-            answer.read()
+    parts = urlsplit(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "a"}))
+    with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
+        connection.request("GET", f"{parts.path}?{parts.query}")
+        with connection.getresponse() as answer:  # a bare connection hands out what came before an error too
+            assert (answer.status, answer.length, answer.read(at)) == (200, len(DATA), DATA[:at])
+            with pytest.raises(ConnectionResetError if torn else http.client.IncompleteRead):
+                answer.read()
 
 
-def test_a_dropped_answer_leaves_the_object(client: Any, chaos: Chaos, medium: Medium) -> None:
-    """The server has stored the object; its client learns nothing but that the connection broke."""
-    chaos.on(Fault(drop_answer=True), operation="PutObject")
+@pytest.mark.parametrize("fault", [Fault(drop_answer=True), Fault(hold_answer=60.0)], ids=["lost", "late"])
+def test_an_answer_that_never_comes_leaves_the_object(
+    ministack: S3Server, past: Any, chaos: Chaos, bucket: str, fault: Fault
+) -> None:
+    """The server has stored the object; its client learns nothing but that the connection broke, or took too long."""
+    chaos.on(fault, operation="PutObject")
     with pytest.raises(BotoCoreError):
-        client.put_object(Bucket=medium.bucket, Key="a", Body=DATA)
-    assert medium.read("a") == DATA
+        ministack.through(chaos.endpoint).client(read_timeout=0.5).put_object(Bucket=bucket, Key="a", Body=DATA)
+    assert read(past, bucket) == DATA
     assert [(put.status, put.server_status) for put in chaos.requests()] == [(None, 200)]
-
-
-def test_an_answer_may_come_too_late(ministack: S3Server, chaos: Chaos, medium: Medium) -> None:
-    """An answer that is held longer than its client waits is a time-out there, and a success at the server."""
-    chaos.on(Fault(hold_answer=60.0), operation="PutObject")
-    hasty = ministack.through(chaos.endpoint).client(read_timeout=0.5)
-    with pytest.raises(ReadTimeoutError):
-        hasty.put_object(Bucket=medium.bucket, Key="a", Body=DATA)
-    assert medium.read("a") == DATA
 
 
 def test_who_hangs_up_is_not_forgotten() -> None:
@@ -176,3 +114,102 @@ def test_who_hangs_up_is_not_forgotten() -> None:
                 server.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
                 chaos.settle()
         assert [exchange.server_status for exchange in chaos.log] == [200]
+
+
+def struck(client: Any, bucket: str, keys: str, **more: Any) -> str:
+    """Put an object under each letter; return the letters whose request was struck."""
+    hit = ""
+    for key in keys:
+        try:
+            client.put_object(Bucket=bucket, Key=key, Body=b"1", **more)
+        except ClientError as error:
+            hit += key if error.response["Error"]["Code"] == "SlowDown" else "?"
+    return hit
+
+
+def test_a_rule_means_what_it_says(client: Any, chaos: Chaos, bucket: str) -> None:
+    """Method, bucket, key, query, fields, count and chance choose the request; the first rule that matches strikes."""
+    chaos.on(SLOW, method="PUT", bucket=bucket, key="^[bcd]$", headers={"if-none-match": "[*]"})
+    chaos.on(SLOW, bucket="elsewhere")
+    chaos.on(SLOW, query={"prefix": "^x"})
+    assert struck(client, bucket, "abcde") == ""
+    assert struck(client, bucket, "c", IfNoneMatch="*") == "c"
+    assert read(client, bucket, "c") == b"1"
+    assert client.list_objects_v2(Bucket=bucket, Prefix="y")["KeyCount"] == 0
+    with pytest.raises(ClientError):
+        client.list_objects_v2(Bucket=bucket, Prefix="x/")
+    chaos.off()
+    first = chaos.on(Fault(answer=answers.INTERNAL_ERROR), operation="PutObject", skip=2, times=1)
+    second = chaos.on(SLOW, times=1)
+    assert (struck(client, bucket, "abcdefgh"), first.hits, second.hits) == ("a?", 1, 1)
+    chaos.off()
+    hits = []
+    for seed in (1, 1, 2):
+        rule = chaos.on(SLOW, operation="PutObject", probability=0.5, seed=seed)
+        hits.append(struck(client, bucket, "abcdefghijklmnop"))
+        chaos.off(rule)
+    assert hits[0] == hits[1] != hits[2]
+    for nothing in (Fault(), Fault(server_acts=True)):
+        with pytest.raises(AssertionError):
+            chaos.on(nothing)
+
+
+MISSES = [Fault(flip_answer_at=3), Fault(reset_answer_at=3), Fault(truncate_answer_at=3), Fault(reset_request_at=0)]
+
+
+@pytest.mark.parametrize("fault", MISSES, ids=lambda fault: fault.names()[0])
+def test_a_fault_that_misses_is_an_error(ministack: S3Server, past: Any, bucket: str, fault: Fault) -> None:
+    """A byte that the body does not have fails the test that asked for it; an error that it caused has it as a note."""
+    past.put_object(Bucket=bucket, Key="a", Body=b"123")
+    for caught in (True, False):
+        proxy = Chaos(ministack.endpoint)
+
+        def fetch(proxy: Chaos = proxy) -> None:
+            proxy.on(fault, operation="GetObject")
+            read(ministack.through(proxy.endpoint).client(), bucket)
+
+        with pytest.raises((MissedError, BotoCoreError)) as told, proxy, suppress(*[BotoCoreError] * caught):
+            fetch()
+        assert isinstance(told.value, MissedError) or "MissedError" in told.value.__notes__[0]
+
+
+# ── bodies on the wire ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parsed(head: Head, sent: bytes, most: int, **how: bool) -> tuple[list[bytes], bytes]:
+    """Read a body from its bytes on the wire; return its pieces, and the bytes with which it is sent on."""
+
+    async def parse() -> tuple[list[bytes], bytes]:
+        reader = StreamReader()
+        reader.feed_data(sent)
+        reader.feed_eof()
+        body = Body(reader, head, **how)
+        pieces = [piece async for piece in body.pieces(most)]
+        return pieces, b"".join(map(body.framed, pieces)) + body.end()
+
+    return asyncio.run(parse())
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300)), st.integers(1, 64), st.sampled_from([b"", b"a: b\r\n"]))
+def test_chunks_are_passed_on_as_chunks(data: bytes, cuts: list[int], most: int, trailer: bytes) -> None:
+    """However a body is cut into chunks, its content and its trailer come out, and again from what is sent on."""
+    head = Head("PUT / HTTP/1.1", (("Transfer-Encoding", "chunked"),))
+    ends = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    chunks = b"".join(b"%X;note=1\r\n%b\r\n" % (end - start, data[start:end]) for start, end in pairwise(ends))
+    end = b"0\r\n" + trailer + b"\r\n"
+    pieces, onward = parsed(head, chunks + end, most)
+    assert b"".join(pieces) == data
+    assert all(len(piece) <= most for piece in pieces)
+    assert onward.endswith(end)
+    assert b"".join(parsed(head, onward, most)[0]) == data
+
+
+def test_a_body_knows_its_end() -> None:
+    """Without a length a request has no body, and an answer goes on to the end of the connection."""
+    bare, sized = Head("", ()), Head("", (("content-length", "3"),))
+    assert parsed(bare, b"123", 9) == ([], b"")
+    assert parsed(bare, b"123", 9, to_the_end=True) == ([b"123"], b"123")
+    assert parsed(sized, b"123next", 9, to_the_end=True) == ([b"123"], b"123")
+    assert parsed(sized, b"", 9, empty=True) == ([], b"")
+    with pytest.raises(IncompleteReadError):
+        parsed(sized, b"12", 9)

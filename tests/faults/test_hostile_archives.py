@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
-import signal
-import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,37 +25,8 @@ from ckpt_tasks.copying.sources import Source, SourceTensor, open_source
 from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.tensors.tensors import same_bits
 from tests.faults.archives import BOMBS, PLACES, bomb, directories, safetensors_files, torch_files, unzipped, zipped
+from tests.faults.judged import judged
 from tests.support.cli_runs import config
-
-CPU_S = 30
-MOST_KIB = 700 << 10
-MORE_BYTES = 3 << 30  # of address space, beside what the process has: 256 MiB of text and what JSON makes of it
-
-
-def judged(look: Callable[[], str]) -> str:
-    """Return what a forked child answers, with bounded memory and time; a signal or a traceback fails the test."""
-    out, into = os.pipe()
-    if (child := os.fork()) == 0:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + MORE_BYTES, resource.RLIM_INFINITY))
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            os.write(into, look().encode()[:60000])
-            more_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            assert more_kib < MOST_KIB, f"it took {more_kib} KiB"
-        except BaseException:  # noqa: BLE001 (a fork of pytest must end here)
-            os.write(into, traceback.format_exc().encode()[-60000:])
-            os._exit(1)
-        os._exit(0)
-    os.close(into)
-    with os.fdopen(out, "rb") as pipe:
-        told = pipe.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0, f"{signal.Signals(-status).name if status < 0 else status}: {told}"
-    return told
 
 
 def imported(source: Path, run_dir: Path) -> str:

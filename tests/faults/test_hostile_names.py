@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +22,18 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.hostile import NEWEST, Hostile, train
-from tests.faults.hostile_cases import ENTRY_PLACES, MANIFEST_PLACES, attempt_of
+from tests.faults.hostile_values import attempt_of, put_at
 
-FIELDS = {
-    **{f"entry's {field}": field for field in ("manifest", "reuses", "retired", "list", "table")},
-    **{f"manifest's {field}": field for field in ("object", "index")},
-    "index's object": "row",
+# Where each field is, and what stands there for a name.
+FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "entry's manifest": ("state/live/-1/manifest", str),
+    "entry's reuses": ("state/live/-1/reuses", lambda name: [name]),
+    "entry's retired": ("state/retired", lambda name: [name]),
+    "entry's list": ("state/live", lambda name: {"object": name, "digest": "0" * 32}),
+    "entry's table": ("state/evaluations/0/table", str),
+    "manifest's object": ("objects/-1/0", str),
+    "manifest's index": ("index/0", str),
+    "index's object": ("", str),
 }
 # Which kinds of name a field may hold. What it names has to exist as well; but that is found where it is read.
 TAKEN = {
@@ -92,19 +100,20 @@ def h(base: Path, tmp_path: Path) -> Hostile:
 
 def put(h: Hostile, field: str, name: str) -> None:
     """Write a name into a field, and bytes with the digest that the field says to where the name leads."""
+    path, value = FIELDS[field]
     if field.startswith("entry's"):
-        h.change_entry(lambda body: ENTRY_PLACES[FIELDS[field]](body, name))
+        h.change_entry(lambda body: put_at(body, path, value(name)))
     elif field.startswith("manifest's"):
-        h.change_manifest(lambda body: MANIFEST_PLACES[FIELDS[field]](body, name))
+        h.change_manifest(lambda body: put_at(body, path, value(name)))
     else:
         first, *rest = h.rows()
         h.put_rows([first._replace(object=name), *rest])
-    path = h.root / name
-    if field == "entry's table" and not path.is_dir():
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(h.entry_path().read_bytes())  # what would stand in the ledger of a backup
-        digest = digest_hex(path.read_bytes())
+    there = h.root / name
+    if field == "entry's table" and not there.is_dir():
+        if not there.exists():
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(h.entry_path().read_bytes())  # what would stand in the ledger of a backup
+        digest = digest_hex(there.read_bytes())
         h.change_entry(lambda body: body["state"]["evaluations"][0].update(table_digest=digest))
 
 

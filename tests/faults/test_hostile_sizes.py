@@ -21,7 +21,8 @@ from ckpt_tasks.format.parsing import MAX_CONTAINERS, MAX_VALUES
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from tests.faults.hostile import Body, Hostile, train
-from tests.faults.hostile_cases import add_to_tree, attempt_of
+from tests.faults.hostile_cases import add_to_tree
+from tests.faults.hostile_values import attempt_of
 from tests.support.resources import counted_steps
 
 FEW = 300

@@ -16,6 +16,7 @@ from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
+from ckpt_tasks.testing import settle
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.storage.conformance import pattern
 from tests.support import answers
@@ -169,24 +170,6 @@ def test_a_head_that_is_refused_without_a_word(place: Place) -> None:
         store.size("there")
 
 
-@pytest.mark.parametrize("operation", ["PutObject", "GetObject", "ListObjects"])
-def test_permission_that_is_taken_within_a_run_and_given_back(place: Place, operation: str) -> None:
-    """P28: a save fails and says why; what was committed stays, and the same run goes on when it may again."""
-    with place.run() as ckpt:
-        ckpt.save(1, state_of(1))
-        denied = place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation=operation)
-        with pytest.raises(CkptError, match=r"may not do this|cannot be known"):
-            ckpt.save(2, state_of(2))
-        place.chaos.off(denied)
-        ckpt.save(3, state_of(3))
-    steps = commits(place.truth)
-    assert (steps[0], steps[-1]) == (1, 3)
-    state = state_of(0)
-    with place.run() as ckpt:
-        assert ckpt.restore(state) == 3
-    assert is_state(state, 3)
-
-
 VERBS = [
     *("ListObjects", "GetObject", "PutObject", "PutObject GetObject", "DeleteObjects"),
     "PutObject GetObject ledger",  # all objects are there, but not the entry that would name them
@@ -210,7 +193,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
             ckpt.step(step, state_of(step))
             with suppress(StoreError):  # CommitUncertainError is none
                 ckpt.wait()
-                ckpt._pruner.finish(60)
+                settle(ckpt)
         told = [record.getMessage() for record in caplog.records if re.search(said, record.getMessage())]
         if verbs == "DeleteObjects":
             assert len(told) == 1
@@ -305,7 +288,7 @@ def test_a_listing_that_is_old_is_named(place: Place, caplog: Records) -> None:
         place.chaos.on(Fault(replay=True), operation="ListObjects", query={"prefix": "ledger"})
         for step in (2, 3, 4):
             ckpt.save(step, state_of(step))
-            assert ckpt._history.head().next_n == step + 1  # as the heartbeat asks
+            assert ckpt.run.head().next_n == step + 1  # as the heartbeat asks
         place.chaos.off()
     told = [record.getMessage() for record in caplog.records if "its listing lacks ledger entry" in record.getMessage()]
     assert len(told) == 1

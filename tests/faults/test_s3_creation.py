@@ -42,13 +42,10 @@ def probes(place: Place) -> int:
     "fault",
     [
         Fault(drop_answer=True),
-        Fault(answer=answers.SLOW_DOWN, server_acts=True),
         Fault(answer=answers.PRECONDITION_FAILED, server_acts=True),
-        Fault(answer=answers.NO_SUCH_KEY, server_acts=True),
-        Fault(answer=answers.INTERNAL_ERROR),
         Fault(answer=answers.CONDITIONAL_CONFLICT),
     ],
-    ids=lambda fault: f"{'-'.join(fault.names())}-{fault.answer.status if fault.answer else ''}",
+    ids=lambda fault: "-".join(fault.names()),
 )
 def test_a_good_store_is_not_refused_for_a_bad_line(place: Place, fault: Fault) -> None:
     """P33: a third of the answers to the trial's writes are lost or wrong: the store is found to do what it must."""
@@ -129,18 +126,17 @@ def run_on(lying: Place, *, single_writer: bool = False) -> Checkpointer:
     return Checkpointer(CheckpointConfig(checkpoint_dir=location, memory_dir=None))
 
 
-def test_a_liar_is_refused_with_a_hint(lying: Place) -> None:
-    """P33: a server that heeds no condition lets the second writer win: the run is refused, with the way out."""
+def test_a_liar_serves_a_single_writer(lying: Place) -> None:
+    """P33: a server that heeds no condition is refused, with the way out: who vouches for being alone may use it.
+
+    format.json says so, and later processes need not say it again.
+    """
+    past = Past(lying.server, lying.bucket, lying.prefix)
     with run_on(lying) as ckpt, pytest.raises(ConfigError, match=r"second writer.*single_writer=True"):
         ckpt.save(1, state_of(1))
-    assert [name for name in Past(lying.server, lying.bucket, lying.prefix).names() if "probe/" not in name] == []
-
-
-def test_a_liar_serves_a_single_writer(lying: Place) -> None:
-    """P33: who vouches for being alone may use it; format.json says so, and later processes need not say it again."""
+    assert [name for name in past.names() if "probe/" not in name] == []
     with run_on(lying, single_writer=True) as ckpt:
         ckpt.save(1, state_of(1))
-    past = Past(lying.server, lying.bucket, lying.prefix)
     assert written(past)["single_writer"] is True
     assert written(past)["proved"]["put_if_absent"] is False
     with run_on(lying) as ckpt:

@@ -52,12 +52,6 @@ def use(store: Store, name: str) -> None:
     assert name in store.names("")
 
 
-def test_a_forked_child_uses_the_store(store: ObjectStore) -> None:
-    """S3's client belongs to one process: the child makes its own, and what it writes the parent sees."""
-    assert in_child(lambda: use(store, "by/child")) == 0
-    assert store.get("by/child", 10) == b"child"
-
-
 def test_the_parents_connections_live_on(store: ObjectStore) -> None:
     """A child that used the store, or dropped it, closed nothing of the parent's: its next requests do not stall."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tasks import testing
 from tests.house.sources import ROOT, files, imports, module_name, parse, where
 from tests.house.test_private_names import is_private
 
@@ -90,6 +91,7 @@ def made_here(tree: ast.AST) -> set[str]:
 def test_a_name_is_imported_from_its_home() -> None:
     """A module imports each name from the module that defines it: the import tells a reader where that is."""
     homes = {module_name(path): made_here(parse(path)) for path in SOURCES if path.name != "__init__.py"}
+    homes["ckpt_tasks.testing"] |= {*testing.__all__}  # what it offers, wherever it is made
     wrong = [
         f"{where(path, node.lineno)}: {alias.name} is not made in {node.module}"
         for path in files("ckpt_tasks", "flows", "tests", "benchmarks", "tools")

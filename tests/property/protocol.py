@@ -356,8 +356,7 @@ def play(seed: int, ablation: Ablation | None = None) -> Outcome:
             place.witness.wrong("".join(traceback.format_exception(error)))
         finally:
             schedule.end()
-    witness = place.witness
-    owner = witness.state.owner
+    witness, owner = place.witness, place.witness.state.owner
     epochs = owner.epoch if owner else 0
     trace, retried = tuple(schedule.trace), place.retrying
     return Outcome(

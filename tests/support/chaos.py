@@ -1,6 +1,6 @@
-"""An HTTP/1.1 proxy before an S3 server that loses, holds, repeats, cuts, alters and invents what passes through it.
+"""An HTTP/1.1 proxy before an S3 server that loses, holds, cuts, alters and invents what passes through it.
 
-It runs in a thread of the test. Bodies are passed on piece by piece; only a request that is held or sent twice is kept,
+It runs in a thread of the test. Bodies are passed on piece by piece; only a request that is held is kept,
 beyond 8 MiB in a file. The Host field goes on as it came, so signatures stay valid. Every request to the server has a
 connection of its own: no fault can be blamed on one that went stale.
 """
@@ -55,8 +55,8 @@ class Chaos:
         self.log: list[Exchange] = []  # in the order in which the requests came
         self._rules: tuple[Rule, ...] = ()
         self._remembered: dict[str, tuple[Head, bytes]] = {}
-        self._busy = 0  # requests and duplicates that are under way
-        # Nobody else holds a duplicate, or a client that has hung up while the server is asked.
+        self._busy = 0  # requests that are under way
+        # Nobody else holds a client that has hung up while the server is asked.
         self._tasks: set[asyncio.Task[None] | None] = set()
         self._errors: list[Exception] = []
         self._started = threading.Event()
@@ -73,12 +73,11 @@ class Chaos:
         self._rules = tuple(rule for rule in self._rules if rules and rule not in rules)
 
     def requests(self, **match: Any) -> list[Exchange]:
-        """Return the requests so far that match, without those that the proxy sent a second time."""
-        wanted = Match(**match)
-        return [exchange for exchange in self.log if wanted(exchange) and not exchange.duplicate]
+        """Return the requests so far that match."""
+        return [*filter(Match(**match), self.log)]
 
     def settle(self, timeout_s: float = 60) -> None:
-        """Wait until the server has answered every request that came in, and every duplicate; gates must be open.
+        """Wait until the server has answered every request that came in; gates must be open.
 
         It is then known what the server did, also with a request whose sender gave up.
         """
@@ -186,14 +185,10 @@ class Chaos:
         if fault.replay and exchange.target in self._remembered:
             await _retell(writer, exchange, *self._remembered[exchange.target])
             return True
-        with ExitStack() as kept_open, ExitStack() as connected:
-            kept = kept_open.enter_context(tempfile.SpooledTemporaryFile(_MEMORY_BYTES))
+        with ExitStack() as connected:
+            kept = connected.enter_context(tempfile.SpooledTemporaryFile(_MEMORY_BYTES))
             up = await self._connect(connected)
             answer = await _ask(exchange, fault, request, up, kept)
-            if fault.duplicate is not None:
-                again = self._again(exchange, fault.duplicate, request, kept, kept_open.pop_all())
-                self._busy += 1
-                self._tasks.add(asyncio.create_task(again))
             if fault.replay:
                 content = b"".join([piece async for piece in _content(exchange, answer, up[0]).pieces()])
                 await _retell(writer, exchange, *self._remembered.setdefault(exchange.target, (answer, content)))
@@ -211,24 +206,6 @@ class Chaos:
         writer.transport.set_write_buffer_limits(0)
         connected.callback(reset, writer)
         return reader, writer
-
-    async def _again(
-        self, first: Exchange, when: Gate | float, request: _Request, kept: IO[bytes], kept_open: ExitStack
-    ) -> None:
-        """Send a request to the server a second time, as a router that kept a copy; nobody hears the answer."""
-        with kept_open, ExitStack() as connected:
-            await _hold(when)
-            exchange = replace(first, duplicate=True, status=None, server_status=None, sent_bytes=0, received_bytes=0)
-            self.log.append(exchange)
-            try:
-                up = await self._connect(connected)
-                answer = await _ask(exchange, Fault(), request, up, kept, again=True)
-                async for piece in _content(exchange, answer, up[0]).pieces():
-                    exchange.received_bytes += len(piece)
-            except Exception as error:  # noqa: BLE001 (raised on leaving: nobody waits for this task)
-                self._errors.append(error)
-            finally:
-                self._busy -= 1
 
 
 async def _hold(until: Gate | float | None) -> None:
@@ -255,12 +232,10 @@ async def _from(kept: IO[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def _ask(
-    exchange: Exchange, fault: Fault, request: _Request, up: _Connection, kept: IO[bytes], *, again: bool = False
-) -> Head:
-    """Send a request to the server and return the head of its answer; `again`: the body is what was kept."""
+async def _ask(exchange: Exchange, fault: Fault, request: _Request, up: _Connection, kept: IO[bytes]) -> Head:
+    """Send a request to the server and return the head of its answer."""
     head, body = request
-    pieces = _from(kept) if again else _paced(body, fault)
+    pieces = _paced(body, fault)
     if fault.hold_request is not None:
         async for piece in pieces:
             kept.write(piece)
@@ -268,8 +243,6 @@ async def _ask(
         pieces = _from(kept)
     listening = await _push(up[1], head.replacing(*_HOP, *fault.without, by=(("Connection", "close"),)).to_bytes())
     async for piece in pieces:
-        if fault.duplicate is not None and fault.hold_request is None:
-            kept.write(piece)
         if fault.reset_request_at is not None and exchange.sent_bytes + len(piece) > fault.reset_request_at:
             rest = piece[: fault.reset_request_at - exchange.sent_bytes]
             exchange.sent_bytes += len(rest)

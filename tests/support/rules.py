@@ -55,7 +55,6 @@ class Fault:
     hold_request: Gate | float | None = None  # it reaches the server when the gate opens, or so many seconds later
     reset_request_at: int | None = None  # both connections are torn down after so many bytes of the request's body
     without: tuple[str, ...] = ()  # fields of its head, in lower case; only for servers that check no signature
-    duplicate: Gate | float | None = None  # it is sent again when the gate opens, or so many seconds after the answer
     throttle_bytes_per_s: int | None = None  # both bodies
     answer: Answer | None = None  # said instead of the server's answer …
     server_acts: bool = False  # … which has done what it was asked for
@@ -81,7 +80,6 @@ class Exchange:
     headers: dict[str, str] = field(repr=False)  # names in lower case
     target: str  # path and query as they were sent
     fault: Fault | None = None
-    duplicate: bool = False  # sent by the proxy, a second time
     status: int | None = None  # what the client was told; None: nothing (yet)
     server_status: int | None = None  # what the server said; None: it was not asked, or did not answer (yet)
     sent_bytes: int = 0  # of the request's body

@@ -1,0 +1,275 @@
+"""Who meets a hostile directory: verbs of `ckpt`, restores, saves that go on from it, an evaluation, readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.cli import app
+from ckpt_tasks.copying.export import export_checkpoint
+from ckpt_tasks.errors import CkptError
+from ckpt_tasks.orchestration.evaluate import evaluate_checkpoint
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.reading.reading import open_run
+from tests.faults.hostile import NEWEST, UNTOUCHED, Hostile, Model, config, draw, fingerprint, look, state_of
+from tests.faults.judged import judged
+
+Told = dict[str, Any]
+
+
+class Judge:
+    """A program that can be evaluated."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"model": Model()}
+
+    def train_step(self) -> dict[str, float]:
+        return {}
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        return {"loss": float(self.state["model"].layer.weight.detach().sum())}
+
+
+def cli(*arguments: str | Path) -> Told:
+    """Call `ckpt` as a user does; raise what a user would see a traceback of."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code in (0, 1, 2), done.output
+    assert not any(ord(c) < 32 and c != "\n" for c in done.stdout + done.stderr), "codes that repaint the terminal"
+    return {"status": done.exit_code, "out": done.stdout}
+
+
+def both(*arguments: str | Path) -> Told:
+    cli(*arguments)
+    return cli(*arguments, "--json")
+
+
+def export(h: Hostile, place: Path) -> Told:
+    cli("export", h.root, place / "exported" / "one.safetensors", "--overwrite")
+    groups = [word for group in ("model", "optimizer", "extra", "rng") for word in ("--group", group)]
+    return cli("export", h.root, place / "exported" / "shards", *groups, "--overwrite")
+
+
+def part(h: Hostile, place: Path) -> Told:
+    run = open_run(str(h.root))
+    found = run.find("best")
+    run.restore(run.find("latest"), {"model": Model(), "extra": {}}, partial=True)
+    return {"step": found.step}
+
+
+def evaluate(h: Hostile, place: Path) -> Told:
+    run = open_run(str(h.root))
+    done = evaluate_checkpoint(run, run.find("latest"), f"{__name__}:Judge", None, "other", holder="test")
+    return {"step": done.step}
+
+
+def untouched(state: dict[str, Any]) -> None:
+    assert fingerprint(state) == fingerprint(state_of(UNTOUCHED)), "the target has changed"
+
+
+def go_on(h: Hostile, place: Path) -> Told:
+    """Restore, draw random numbers, save twice under a policy that prunes, and restore what was saved last."""
+    state = state_of(UNTOUCHED)
+    with Checkpointer(config(h.root, max_num_checkpoints=1, cadence="auto"), take_over=True) as ckpt:
+        try:
+            step = ckpt.restore(state)
+        except CkptError:
+            untouched(state)
+            raise
+        report = ckpt.last_restore
+        draw(state)
+        told: Told = {"step": step, "right": fingerprint(state) == fingerprint(state_of(step or UNTOUCHED))}
+        if report is not None:
+            told |= {"skipped": [*map(list, report.skipped)], "damaged": [*report.damaged]}
+        for more in (4, 5):
+            ckpt.save(more, state_of(more), metrics={"loss": 1 / more})
+    again = state_of(UNTOUCHED)
+    with Checkpointer(config(h.root)) as ckpt:
+        told["then"] = ckpt.restore(again)
+    assert fingerprint(again) == fingerprint(state_of(5)), "what was saved last did not come back"
+    return told
+
+
+def remember(h: Hostile, place: Path) -> Told:
+    """Go on with the memory directory that the process before left."""
+    state = state_of(UNTOUCHED)
+    with Checkpointer(config(h.root, memory_dir=str(place / "memory"), max_num_checkpoints=2)) as ckpt:
+        step = ckpt.restore(state)
+        right = fingerprint(state) == fingerprint(state_of(step))
+        source = ckpt.last_restore.source if ckpt.last_restore is not None else ""
+        for more in (5, 6, 7):
+            ckpt.save(more, state_of(more))
+    return {"step": step, "right": right, "source": source}
+
+
+def met(h: Hostile, place: Path) -> Told:
+    """Open the newest checkpoint; if that goes, do everything else with it that a reader does."""
+    run = open_run(str(h.root))
+    checkpoint = run.find("latest")
+    opened = open_checkpoint(run.history.store, checkpoint)
+    state = state_of(UNTOUCHED)
+    try:
+        run.restore(checkpoint, state, partial=False)
+    except CkptError:
+        untouched(state)
+        raise
+    draw(state)
+    groups = [name for name in opened.groups if name != "rng"]
+    target = place / "exported" / "x.safetensors"
+    export_checkpoint(run.history.store, checkpoint, target, groups=groups, overwrite=True)
+    return {"step": checkpoint.step}
+
+
+def listed(h: Hostile, place: Path) -> Told:
+    """Look at the ledger in every way, unless its newest entry is refused as damaged."""
+    if open_run(str(h.root)).head().damaged:
+        return {"damaged": True}
+    for verb in ("ls", "show", "plan", "dry run"):
+        VERBS[verb](h, place)
+    return met(h, place)
+
+
+@contextmanager
+def disturbed(paths: list[Path], outside: Path) -> Iterator[None]:
+    """Let a thread cut files, let them grow, and put other things in their place, and put them right again."""
+    good = {path: path.read_bytes() for path in paths}
+    chance, over = random.Random(len(paths)), threading.Event()
+
+    def away(make: Callable[[Path], None]) -> Callable[[Path], None]:
+        return lambda path: (path.unlink(), make(path))[1]  # type: ignore[func-returns-value]
+
+    harms = (
+        lambda path: os.truncate(path, chance.randrange(max(1, len(good[path])))),
+        lambda path: os.truncate(path, 1 << 40),
+        away(os.mkfifo), away(lambda path: path.symlink_to(outside / "canary")), away(Path.mkdir), Path.unlink,
+    )  # fmt: skip
+
+    def disturb() -> None:
+        while not over.is_set():
+            path = chance.choice(paths)
+            with suppress(OSError):
+                chance.choice(harms)(path)
+            time.sleep(chance.uniform(0, 0.002))
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            path.write_bytes(good[path])
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def race(h: Hostile, place: Path, seconds: float = 2.0) -> Told:
+    """Read a checkpoint again and again while its files change; count how it went."""
+    paths = [path for path in h.root.rglob("*") if path.is_file() and "heartbeat" not in path.parts]
+    counts: dict[str, int] = {}
+    until = time.monotonic() + seconds
+
+    def restored() -> None:
+        run = open_run(str(h.root))
+        state: dict[str, Any] = {"model": Model(), "extra": {}}
+        run.restore(run.find("latest"), state, partial=True)
+        assert state["extra"]["step"] == NEWEST
+
+    def opened() -> None:
+        run = open_run(str(h.root))
+        for checkpoint in run.checkpoints():
+            open_checkpoint(run.history.store, checkpoint)
+
+    with disturbed(paths, h.outside):
+        while time.monotonic() < until:
+            for what in (restored, opened):
+                try:
+                    what()
+                    end = "well"
+                except CkptError as error:
+                    end = type(error).__name__
+                counts[end] = counts.get(end, 0) + 1
+    restored()
+    return counts
+
+
+VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
+    "ls": lambda h, _: both("ls", h.root),
+    "show": lambda h, _: both("show", h.root),
+    "verify": lambda h, _: both("verify", h.root),
+    "diff": lambda h, place: (
+        cli("diff", f"{h.root}@latest", f"{h.root}@2")
+        and cli("diff", f"{h.root}@latest", f"{place / 'base'}@2", "--json")
+    ),
+    "export": export,
+    "plan": lambda h, _: both("plan", h.root),
+    "dry run": lambda h, _: cli("prune", h.root, "--max-num-checkpoints", "1", "--dry-run", "--json"),
+    "part": part,
+    "evaluate": evaluate,
+    "prune": lambda h, _: cli("prune", h.root, "--max-num-checkpoints", "1", "--json"),
+    "go on": go_on,
+    "remember": remember,
+    "race": race,
+    "met": met,
+    "listed": listed,
+}
+ALL = ("ls", "show", "verify", "diff", "export", "plan", "dry run", "part", "evaluate", "prune", "go on")
+CHANGING = ("prune", "go on")  # these get a directory of their own
+
+
+# ── a verb meets a directory ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def canaries(place: Path) -> None:
+    """Make what must not be touched: names that the package itself writes, deletes or sweeps."""
+    for name in ("canary", "linked", "seal.json", "index.arrow", "manifest.json", "000001.json", "000002.json",
+                 ".tmp-0123456789abcdef", "format.json", "lock", "e000001-0123456789abcdef/manifest.json"):  # fmt: skip
+        path = place / "canaries" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"canary {name}")
+    for name in ("exported", "empty"):
+        (place / name).mkdir()
+
+
+def copied(place: Path) -> Hostile:
+    """Make a copy of the good run, with canaries of old age beside it."""
+    root, outside = place / "run", place / "outside"
+    for path in (root, outside):
+        if path.is_dir():
+            shutil.rmtree(path)
+    shutil.copytree(place / "base", root)
+    shutil.copytree(place / "canaries", outside)
+    old = time.time() - 86_400
+    for path in (outside, *outside.rglob("*")):
+        os.utime(path, (old, old))
+    return Hostile(root, outside)
+
+
+def meet(h: Hostile, place: Path, verb: str) -> Told:
+    """Let a verb meet the directory: it ends well, or with an error of ours, and nothing outside is touched."""
+
+    def met_it() -> str:
+        os.chdir(place / "empty")
+        try:
+            told = {"end": "well", **VERBS[verb](h, place)}
+        except CkptError as error:
+            told = {"end": "refused", "key": error.key, "says": str(error)[:2000]}
+        return json.dumps(told)
+
+    before = {name: look(place / name) for name in ("outside", "empty")}
+    told: Told = json.loads(judged(met_it, most_kib=2 << 20))
+    for name, seen in before.items():
+        assert look(place / name) == seen, f"{verb} has touched {name}"
+    return told
