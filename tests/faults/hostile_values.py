@@ -148,10 +148,11 @@ def drawn_index(data: bytes) -> st.SearchStrategy[Change]:
     texts = st.sampled_from([name for name in NAMES if "\ud800" not in name])
     field = st.sampled_from(["object", "group", "key", "dtype"])
 
-    def name(field: Any, text: str) -> Change:
+    def name(field: str, text: str) -> Change:
         def put(h: Hostile) -> None:
+            fields: Any = {field: text}
             first, *rest = h.rows()
-            h.put_rows([first._replace(**{field: text}), *rest])
+            h.put_rows([first._replace(**fields), *rest])
 
         return put
 
