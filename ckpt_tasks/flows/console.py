@@ -275,7 +275,7 @@ def _exit_status() -> Iterator[list[int]]:
         status[0] = 143
     except Abort as error:  # another process goes on, or Prefect's server is away
         raise CkptError(str(error)) from error
-    except ExceptionGroup as errors:  # of several evaluations
+    except ExceptionGroup as errors:  # several evaluations have failed
         raise CkptError(errors.message) from errors
     except ParameterTypeError as error:
         raise ConfigError(str(error)) from error

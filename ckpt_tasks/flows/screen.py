@@ -50,7 +50,7 @@ class _Unbroken:
         with suppress(OSError):  # the disk is full
             try:
                 call(*arguments)
-            except BrokenPipeError:  # also for what the program prints, and for the flush at exit
+            except BrokenPipeError:  # the program's prints and the flush at exit meet it too
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._file.fileno())
                 os.close(null)

@@ -33,7 +33,7 @@ __all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
-_OURS = "the run"  # what Trainer is told to resume from; every method that would read there is overridden
+_OURS = "the run"  # Trainer is told to resume from it; every method that would read there is overridden
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
@@ -61,9 +61,9 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._ckpt_state: dict[str, Any] = {}
         self._progress = Progress(self)
         self._resumed = False
-        self._theirs: str | bool | None = None  # what Trainer is to resume from if the run has no checkpoint
-        self._streams: Any = None  # of the checkpoint restored, until the first step
-        self._loader: Any = None  # that training draws from
+        self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint
+        self._streams: Any = None  # a restore fills it, the first step empties it
+        self._loader: Any = None  # training draws from this one
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Go on from the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
@@ -88,7 +88,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            "optimizer": getattr(optimizer, "optimizer", optimizer),  # as accelerate wraps it in a second train()
+            "optimizer": getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it in a second train()
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }

@@ -90,8 +90,8 @@ class Progress(Started):
         self._epoch = self._first_step = 0
         self._epoch_steps: float = 0
         self._samplers: list[Any] = []
-        self._begun: dict[str, Any] = {}  # the streams and samplers where the epoch began
-        self._to_begin: dict[str, Any] = {}  # those of the epoch that is resumed, until it begins
+        self._begun: dict[str, Any] = {}  # streams and samplers were these when the epoch began
+        self._to_begin: dict[str, Any] = {}  # the resumed epoch begins with these
         self._started: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
 
@@ -124,7 +124,7 @@ class Progress(Started):
         self._to_begin, self._begun = {}, self._states()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:  # as in Later
+        if self._given is not None:  # Later does the same
             return self._given
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._first_step

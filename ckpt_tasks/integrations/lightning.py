@@ -56,7 +56,7 @@ class CkptCallback(Callback):
         self._extra = state
         self._state: dict[str, Any] = {}
         self._positions = LoaderPositions()
-        self._streams: Any = None  # of the checkpoint restored, until the first batch
+        self._streams: Any = None  # a restore fills it, the first batch empties it
         self._resuming = False
         self._seen_step = 0
 

@@ -33,7 +33,7 @@ from ckpt_tasks.storage.publishing import new_directory
 
 __all__ = ["CkptCheckpointIO"]
 
-_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # as CkptCallback names its groups
+_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # CkptCallback gives its groups these names
 
 
 class CkptCheckpointIO(TorchCheckpointIO):
@@ -65,7 +65,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
             config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=1, memory_dir=None)
             ckpt = Checkpointer(config, process_group=group)
             try:
-                newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])  # as a save must know what it follows
+                newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])  # a save must know what it follows
                 if newest_step > step:
                     raise StateError(
                         f"{path} has step {newest_step}, and step {step} would come after it",

@@ -111,7 +111,7 @@ class LightningState(Started):
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
         self._module = module
-        self.loaders: list[Any] | None = None  # positions to save; None: the loaders' own states
+        self.loaders: list[Any] | None = None  # None: the loaders' own states are saved
         self._given: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
         self._begun = False

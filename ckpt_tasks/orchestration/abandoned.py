@@ -30,7 +30,7 @@ from ckpt_tasks.orchestration.early_stop import RESUMED
 
 __all__ = ["Abandoned", "Limits", "find_abandoned", "start_again"]
 
-_MOST_UNBEGUN = 10  # resumes of a flow run that has never begun
+_MOST_UNBEGUN = 10  # a flow run that never begins is resumed so often
 _PAGE = 200  # the server's limit for one answer
 _SKEW = timedelta(minutes=1)  # what lies further in the future was written before the clock was set back
 

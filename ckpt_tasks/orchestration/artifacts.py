@@ -46,9 +46,9 @@ _PROGRESS_EVERY_S = 5.0  # an update takes 7 ms
 _REPORT_EVERY_S = 120.0
 _REPORT_PART = 1 / 2000  # reports take at most this part of the time: 15 ms of a batch of 30 s
 _PATIENCE_S = 5.0
-_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # after a failure; doubled after each further failure
+_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # the pause after a failure doubles with each further one
 _LAST_S, _AGAIN_S = 8.0, 2.0  # the pages of a completed run stay as its end leaves them
-_MOST_ENTRIES = 1_000  # of the ledger; `ckpt report` reads more
+_MOST_ENTRIES = 1_000  # `ckpt report` reads more of the ledger
 _BATCHES_MEASURED = 8
 _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # a proxy answered instead of the server
 

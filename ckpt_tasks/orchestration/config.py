@@ -14,7 +14,7 @@ from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 __all__ = ["BatchLength", "config_of_run", "position_of_run"]
 
 _log = logging.getLogger("ckpt_tasks")
-_FIRST_STEPS = 10  # of the first batch, before a step has been timed
+_FIRST_STEPS = 10  # no step has been timed before the first batch
 _GROWTH = 8  # a batch is at most this many times the last one: the first steps after a start are slow
 
 

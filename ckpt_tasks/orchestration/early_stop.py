@@ -38,7 +38,7 @@ __all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
 RESUMED = "Crashed: it goes on from its newest good checkpoint."
 
 _NOTE = "early_stop"
-_NOTE_EVERY = 256  # ledger entries
+_NOTE_EVERY = 256  # a note saves the next process so many ledger entries
 
 
 def stay_as_decided() -> None:
@@ -82,7 +82,7 @@ class EarlyStopping:
         self._resumed_at = -1
         self._next_n = 0
         self._noted_n = 0
-        self._stop: Mapping[str, Any] | None = None  # noted by an earlier process of this flow run
+        self._stop: Mapping[str, Any] | None = None  # an earlier process of this flow run has noted it
 
     def check(self) -> bool:
         """Return whether the run should stop here; call it when everything is committed.

@@ -30,7 +30,7 @@ _PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for 
 
 _LOOK_EVERY_S = 0.02
 
-_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # of the server, and of its clients
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # the second is its clients'
 
 # Wait until this process or the server has ended, then end the server. By descriptors: a process id may be reused.
 _WATCH = """

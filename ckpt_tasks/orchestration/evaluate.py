@@ -50,7 +50,7 @@ __all__ = [
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None
 )
-_ROUND = 16  # checkpoints per round; each round begins with a look at new commits
+_ROUND = 16  # each round of so many checkpoints begins with a look at new commits
 _LOOK_S = 0.5
 _RELEASED_S = 120.0  # a flow run that was preempted has usually started again by then
 _IDENTITY = re.compile(r"[0-9a-f]{32}")

@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["keep_prefect_out_of_forks", "keep_threads_out_of_streams"]
 
 _LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # has the module's functions, with a separate stream
+_OWN = random.Random()  # it has the module's functions, and a separate stream
 
 
 def keep_threads_out_of_streams() -> None:

@@ -36,9 +36,9 @@ __all__ = [
     "trade_off_at",
 ]
 
-OVERHEAD_CAP = 0.03  # the largest share of its time that training may wait for saves
+OVERHEAD_CAP = 0.03  # training waits for saves at most this part of its time
 PRIOR_MTBF_S = 86_400.0
-PRIOR_FAILURES = 0.1  # the weight of the prior: with a whole failure it would take days to unlearn
+PRIOR_FAILURES = 0.1  # a prior of a whole failure would take days to unlearn
 HYSTERESIS = 0.25  # the optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best
 FIRST_INTERVAL_S = 60.0  # the first save comes soon, to measure what a save costs
 

@@ -15,7 +15,7 @@ from ckpt_tasks.policy.retention import Candidate, RetentionPolicy
 
 __all__ = ["CheckpointSize", "Forecast", "forecast", "gib"]
 
-_FEW = 3  # checkpoints that fit: so many saves are left to do something about it
+_FEW = 3  # so many saves are left to do something about it
 
 
 class CheckpointSize(NamedTuple):

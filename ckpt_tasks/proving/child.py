@@ -32,7 +32,7 @@ from ckpt_tasks.tensors.values import has_state
 __all__ = ["train"]
 
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
-_SUITE = "quick"  # the one that flows evaluate by default
+_SUITE = "quick"  # flows evaluate this one by default
 _DEEPEST = 3
 
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ABSENT = object()
-_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # as old runs name it
+_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # old runs have the first name
 
 
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:

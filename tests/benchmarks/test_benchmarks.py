@@ -31,7 +31,7 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     assert figures["cadence"]["worst"] < 0.01
 
 
-@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("turn", [pytest.param(1, marks=pytest.mark.slow), -1])
 def test_chance_may_put_any_contender_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
     """Saves in a row and reused files are measured in this order of the contenders and in the reverse one."""
     monkeypatch.setattr(random, "sample", lambda names, count: [*names][::turn][:count])

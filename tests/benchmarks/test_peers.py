@@ -53,6 +53,7 @@ def _done(name: str) -> str:
     return f"{name} ({'fsync' if CONTENDERS[name].synced else 'no fsync'})"
 
 
+@pytest.mark.slow
 def test_the_limits_are_measured_in_the_same_run(measured: dict[str, Any]) -> None:
     """A copy to memory stands beside what training waits for, a write past the page cache beside what is on disk.
 
@@ -138,23 +139,3 @@ def test_bits_are_compared_not_numbers() -> None:
     assert differing(one, {**one, "some": torch.ones(2, 1)}) == ["some"]
     assert differing(one, {**one, "some": torch.ones(2, dtype=torch.float64)}) == ["some"]
     assert differing(one, {"nan": one["nan"], "more": one["zero"]}) == ["more", "some", "zero"]
-
-
-def test_the_tensors_of_an_optimizer_are_all_compared() -> None:
-    """A flat state holds every parameter, both of AdamW's moments and every step count."""
-    trained = build(tiny=True)
-    parameters = len(list(trained.model.parameters()))
-    assert len(flat(states(trained.state))) == 4 * parameters
-
-
-def test_a_package_that_is_not_there_is_not_installed() -> None:
-    """Neither a package that is missing nor one within a missing one is an error: its row says so."""
-
-    class Missing(TorchSave):
-        package = "no_such_package"
-
-    class Below(TorchSave):
-        package = "no_such_package.below"
-
-    assert [is_installed(kind) for kind in (TorchSave, Missing, Below)] == [True, False, False]
-    assert is_installed(CONTENDERS[OURS])

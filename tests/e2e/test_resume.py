@@ -68,9 +68,11 @@ def resume_suspended(site: Site, run: UUID) -> None:
     """Resume a run that is suspended; before that it is taken for crashed, as three heartbeats are missed."""
     site.until(lambda: not site.engines(run), 120, "the suspended run has ended its process")
     assert site.newest("suspended") == 60  # the end of its batch
+    limit = site.state(run).state_details.pause_timeout
     with site.client() as client:
         client.set_flow_run_state(run, Crashed())
     site.until_state(run, "Suspended", seconds=400)
+    assert site.state(run).state_details.pause_timeout == limit is not None
     assert site.newest("suspended") == 60
     site.until(lambda: not site.engines(run), 120, "the second process has ended as well")
     with site.client() as client:

@@ -37,33 +37,43 @@ With `--json` a verb prints one object. Its form stands below the example: `text
 and `null` stand for values. A verb that fails prints `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
 The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
-EXAMPLES = {
-    "init": ["ckpt init nets"],
-    "pin": ["ckpt pin runs/lm@20 -m 'the paper'"],
-    "ls": ["ckpt ls runs/lm", "ckpt ls runs --sort=-loss", "ckpt ls runs/none"],
-    "show": ["ckpt show runs/lm@30"],
-    "diff": ["ckpt diff runs/lm@10 runs/lm@20 --metrics", "ckpt diff runs/lm@10 runs/lm@20 --group rng --ignore rng"],
-    "verify": ["ckpt verify runs/lm"],
-    "report": ["ckpt report runs/long"],
-    "plan": ["ckpt plan runs/long"],
-    "prune": ["ckpt prune runs/lm --max-num-checkpoints 1 --dry-run", "ckpt prune runs/lm --max-num-checkpoints 1"],
-    "rm": ["ckpt rm runs/lm@20"],
-    "unpin": ["ckpt unpin runs/lm@20", "ckpt unpin runs/lm@20"],
-    "sync": ["ckpt sync runs/lm@30 copies/lm", "ckpt sync runs/lm copies/lm", "ckpt sync runs/lm copies/lm"],
-    "fork": ["ckpt fork runs/lm@30 runs/lm-2"],
-    "export": ["ckpt export runs/lm lm.safetensors --group model"],
-    "import": ["ckpt import lm.safetensors runs/imported"],
-    "rollback": ["ckpt rollback runs/lm@20 --reason 'a spike'"],
-    "doctor": ["ckpt doctor runs/lm"],
-    "doctor-store": ["ckpt doctor-store runs/lm"],
-}
+EXAMPLES = """
+ckpt init nets
+ckpt pin runs/lm@20 -m 'the paper'
+ckpt ls runs/lm
+ckpt ls runs --sort=-loss
+ckpt ls runs/none
+ckpt show runs/lm@40
+ckpt diff runs/lm@30 runs/lm@40 --metrics
+ckpt diff runs/lm@30 runs/lm@40 --group rng --ignore rng
+ckpt verify runs/lm
+ckpt report runs/long
+ckpt plan runs/long
+ckpt rm runs/lm@20
+ckpt rm runs/lm@10 --dry-run
+ckpt rm runs/lm@10
+ckpt prune runs/lm --max-num-checkpoints 1 --dry-run
+ckpt prune runs/lm --max-num-checkpoints 1
+ckpt unpin runs/lm@20
+ckpt unpin runs/lm@20
+ckpt sync runs/lm@40 copies/lm
+ckpt sync runs/lm@40 copies/lm
+ckpt sync runs/lm copies/lm
+ckpt fork runs/lm@40 runs/lm-2
+ckpt fork runs/lm@40 runs/lm-2
+ckpt export runs/lm lm.safetensors --group model
+ckpt import lm.safetensors runs/imported --group net --run-key lm --step 5
+ckpt rollback runs/lm@20 --reason 'a spike'
+ckpt doctor runs/lm
+ckpt doctor-store runs/lm
+""".strip().splitlines()
 
 
 def make_runs() -> None:
     """Make the runs of the examples here: one that was saved, and one whose times are told."""
-    run = save_steps(Path("runs/lm"), 10, 20, 30, best_metric="loss", best_mode="max")
+    run = save_steps(Path("runs/lm"), 10, 20, 30, 40, best_metric="loss", best_mode="max")
     held = open_run(str(run))
-    held.record_evaluation(held.find(30), "quick", {"accuracy": 0.75})
+    held.record_evaluation(held.find(40), "quick", {"accuracy": 0.75})
     with Checkpointer(config(run)) as made:
         made.restore(some_state())
         made.note("failure", error="CUDA out of memory")
@@ -127,16 +137,18 @@ def _called(line: str, *options: str) -> Answer:
 
 def transcripts() -> dict[str, str]:
     """Run every example; return by verb what is typed, and what is printed."""
-    found: dict[str, list[str]] = {verb: [] for verb in EXAMPLES}
+    found: dict[str, list[str]] = {}
     with _world() as place:
         names = [(str(place), "/data"), (socket.gethostname(), "your-host")]
-        for verb, line in ((verb, line) for verb, lines in EXAMPLES.items() for line in lines):
+        for line in EXAMPLES:
             answer = _called(line)
             said = re.sub(r"\S*/bin/ckpt\b", "ckpt", answer.out + answer.err)
             for name, word in names:
                 said = said.replace(name, word)
             shown = [f"$ {line}", *(one.rstrip() for one in said.splitlines() if one.strip())]
-            found[verb].append("\n".join([*shown, *([f"(exit status {answer.status})"] if answer.status else []), ""]))
+            found.setdefault(line.split()[1], []).append(
+                "\n".join([*shown, *([f"(exit status {answer.status})"] if answer.status else []), ""])
+            )
     return {verb: "\n".join(shown) for verb, shown in found.items()}
 
 
@@ -144,8 +156,8 @@ def forms() -> dict[str, str]:
     """Run every example with --json; return by verb the form of its objects, but for those of errors."""
     found: dict[str, Form] = {}
     with _world():
-        for verb, line in ((verb, line) for verb, lines in EXAMPLES.items() for line in lines):
-            answer = _called(line, "--json")
+        for line in EXAMPLES:
+            verb, answer = line.split()[1], _called(line, "--json")
             assert answer.err == "", line
             if "error" not in answer.data:
                 found[verb] = either(found.get(verb, Form()), form(answer.data))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.floors import PAGE, ROWS, behind, written
+from tests.house.floors import ROWS, behind
 from tests.house.sources import ROOT, files, imports, module_name, parse, where
 
 LEVELS = {floor: level for level, floor in ROWS}
@@ -85,14 +85,6 @@ def test_the_page_has_every_floor_once_from_the_top_down() -> None:
     assert [level for level, _ in ROWS] == sorted((level for level, _ in ROWS), reverse=True)
 
 
-def test_the_picture_is_made_from_the_imports() -> None:
-    """The page opens with the floors, and what each stands on, as `python -m tests.house.floors` draws them."""
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "imports between rooms have changed: run `python -m tests.house.floors`"
-    level, top = ROWS[0]
-    assert page.index(f"```text\n{level}  {top} ") < page.index("## ")
-
-
 def test_every_folder_is_a_floor() -> None:
     """The floors of the page are the folders of the package, so that a new folder cannot escape the rule."""
     paths = [path for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"]
@@ -152,3 +144,54 @@ def test_nothing_is_unpickled() -> None:
     banned = {"torch.load", "torch.save", "np.load", "np.save"}
     nodes = [(path, node) for path in SHIPPED for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
     assert [where(path, node.lineno) for path, node in nodes if ast.unparse(node) in banned] == []
+
+
+# Commands, which end before the interpreter does.
+COMMANDS = {
+    "copying/syncing.py",
+    "copying/transfer.py",
+    "ledger/timeline.py",
+    "reading/overview.py",
+    "storage/measuring.py",
+}
+LASTING = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
+PROBE = "storage/probe.py"  # before a run's directory is made
+
+
+def test_a_save_needs_no_executor() -> None:
+    """P72: no module that a save, a restore or the interpreter's end goes through imports an executor."""
+    found = {
+        str(path.relative_to(ROOT / "ckpt_tasks"))
+        for path in files(*(f"ckpt_tasks/{room}" for room in LASTING))
+        for _, name in imports(parse(path))
+        if name.endswith("ThreadPoolExecutor")
+    }
+    assert found == {*COMMANDS, PROBE}
+
+
+PROTOCOL = ("ledger", "reading", "upkeep", "saving")
+PROTOCOL_FILES = (
+    "checkpoint/held_run.py",
+    "checkpoint/checkpointer.py",
+    "checkpoint/acquiring.py",
+    "storage/retrying.py",
+)
+MODULES = ("time", "secrets", "random", "socket", "queue")
+THREADS = ("Thread", "Lock", "RLock", "Event", "Condition", "Semaphore", "Timer", "local")
+
+
+def made_elsewhere(call: ast.Call) -> bool:
+    """Say whether a call goes to the standard library for what `System` gives."""
+    if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+        return False
+    module, name = call.func.value.id, call.func.attr
+    return module in MODULES or (module == "threading" and name in THREADS)
+
+
+def test_the_protocol_has_one_way_to_clocks_threads_and_chance() -> None:
+    """P30, P32: no module of the protocol has a clock, a thread or a random number of its own: a seed is a schedule."""
+    paths = [path for path in files("ckpt_tasks") if path.parent.name in PROTOCOL or str(path).endswith(PROTOCOL_FILES)]
+    assert len(paths) > len(PROTOCOL_FILES) + 30
+    calls = [(path, node) for path in paths for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+    wrong = [where(path, call.lineno) for path, call in calls if made_elsewhere(call)]
+    assert wrong == [], "call system().monotonic() and the like instead (ckpt_tasks/system.py)"
