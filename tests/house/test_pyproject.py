@@ -24,8 +24,8 @@ EXTRAS = {
 }
 BUILD = [Requirement(line) for line in PROJECT["build-system"]["requires"]]
 DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requirement in extra)]
-# Required for its version alone: Prefect's server imports it, we do not.
-BOUND_ONLY = {"fastapi", "sqlalchemy"}
+# Required for its version alone: others import it, we do not.
+BOUND_ONLY = {"aiohttp", "fastapi", "sqlalchemy", "websockets"}
 # Imported by the adapter of the extra's name alone, which imports nothing else that is not required.
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
