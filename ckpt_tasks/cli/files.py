@@ -16,15 +16,16 @@ from ckpt_tasks.cli.arguments import (
     option,
     parse_target,
 )
-from ckpt_tasks.cli.output import Output, column, first, from_here, listing, output, reading, title
+from ckpt_tasks.cli.output import column, first, from_here, listing, output, reading, title
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
 from ckpt_tasks.report.words import count, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.export import ExportReport
-    from ckpt_tasks.copying.importing import ImportPlan
+    from ckpt_tasks.copying.export import ExportPlan, ExportReport
     from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.importing.plan import ImportPlan
     from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.storage.port import Store
 
 __all__ = ["export", "import_"]
 
@@ -66,13 +67,17 @@ def export(
     by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. Every byte is
     verified; OUT appears when all of it is good, or not at all.
     """
+    from ckpt_tasks.copying.export import write_export
+
     with output(as_json) as result:
         shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
         how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
         run, record = parse_target(checkpoint).find()
         try:
-            report = (_to_torch if chosen == "torch" else _to_safetensors)(result, run, record, out, how)
+            plan = _plan(run.history.store, record, out, chosen, how)
+            with reading(result, "exporting", plan.read_bytes) as on_progress:
+                report = write_export(run.history.store, plan, on_progress)
         except ObjectNotFoundError as error:
             raise _why_gone(run, record, error) from error
         names = ("tensors", "size_bytes", "tied", "dtypes", "left_out")
@@ -86,26 +91,18 @@ def export(
         result.answer(facts, _export_parts(run, report, chosen))
 
 
-def _to_safetensors(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
-    from ckpt_tasks.copying.export import plan_export, write_export
+def _plan(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
+    if chosen == "safetensors":
+        from ckpt_tasks.copying.export import plan_export
 
-    store = run.history.store
-    plan = plan_export(store, checkpoint, out, **how)
-    with reading(result, "exporting", plan.read_bytes) as on_progress:
-        return write_export(store, plan, on_progress)
-
-
-def _to_torch(result: Output, run: Run, checkpoint: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
-    from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
-
+        return plan_export(store, checkpoint, out, **how)
     if how["max_shard_bytes"] is not None:
         raise ConfigError("a torch file is not cut into shards", hint="Export safetensors to a directory.")
     if PurePath(out).suffix == ".safetensors":
         raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
-    store = run.history.store
-    plan = plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
-    with reading(result, "exporting", plan.read_bytes) as on_progress:
-        return write_torch_export(store, plan, on_progress)
+    from ckpt_tasks.copying.export_torch import plan_torch_export
+
+    return plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
 
 
 def _size_bytes(text: str) -> int:
@@ -181,7 +178,7 @@ def import_(
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun
-        from ckpt_tasks.copying.importing import plan_import
+        from ckpt_tasks.importing.plan import plan_import
         from ckpt_tasks.ledger.config import CheckpointConfig
         from ckpt_tasks.storage.locations import Location
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ckpt_tasks.copying.placing import regions_of
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.layout.image import ALIGNMENT
 from ckpt_tasks.layout.index import IndexRow
@@ -31,12 +32,10 @@ class Regions:
 
     def __init__(self, store: Store, opened: Opened):
         self.opened = opened
-        self.rows: dict[str, list[IndexRow]] = {}
+        self.rows = regions_of(opened, opened.tensors)
         self._store = store
         self._runs: dict[tuple[str, int], list[IndexRow]] = {}
         self._kept: OrderedDict[tuple[str, int], mmap.mmap] = OrderedDict()
-        for row in opened.rows:
-            self.rows.setdefault(row.full_key, []).append(row)
         for run in merge_runs(opened.rows):
             self._runs.update({(row.object, row.begin): run for row in run if row.end > row.begin})
         for record in opened.manifest.objects:

@@ -5,8 +5,8 @@ Invariants
 1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
 2. A new `out` appears whole and durable, or not at all: it is written and fsynced under another name, then renamed. In
    an existing directory (`overwrite`) the old index is removed first and the new one written last.
-3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. It does not need
-   torch.
+3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. safetensors files
+   do not need torch.
 
 File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). What to write is
 decided from the manifest and the index alone (`plan_export`), and then done (`write_export`).
@@ -18,14 +18,17 @@ import json
 import os
 import re
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tasks.checked import checked
-from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
+from ckpt_tasks.copying.placing import gather, lay_out, regions_of, verified_runs
+from ckpt_tasks.copying.publishing import check_free, new_file, staged_directory, staged_file
 from ckpt_tasks.copying.transfer import OnProgress
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.records import Checkpoint
@@ -40,15 +43,16 @@ from ckpt_tasks.layout.image import (
     plan_parts,
 )
 from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
+from ckpt_tasks.reading.opening import READ_BYTES, Opened, SavedGroup, check_header, open_checkpoint
+from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.publishing import check_free, new_file, staged_directory, staged_file, write_at
 
 __all__ = [
     "MAX_SHARD_BYTES",
     "ExportPlan",
     "ExportReport",
     "ExportedFile",
+    "Shard",
     "check_out",
     "choose_groups",
     "export_checkpoint",
@@ -102,18 +106,20 @@ class ExportReport:
         return sum(file.size_bytes for file in self.files)
 
 
-class _Shard(NamedTuple):
-    """One file to write: its header, and the byte offset of each region.
+class Shard(NamedTuple):
+    """One file to write: pieces of bytes beside the tensors, each with its offset, and the offset of each region.
 
     `gathered` has the tensors that must be assembled from their regions first, with the offset of the whole tensor.
+    `sums` maps spans of bytes to the offsets where their CRC-32 is written.
     """
 
     name: str
-    header: bytes
+    pieces: Sequence[tuple[int, bytes]]
     places: Mapping[IndexRow, int]
     gathered: Sequence[tuple[Sequence[IndexRow], int]]
     tensors: tuple[str, ...]
     size_bytes: int
+    sums: Mapping[tuple[int, int], Sequence[int]] = MappingProxyType({})
 
     @property
     def rows(self) -> list[IndexRow]:
@@ -129,7 +135,7 @@ class ExportPlan:
     overwrite: bool
     report: ExportReport
     opened: Opened = field(repr=False)
-    shards: tuple[_Shard, ...] = field(repr=False)
+    shards: tuple[Shard, ...] = field(repr=False)
     index: bytes | None = field(repr=False)
 
     @property
@@ -242,9 +248,10 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
     return plan.report
 
 
-def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None:
+def _copy(store: Store, on_progress: OnProgress, shard: Shard, fd: int) -> None:
     """Write one file; every region is verified between its read and its write."""
-    write_at(fd, shard.header, 0)
+    for at, piece in shard.pieces:
+        write_at(fd, piece, at)
     for run, data in verified_runs(store, shard.places):
         for row in run:
             write_at(fd, data[row.begin - run[0].begin : row.end - run[0].begin], shard.places[row])
@@ -252,6 +259,12 @@ def _copy(store: Store, on_progress: OnProgress, shard: _Shard, fd: int) -> None
     for rows, place in shard.gathered:
         write_at(fd, gather(store, rows), place)
         on_progress(sum(row.end - row.begin for row in rows))
+    for (begin, end), ats in shard.sums.items():
+        crc = 0
+        for at in range(begin, end, READ_BYTES):
+            crc = zlib.crc32(os.pread(fd, min(READ_BYTES, end - at), at), crc)
+        for at in ats:
+            write_at(fd, crc.to_bytes(4, "little"), at)
 
 
 def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one_file: bool) -> Path:
@@ -318,11 +331,7 @@ def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
         "manifest_digest": checkpoint.manifest_digest,
     }
     specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
-    rows: dict[str, list[IndexRow]] = {key: [] for key in stored}
-    for row in opened.rows:
-        if row.full_key in rows:
-            rows[row.full_key].append(row)
-    return _Selection(specs, rows, tied, tuple(left_out), origin)
+    return _Selection(specs, regions_of(opened, stored), tied, tuple(left_out), origin)
 
 
 def _is_state_dict(saved: SavedGroup) -> bool:
@@ -337,7 +346,7 @@ def _is_name(name: Any) -> bool:
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 
-def _shards(selection: _Selection, max_shard_bytes: int) -> list[_Shard]:
+def _shards(selection: _Selection, max_shard_bytes: int) -> list[Shard]:
     keys = {spec.name: key for key, spec in selection.specs.items()}
     parts = plan_parts([*selection.specs.values()], max_shard_bytes)
     return [
@@ -346,7 +355,7 @@ def _shards(selection: _Selection, max_shard_bytes: int) -> list[_Shard]:
     ]
 
 
-def _shard(selection: _Selection, name: str) -> _Shard:
+def _shard(selection: _Selection, name: str) -> Shard:
     try:
         layout = plan_image(selection.specs.values())
         header = _header(layout, selection)
@@ -355,15 +364,8 @@ def _shard(selection: _Selection, name: str) -> _Shard:
         raise
     moved = len(header) - len(layout.header)
     begins = {slot.spec.name: slot.begin + moved for slot in layout.slots}
-    places, gathered = {}, []
-    for key, spec in selection.specs.items():
-        rows, begin = selection.rows[key], begins[spec.name]
-        before = {row: bytes_before(row) for row in rows}
-        if None in before.values():
-            gathered.append((rows, begin))
-        else:
-            places.update({row: begin + (size_bytes or 0) for row, size_bytes in before.items()})
-    return _Shard(name, header, places, gathered, (*begins,), layout.size_bytes + moved)
+    places, gathered = lay_out(selection.rows, {key: begins[spec.name] for key, spec in selection.specs.items()})
+    return Shard(name, [(0, header)], places, gathered, (*begins,), layout.size_bytes + moved)
 
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
@@ -378,7 +380,7 @@ def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     return struct.pack("<Q", start - 8) + text.ljust(start - 8)
 
 
-def _index(selection: _Selection, shards: Iterable[_Shard]) -> bytes:
+def _index(selection: _Selection, shards: Iterable[Shard]) -> bytes:
     total_bytes = sum(spec.size_bytes for spec in selection.specs.values())
     metadata = {**selection.tied, "total_size": total_bytes, "ckpt_tasks": selection.metadata()}
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}

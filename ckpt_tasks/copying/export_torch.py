@@ -1,67 +1,47 @@
 """Export a checkpoint as one file of torch.save, which `torch.load(weights_only=True)` reads.
 
-Invariants
+torch's own writer makes the file around tensors whose bytes it does not touch (`torch.serialization.skip_data`): first
+in memory, where these gaps take no room. `export.py` writes what is around the gaps, and copies the bytes of the
+tensors, verified, to their places.
 
-1. Every byte of a tensor has been verified against its digest, after it was read and before `out` has its name.
-2. `out` appears whole and durable, or not at all.
-3. It needs memory for one read of 16 MiB, for names and plain values, and for one tensor if ranks have cut it across
-   its rows. It does not need torch.
-4. A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
-
-The file is a zip file of stored entries, as torch writes it: `data.pkl`, and one entry for each tensor, which begins
-at a multiple of 64 bytes. Source: caffe2/serialize/inline_container.h of pytorch.
+A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
 """
 
 from __future__ import annotations
 
+import codecs
 import math
+import mmap
 import os
+import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from ckpt_tasks.copying.export import ExportedFile, ExportReport, check_out, choose_groups
-from ckpt_tasks.copying.placing import bytes_before, gather, verified_runs
-from ckpt_tasks.copying.transfer import OnProgress
-from ckpt_tasks.errors import ConfigError, UnsupportedStateError
+import torch
+
+from ckpt_tasks.copying.export import ExportedFile, ExportPlan, ExportReport, Shard, check_out, choose_groups
+from ckpt_tasks.copying.placing import lay_out, regions_of
+from ckpt_tasks.errors import ConfigError, StoreError, UnsupportedStateError
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.torch_pickle import Storage, dump
+from ckpt_tasks.format.tree import TensorRef, TorchName, Typed
 from ckpt_tasks.layout.image import STORED_DTYPES
-from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.reading.opening import Opened, SavedGroup, check_header, open_checkpoint
+from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.publishing import staged_file
 
-__all__ = ["TorchPlan", "plan_torch_export", "write_torch_export"]
+__all__ = ["Frame", "frame_of", "live_value", "plan_torch_export"]
 
 _KINDS = ("module", "optimizer", "stateful", "plain")  # random streams are useful only to a restore
 _ABOUT = "ckpt_tasks"
-_ARCHIVE = "archive"
-_ALIGNMENT = 64
-_LARGE_BYTES = 1 << 30  # far below the 4 GiB at which a zip file needs its other form of sizes
-_PADDING, _SIZES_BYTES = b"FB", 20
-_BEFORE_ANY_CLOCK = (1980, 1, 1, 0, 0, 0)  # the same checkpoint gives the same file
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchPlan:
-    """What `write_torch_export` will do, and its report, except the size of the file."""
-
-    out: Path
-    overwrite: bool
-    report: ExportReport
-    opened: Opened = field(repr=False)
-    pickle: bytes = field(repr=False)
-    storages: Mapping[str, Storage] = field(repr=False)
-    rows: Mapping[str, Sequence[IndexRow]] = field(repr=False)
-
-    @property
-    def read_bytes(self) -> int:
-        """The sum of all sizes that `on_progress` gets."""
-        return sum(row.end - row.begin for rows in self.rows.values() for row in rows)
+_MAX_INT_BYTES = 255  # of the opcodes that torch reads
+_OF_TORCH: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda name: getattr(torch, name),
+    "size": torch.Size,
+    "device": torch.device,
+}
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, for which Python has no name: the mapping may be larger than the memory
 
 
 def plan_torch_export(
@@ -71,7 +51,7 @@ def plan_torch_export(
     *,
     groups: Iterable[str] | None = None,
     overwrite: bool = False,
-) -> TorchPlan:
+) -> ExportPlan:
     """Plan an export to the file `out`; write nothing.
 
     A single group in `groups` is the whole content of the file, in the form of its state_dict. Several groups (without
@@ -85,116 +65,149 @@ def plan_torch_export(
     chosen = choose_groups(opened, named, _KINDS)
     values = {group: _value(group, opened.groups[group]) for group in chosen}
     alone = len(named) == 1
-    value = values[chosen[0]] if alone else _with_about(values, opened, checkpoint)
-    storages: dict[str, Storage] = {}
-
-    def storage_of(key: str) -> Storage:
-        if key not in storages:
-            dtype, shape = opened.tensors[key]
-            size_bytes = STORED_DTYPES[dtype].nbytes * math.prod(shape)
-            storages[key] = Storage(len(storages), dtype, shape, size_bytes)
-        return storages[key]
-
+    tensors = _Hollow(opened)
     try:
-        pickle = dump(value, storage_of, chosen[0] if alone else "")
+        value = values[chosen[0]] if alone else _with_about(values, opened, checkpoint)
+        frame = frame_of(live_value(value, tensors.tensor, chosen[0] if alone else ""))
     except UnsupportedStateError as error:
         error.hint = "Name the groups to export with --group, or take it out of the state."
         raise
-    rows: dict[str, list[IndexRow]] = {key: [] for key in storages}
-    for row in opened.rows:
-        if row.full_key in rows and row.end > row.begin:
-            rows[row.full_key].append(row)
+    begins = dict(zip(tensors.storages, frame.begins, strict=True))
+    places, gathered = lay_out(regions_of(opened, begins), begins)
+    shard = Shard(target.name, frame.pieces, places, gathered, (*begins,), frame.size_bytes, frame.sums)
     report = ExportReport(
         run_key=opened.manifest.run_key,
         step=checkpoint.step,
         manifest_digest=checkpoint.manifest_digest,
         groups=chosen,
-        files=(ExportedFile(str(target), len(storages), 0),),
+        files=(ExportedFile(str(target), len(begins), frame.size_bytes),),
         tied={},
         dtypes={},
         left_out=() if named else tuple(name for name in opened.groups if name not in chosen),
     )
-    return TorchPlan(
-        out=target, overwrite=overwrite, report=report, opened=opened, pickle=pickle, storages=storages, rows=rows
-    )
+    return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=(shard,), index=None)
 
 
-def write_torch_export(store: Store, plan: TorchPlan, on_progress: OnProgress | None = None) -> ExportReport:
-    """Execute a plan and return the report; `on_progress` gets the size in bytes of every read.
+class Frame(NamedTuple):
+    """A torch file without the bytes of its tensors.
 
-    Raises IntegrityError if bytes are damaged and StoreError if a read or a write fails.
+    `pieces` are the bytes around them, each with its offset; `begins` says where the bytes of each storage go, in the
+    order of the value; `sums` says of these spans of bytes where their CRC-32 is written.
     """
-    objects = {row.object for rows in plan.rows.values() for row in rows}
-    for record in plan.opened.manifest.objects:
-        if record.name in objects:
-            check_header(store, record)
-    with staged_file(plan.out, overwrite=plan.overwrite) as fd:
-        with os.fdopen(fd, "wb", closefd=False) as file, zipfile.ZipFile(file, "w") as archive:
-            for name, data in (
-                ("data.pkl", plan.pickle),
-                (".format_version", b"1"),
-                (".storage_alignment", b"%d" % _ALIGNMENT),
-                ("byteorder", b"little"),
-            ):
-                _add(archive, name, len(data), [data])
-            pieces = _pieces(store, plan, on_progress or (lambda size_bytes: None))
-            for key, group in groupby(pieces, key=lambda piece: piece[0]):
-                storage = plan.storages[key]
-                _add(archive, f"data/{storage.number}", storage.size_bytes, (data for _, data in group))
-            _add(archive, "version", 2, [b"3\n"])
-        size_bytes = os.fstat(fd).st_size
-    (made,) = plan.report.files
-    return replace(plan.report, files=(made._replace(size_bytes=size_bytes),))
+
+    pieces: tuple[tuple[int, bytes], ...]
+    begins: tuple[int, ...]
+    sums: Mapping[tuple[int, int], tuple[int, ...]]
+    size_bytes: int
 
 
-def _pieces(store: Store, plan: TorchPlan, on_progress: OnProgress) -> Iterator[tuple[str, bytes | memoryview]]:
-    """Yield the bytes of each tensor in C order; a yielded buffer is valid until the next one."""
-    in_order: list[IndexRow] = []
-    others: list[Sequence[IndexRow]] = []
-    for key, rows in plan.rows.items():
-        if not rows:
-            yield key, b""
-        elif _in_order(rows):
-            in_order += rows
-        else:
-            others.append(rows)
-    for run, data in verified_runs(store, in_order):
-        for row in run:
-            yield row.full_key, data[row.begin - run[0].begin : row.end - run[0].begin]
-        on_progress(len(data))
-    for rows in others:
-        places = [(bytes_before(row), row) for row in rows]
-        if any(place is None for place, _ in places):
-            yield rows[0].full_key, gather(store, rows)
-            on_progress(sum(row.end - row.begin for row in rows))
-            continue
-        for _, row in sorted(places, key=lambda place: place[0] or 0):
-            for _, data in verified_runs(store, [row]):
-                yield row.full_key, data
-                on_progress(len(data))
+def frame_of(value: Any) -> Frame:
+    """Return the file that torch.save writes of a value, without the bytes of its tensors.
+
+    Raises StoreError if the system allows no file of its size.
+    """
+    with os.fdopen(os.memfd_create("ckpt-export"), "w+b") as file:
+        try:
+            with torch.serialization.skip_data():
+                torch.save(value, file)
+        except (OSError, RuntimeError) as error:
+            raise StoreError(f"torch cannot make a file of this size: {error!r:.200}") from error
+        with zipfile.ZipFile(file) as archive:
+            entries, at = archive.infolist(), archive.start_dir
+        sums: dict[tuple[int, int], tuple[int, ...]] = {}
+        for entry in entries:
+            begin = entry.header_offset + 30 + sum(struct.unpack("<HH", _bytes(file, entry.header_offset + 26, 4)))
+            if "/data/" in entry.filename:
+                end = begin + entry.file_size
+                sums[begin, end] = (at + 16, end + 4)  # in the directory, and behind the bytes
+            at += 46 + sum(struct.unpack("<3H", _bytes(file, at + 28, 6)))
+        size_bytes = file.seek(0, os.SEEK_END)
+        edges = [(0, 0), *sums, (size_bytes, size_bytes)]
+        pieces = tuple((end, _bytes(file, end, begin - end)) for (_, end), (begin, _) in pairwise(edges))
+    return Frame(pieces, tuple(begin for begin, _ in sums), sums, size_bytes)
 
 
-def _in_order(rows: Sequence[IndexRow]) -> bool:
-    """Say whether these regions are contiguous in one object, and hold the tensor in C order."""
-    at, first = 0, rows[0]
-    for row in rows:
-        if (row.object, row.begin) != (first.object, first.begin + at) or bytes_before(row) != at:
-            return False
-        at += row.end - row.begin
-    return True
+def _bytes(file: Any, begin: int, size_bytes: int) -> bytes:
+    file.seek(begin)
+    data: bytes = file.read(size_bytes)
+    return data
 
 
-def _add(archive: zipfile.ZipFile, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write one entry with its data at a multiple of 64 bytes."""
-    entry = zipfile.ZipInfo(f"{_ARCHIVE}/{name}", _BEFORE_ANY_CLOCK)
-    large = size_bytes >= _LARGE_BYTES
-    begin = archive.start_dir + 30 + len(entry.filename) + 4 + _SIZES_BYTES * large
-    padding = -begin % _ALIGNMENT
-    entry.extra = _PADDING + padding.to_bytes(2, "little") + b"Z" * padding
-    entry.file_size = size_bytes
-    with archive.open(entry, "w", force_zip64=large) as file:
-        for data in pieces:
-            file.write(data)
+class _Hollow:
+    """Tensors of a checkpoint whose bytes are not there, in storages of their own, by the tensor's key."""
+
+    def __init__(self, opened: Opened):
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self._tensors = opened.tensors
+        size_bytes = sum(STORED_DTYPES[dtype].nbytes * math.prod(shape) for dtype, shape in opened.tensors.values())
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
+        self._used_bytes = 0
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """Return the tensor of a reference."""
+        dtype, shape = self._tensors[ref.key]
+        if ref.key not in self.storages:
+            size_bytes = STORED_DTYPES[dtype].nbytes * math.prod(shape)
+            self.storages[ref.key] = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+            if size_bytes:
+                begin, bits = self._used_bytes, torch.uint8
+                bytes_ = torch.frombuffer(self._memory, dtype=bits, count=size_bytes, offset=begin)
+                self.storages[ref.key] = bytes_.untyped_storage()
+                self._used_bytes += size_bytes
+        strides = torch.empty(shape, device="meta").stride()
+        hollow = torch.empty(0, dtype=getattr(torch, dtype)).set_(self.storages[ref.key], 0, shape, strides)
+        return hollow.requires_grad_(ref.requires_grad)
+
+
+class _NoBytes:
+    """Empty bytes in the words that torch reads: pickle calls `bytes` for them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin-1")
+
+
+def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path: str = "") -> Any:
+    """Return a tree as torch.save takes it; raise UnsupportedStateError with the path of what torch would not read."""
+
+    def items(values: Iterable[Any]) -> list[Any]:
+        return [live_value(item, tensor_of, f"{path}/{n}") for n, item in enumerate(values)]
+
+    def pairs() -> Iterable[tuple[Any, Any]]:
+        for key, item in value.items():
+            name = live_value(key, tensor_of, f"{path}/<key {key!r:.60}>")
+            yield name, live_value(item, tensor_of, f"{path}/{key}" if path else str(key))
+
+    kind = type(value)
+    if kind in (type(None), bool, float, str, complex):
+        return value
+    if kind is bytes:
+        return value or _NoBytes()
+    if kind is int:
+        size_bytes = (value if value >= 0 else ~value).bit_length() // 8 + 1
+        if size_bytes > _MAX_INT_BYTES:
+            raise _refusal(f"a number of {size_bytes} bytes", path)
+        return value
+    if kind in (list, tuple, set):
+        return kind(items(value))
+    if kind in (dict, OrderedDict, Counter):
+        return kind(dict(pairs()))
+    if kind is TorchName:
+        return _OF_TORCH[value.kind](value.value)
+    if kind is TensorRef and not value.array:
+        return tensor_of(value)
+    raise _refusal("a NumPy array" if kind is TensorRef else f"a value of type {_name(value)}", path)
+
+
+def _name(value: Any) -> str:
+    kind = type(value)
+    if kind is Typed:
+        return f"{value.tag[1:]} {value.head[0]!r:.60}" if value.head else value.tag[1:]
+    return "NumPy scalar" if kind.__name__ == "NumpyScalar" else kind.__qualname__
+
+
+def _refusal(what: str, path: str) -> UnsupportedStateError:
+    return UnsupportedStateError(f"{what} cannot be written for torch.load(weights_only=True)", key=path or None)
 
 
 def _value(group: str, saved: SavedGroup) -> Any:

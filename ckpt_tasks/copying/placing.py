@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.layout.image import ALIGNMENT, STORED_DTYPES
 from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.reading.opening import merge_runs, verify_run
+from ckpt_tasks.reading.opening import Opened, merge_runs, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["bytes_before", "gather", "verified_runs"]
+__all__ = ["bytes_before", "gather", "lay_out", "regions_of", "verified_runs"]
+
+
+def regions_of(opened: Opened, keys: Iterable[str]) -> dict[str, list[IndexRow]]:
+    """Return the regions of some tensors, by full key."""
+    regions: dict[str, list[IndexRow]] = {key: [] for key in keys}
+    for row in opened.rows:
+        if row.full_key in regions:
+            regions[row.full_key].append(row)
+    return regions
 
 
 def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
@@ -43,6 +52,21 @@ def bytes_before(row: IndexRow) -> int | None:
     for offset, extent in zip(row.box.offset, row.tensor_shape, strict=True):
         elements = elements * extent + offset
     return elements * STORED_DTYPES[row.dtype].nbytes
+
+
+def lay_out(
+    regions: Mapping[str, Sequence[IndexRow]], begins: Mapping[str, int]
+) -> tuple[dict[IndexRow, int], list[tuple[Sequence[IndexRow], int]]]:
+    """Return where each region goes in a file whose tensors begin at `begins`, and the tensors to assemble first."""
+    places: dict[IndexRow, int] = {}
+    gathered: list[tuple[Sequence[IndexRow], int]] = []
+    for key, begin in begins.items():
+        before = {row: bytes_before(row) for row in regions[key]}
+        if None in before.values():
+            gathered.append((regions[key], begin))
+        else:
+            places.update({row: begin + (size_bytes or 0) for row, size_bytes in before.items()})
+    return places, gathered
 
 
 def gather(store: Store, rows: Sequence[IndexRow]) -> memoryview:

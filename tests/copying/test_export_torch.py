@@ -14,9 +14,10 @@ from torch import nn
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.importing import ImportedRun
-from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
-from ckpt_tasks.copying.importing import plan_import
+from ckpt_tasks.copying.export import write_export
+from ckpt_tasks.copying.export_torch import plan_torch_export
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
+from ckpt_tasks.importing.plan import plan_import
 from ckpt_tasks.layout.image import STORED_DTYPES
 from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.storage.local import LocalStore
@@ -155,7 +156,7 @@ def test_a_tensor_is_put_together(tmp_path: Path, boxes: list[Box]) -> None:
     store = LocalStore(tmp_path / "run")
     plan = plan_torch_export(store, parts(store, CUBE, boxes), tmp_path / "w.pt", groups=["x"])
     told: list[int] = []
-    write_torch_export(store, plan, told.append)
+    write_export(store, plan, told.append)
     assert sum(told) == plan.read_bytes == CUBE.nbytes
     assert torch.equal(loaded(tmp_path / "w.pt")["w"], CUBE)
     with zipfile.ZipFile(tmp_path / "w.pt") as file:

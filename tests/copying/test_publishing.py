@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ckpt_tasks.copying import export as exporting
+from ckpt_tasks.copying import publishing
 from ckpt_tasks.copying.export import plan_export, write_export
 from ckpt_tasks.errors import ConfigError, IntegrityError, StoreError, UnsupportedStateError
 from ckpt_tasks.reading.reading import open_run
-from ckpt_tasks.storage import publishing
+from ckpt_tasks.storage import local_fs
 from tests.support.cli_runs import flip, only, save, tree
 from tests.support.exports import INDEX, about, export, loaded
 
@@ -47,6 +48,11 @@ class FailingSystem:
         return counted
 
 
+def use(monkeypatch: pytest.MonkeyPatch, system: FailingSystem) -> None:
+    monkeypatch.setattr(publishing, "os", system)
+    monkeypatch.setattr(local_fs, "os", system)
+
+
 @pytest.mark.parametrize("out", ["new.safetensors", "new", "old.safetensors", "old"])
 def test_whichever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     """P30, P37: with the n-th call failing, for every n: a clear error, nothing left over, never a part of a model."""
@@ -62,7 +68,7 @@ def test_whichever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
         if out.startswith("old"):
             export(older, tmp_path / "out" / out, groups=["w"])
         before = tree(tmp_path / "out")
-        monkeypatch.setattr(publishing, "os", failing)
+        use(monkeypatch, failing)
         assert fails(lambda: export(run, tmp_path / "out" / out, overwrite=True, **how)) is bool(failing.failed)
         monkeypatch.undo()
         assert [*(tmp_path / "out").rglob(".*")] == []
@@ -96,7 +102,7 @@ def test_a_name_comes_after_its_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
     run = save(tmp_path / "run", {"model": nn.Linear(4, 3)})
     for out in (tmp_path / "m.safetensors", tmp_path / "m"):
         watching = FailingSystem(0)
-        monkeypatch.setattr(publishing, "os", watching)
+        use(monkeypatch, watching)
         export(run, out)
         monkeypatch.undo()
         renamed = next(n for n, (name, _) in enumerate(watching.log) if name in ("rename", "replace"))
@@ -113,11 +119,11 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
         def pwrite(self, fd: int, data: Any, at: int) -> int:
             return os.pwrite(fd, data[:7], at)
 
-    monkeypatch.setattr(publishing, "os", ShortWrites(0))
+    use(monkeypatch, ShortWrites(0))
     data = bytes(range(100))
     with publishing.staged_file(tmp_path / "f", overwrite=False) as fd:
-        publishing.write_at(fd, data, 0)
-        publishing.write_at(fd, memoryview(data), 100)
+        local_fs.write_at(fd, data, 0)
+        local_fs.write_at(fd, memoryview(data), 100)
     assert (tmp_path / "f").read_bytes() == 2 * data
 
 

@@ -140,19 +140,18 @@ def test_importing_the_pure_floors_brings_in_neither() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """P21: nothing pickles or unpickles: files of others are read by a machine of our own that calls what it knows."""
+    """P21: nothing unpickles: files of others are read by a machine of our own; torch pickles an export for torch."""
     banned = {"torch.load", "torch.save", "np.load", "np.save"}
     nodes = [(path, node) for path in SHIPPED for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
-    assert [where(path, node.lineno) for path, node in nodes if ast.unparse(node) in banned] == []
+    found = {f"{path.name}: {ast.unparse(node)}" for path, node in nodes if ast.unparse(node) in banned}
+    assert found == {"export_torch.py: torch.save"}
 
 
 # Commands, which end before the interpreter does.
 COMMANDS = {
     "copying/syncing.py",
     "copying/transfer.py",
-    "ledger/timeline.py",
     "reading/overview.py",
-    "storage/measuring.py",
 }
 LASTING = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
 PROBE = "storage/probe.py"  # before a run's directory is made

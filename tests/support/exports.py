@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt_tasks.copying.export import ExportReport, export_checkpoint
-from ckpt_tasks.copying.export_torch import plan_torch_export, write_torch_export
+from ckpt_tasks.copying.export import ExportReport, export_checkpoint, write_export
+from ckpt_tasks.copying.export_torch import plan_torch_export
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
@@ -31,7 +31,7 @@ def export(run_dir: Path, out: Path, **how: Any) -> ExportReport:
 
 def export_for_torch(run_dir: Path, out: Path, **how: Any) -> ExportReport:
     run = open_run(str(run_dir))
-    return write_torch_export(run.history.store, plan_torch_export(run.history.store, run.find("latest"), out, **how))
+    return write_export(run.history.store, plan_torch_export(run.history.store, run.find("latest"), out, **how))
 
 
 def loaded(out: Path) -> dict[str, torch.Tensor]:
