@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 
 from ckpt_tasks.checkpoint.held_run import HeldRun
-from ckpt_tasks.copying.importing import ImportPlan, spec_of
-from ckpt_tasks.copying.sources import SourceTensor
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.importing.plan import ImportPlan, spec_of
+from ckpt_tasks.importing.sources import SourceTensor
 from ckpt_tasks.layout.image import TensorSpec, plan_image, plan_parts
 from ckpt_tasks.layout.index import Index
 from ckpt_tasks.ledger.ownership import identify

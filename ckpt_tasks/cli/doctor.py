@@ -17,7 +17,7 @@ from ckpt_tasks.report.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.doctor.checks import Check
-    from ckpt_tasks.storage.probe import Findings, Verdict
+    from ckpt_tasks.doctor.findings import Findings, Verdict
 
 __all__ = ["doctor", "doctor_store"]
 
@@ -96,9 +96,9 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
     Exits with 0 if it is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and deletes
     it again. Does not touch a run at URL.
     """
+    from ckpt_tasks.doctor.findings import judge
+    from ckpt_tasks.doctor.measuring import measure
     from ckpt_tasks.storage.locations import Location
-    from ckpt_tasks.storage.measuring import measure
-    from ckpt_tasks.storage.probe import judge
     from ckpt_tasks.storage.retrying import RetryingStore
 
     with output(as_json) as out:

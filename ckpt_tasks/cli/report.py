@@ -173,7 +173,7 @@ def plan(
 def _space(run: Run, max_num_checkpoints: int | None) -> Forecast | None:
     from ckpt_tasks.policy.retention import RetentionPolicy
     from ckpt_tasks.reading.room import forecast_run
-    from ckpt_tasks.storage.space import free_bytes
+    from ckpt_tasks.storage.locations import free_bytes
 
     free = free_bytes(run.history.store)
     policy = None if max_num_checkpoints is None else RetentionPolicy(max_num_checkpoints=max_num_checkpoints)

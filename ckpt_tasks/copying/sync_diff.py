@@ -17,8 +17,7 @@ from ckpt_tasks.errors import RunMismatchError
 from ckpt_tasks.format.keys import MAX_LEDGER_NUMBER, repeated
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Evaluation
-from ckpt_tasks.ledger.entries import SYNCED, newest_first
-from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ledger.history import SYNCED, Head, History, newest_first
 
 __all__ = ["SyncDiff", "find_sync_diff", "in_order", "rank"]
 

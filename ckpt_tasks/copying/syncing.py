@@ -36,8 +36,7 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Owner
 from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.entries import SYNCED
-from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.ledger.history import SYNCED, Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify, release
 from ckpt_tasks.ledger.timeline import steps_of
 from ckpt_tasks.reading.leasing import renewed_lease

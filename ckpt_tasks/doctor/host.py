@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.doctor.checks import Check, judge_clock, judge_disk, judge_memory
+from ckpt_tasks.doctor.findings import judge
+from ckpt_tasks.doctor.measuring import measure
 from ckpt_tasks.errors import CkptError, ObjectNotFoundError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
@@ -17,12 +19,9 @@ from ckpt_tasks.policy.space import Forecast
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.room import forecast_run
 from ckpt_tasks.snapshot.memory import SLOTS, default_directory
-from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.storage.measuring import measure
+from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.probe import judge
 from ckpt_tasks.storage.retrying import RetryingStore
-from ckpt_tasks.storage.space import free_bytes
 
 __all__ = ["check_place", "holds"]
 

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.copying.publishing import new_directory
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.integrations.lightning_state import set_up_again
@@ -29,7 +30,6 @@ from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.reading.values import Values, read_values
-from ckpt_tasks.storage.publishing import new_directory
 
 __all__ = ["CkptCheckpointIO"]
 

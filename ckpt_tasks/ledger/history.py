@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ckpt_tasks.errors import (
@@ -36,17 +37,23 @@ from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.run_format import RunFormat
 from ckpt_tasks.ledger.segments import Segments
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso, system
 
-__all__ = ["Head", "History"]
+__all__ = ["SYNCED", "Head", "History", "newest_first"]
+
+SYNCED = "synced"  # the note that a finished copy of a run leaves in the target's ledger
 
 _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # names in the first list; a second one asks for all
 _NUMBERS_TRIED = 64  # lost to other writers; far more than happen by chance, since others wait
 _LONGEST_WAIT_S = 30.0
 _FOLLOWED = 8  # entries read one by one before names are listed
+_FEWEST, _MOST = 4, 64  # entries that `newest_first` reads at once
+_LISTED = 16  # names that it lists first; eight times as many in the next list
+_THREADS = 8
 _LATE = "which is there: it is older than the last write. Use a store that lists at once what was written."
 
 _log = logging.getLogger("ckpt_tasks")
@@ -327,3 +334,34 @@ def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Ent
 
 def _numbered(names: list[str]) -> list[tuple[int, str]]:
     return [(n, name) for name in names if (n := parse_ledger_name(name)) is not None]
+
+
+def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, str]]:
+    """Yield (entry, digest) from the newest entry down to number `since`; skip damaged ones.
+
+    Reads grow from a few entries to many at a time, so that a caller that stops early has read few. Only entries that
+    exist are requested, even if the newest number is absurdly high.
+    """
+    numbers, batch_size = _existing(history, since), _FEWEST
+    while batch := [*islice(numbers, batch_size)]:
+        entries = in_threads(history.good_entry, batch, _THREADS, "ckpt-ledger")
+        yield from (entry for entry in entries if entry is not None)
+        batch_size = min(2 * batch_size, _MOST)
+
+
+def _existing(history: History, since: int) -> Iterator[int]:
+    """Yield the numbers of existing entries, newest first."""
+    limit, last = _LISTED, -1
+    while True:
+        names = history.store.names(LEDGER_PREFIX, limit=limit)
+        for name in names:
+            n = parse_ledger_name(name)
+            if n is None or 0 <= last <= n:
+                continue  # a foreign name, or listed before
+            if n < since:
+                return
+            last = n
+            yield n
+        if len(names) < limit:
+            return
+        limit *= 8

@@ -29,10 +29,8 @@ class Segments:
         """Return segments with their checkpoints; raise IntegrityError if one is gone or damaged."""
         known = self._known
         missing = [segment for segment in segments if segment.digest not in known]
-        if self._store.near or len(missing) < _FEW:
-            read = [*map(self._get, missing)]
-        else:
-            read = in_threads(self._get, missing, _AT_ONCE, "ckpt-ledger")
+        alone = self._store.near or len(missing) < _FEW
+        read = in_threads(self._get, missing, 1 if alone else _AT_ONCE, "ckpt-ledger")
         if len(known) > 2 * len(segments) + _FEW:  # drop those of old entries
             known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
         self._known = known = known | {segment.digest: segment for segment in read}

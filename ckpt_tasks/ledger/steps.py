@@ -93,8 +93,8 @@ def read_curve(history: History, course: Course, known: dict[str, list[StepMetri
     tables = {} if known is None else known
     commits = [commit.moment for commit in course.of("commit") if commit.moment.steps is not None]
     new = [commit for commit in commits if commit.steps is not None and commit.steps[0] not in tables]
-    read = [*_read(history, new)]
-    tables.update({commit.steps[0]: steps for commit, steps in zip(new, read, strict=True) if commit.steps})
+    read = zip(new, _read(history, new), strict=True)
+    tables.update({commit.steps[0]: steps for commit, steps in read if commit.steps})
     points, damaged = list[CurveStep](), 0
     for commit in commits:
         assert commit.steps is not None
@@ -104,7 +104,7 @@ def read_curve(history: History, course: Course, known: dict[str, list[StepMetri
     return Curve(tuple(points), damaged)
 
 
-def _read(history: History, commits: list[Moment]) -> Iterator[list[StepMetrics] | None]:
+def _read(history: History, commits: list[Moment]) -> list[list[StepMetrics] | None]:
     def read(one: Moment) -> list[StepMetrics] | None:
         assert one.steps is not None
         name, digest = one.steps
@@ -113,7 +113,4 @@ def _read(history: History, commits: list[Moment]) -> Iterator[list[StepMetrics]
         except (IntegrityError, ObjectNotFoundError):
             return None  # `verify` reports it
 
-    if history.store.near:
-        yield from map(read, commits)
-    else:
-        yield from in_threads(read, commits, _AT_ONCE, "ckpt-steps")
+    return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")

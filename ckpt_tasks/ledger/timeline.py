@@ -5,24 +5,26 @@ Nothing is decided from it: events and their times are for people. `goodput.py` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.ledger.entries import SYNCED
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.observing import LedgerEvent, ledger_event
+from ckpt_tasks.ledger.history import SYNCED, History
+from ckpt_tasks.process.processes import in_threads
 
 __all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "steps_of"]
 
 MOST_ENTRIES = 20_000  # about 10,000 commits, each followed by a retire
 _AT_ONCE = 16  # parallel requests to a remote store
 _LONGEST_TEXT = 300
-_NOTES = {"fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
+_MOST_S = 1e9  # thirty years
+# The words of ownership.py for a lost owner. One that released the directory had committed before.
+_LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
+_NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
+_TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "copied": ("from",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class Moment:
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
     "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
-    what failed, which suite. Identities and seconds are a commit's, as in `observing.LedgerEvent`; `steps` are name and
-    digest of its table of steps.
+    what failed, which suite. Identities and seconds are a commit's: how long training waited, the time from snapshot to
+    commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps.
     """
 
     kind: str
@@ -77,7 +79,7 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
     listed = history.store.names(LEDGER_PREFIX, limit=most)
     numbers = sorted(n for name in listed if (n := parse_ledger_name(name)) is not None)
     new = [n for n in numbers if n > known.newest_n]
-    entries = [*_read(history, new)]
+    entries = _read(history, new)
     moments = (*known.moments, *(entry for entry in entries if isinstance(entry, Moment)))
     first = numbers[0] if len(listed) == most else 0
     return Timeline(
@@ -90,54 +92,60 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
 
 def moment(entry: Entry) -> Moment | None:
     """Return the moment of an entry; None if it is not part of the course, or has no time."""
-    owner, event, timed = entry.state.owner, entry.event, ledger_event(entry)
-    at_s = timed.at_s if timed else seconds_of(entry.at)
+    owner, event, at_s = entry.state.owner, entry.event, seconds_of(entry.at)
     if at_s is None:
-        return None
+        return None  # without a time it does not say how long anything took
     about: dict[str, Any] = {
         "n": entry.n,
-        "epoch": owner.epoch if owner else entry.epoch,
+        "epoch": owner.epoch if owner else entry.epoch,  # a new owner's own entry still has the previous epoch
         "at_s": at_s,
         "flow_run_id": owner.flow_run_id if owner else None,
     }
-    if timed and timed.kind == "commit":
-        return _commit(entry, timed, about)
-    if timed:
-        return Moment(**about, kind=timed.kind, step=_step(event), text=_text(event, "because", "why"))
-    if event["kind"] == "evaluation":
-        return _evaluation(entry, about)
-    if event["kind"] == "retire" and event.get("checkpoints"):  # otherwise it only gave up what dead owners left
-        return Moment(**about, kind="pruned", text=_count(event.get("checkpoints")))
-    kind = "released" if event["kind"] == "release" else _NOTES.get(str(event.get("note")))
-    words = _rolled_back(event) if kind == "rollback" else _text(event, "skipped", "from")
-    return Moment(**about, kind=kind, step=_step(event), text=words) if kind else None
+    match event["kind"]:
+        case "commit":
+            return _commit(entry, about)
+        case "evaluation":
+            return _evaluation(entry, about)
+        case "retire":  # without checkpoints it only gave up what dead owners left
+            gone = event.get("checkpoints")
+            return Moment(**about, kind="pruned", text=_count(gone)) if gone else None
+        case "owner":
+            lost = any(words in str(event.get("because")) for words in _LOST)
+            return Moment(
+                **about, kind="lost" if lost else "taken", step=_step(event), text=_text(event, "because", "why")
+            )
+        case "release":
+            return Moment(**about, kind="released", step=_step(event))
+        case "note" if kind := _NOTES.get(str(event.get("note"))):
+            text = _rolled_back(event) if kind == "rollback" else _text(event, *_TOLD_BY[kind])
+            return Moment(**about, kind=kind, step=_step(event), text=text)
+    return None
 
 
-def _read(history: History, numbers: list[int]) -> Iterator[Moment | str | None]:
+def _read(history: History, numbers: list[int]) -> list[Moment | str | None]:
     def read(n: int) -> Moment | str | None:
         good = history.good_entry(n)
         return "damaged" if good is None else moment(good[0])
 
-    if history.store.near or len(numbers) < _AT_ONCE:
-        yield from map(read, numbers)
-        return
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-timeline") as pool:
-        yield from pool.map(read, numbers)
+    alone = history.store.near or len(numbers) < _AT_ONCE
+    return in_threads(read, numbers, 1 if alone else _AT_ONCE, "ckpt-timeline")
 
 
-def _commit(entry: Entry, timed: LedgerEvent, about: Mapping[str, Any]) -> Moment:
-    made = next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
+def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
+    event, made = entry.event, next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
+    cost_s = made.cost_s if made else 0.0  # all that old entries have: their synchronous saves waited for the flush
+    stall_s, flush_s = _seconds(event, "stall_s"), _seconds(event, "flush_s")
     return Moment(
         **about,
         kind="commit",
-        step=timed.step if made else _step(entry.event),
+        step=made.step if made else _step(event),
         metrics=made.metrics if made else {},
         identity=made.manifest_digest if made else None,
         parent=made.parent if made else None,
-        stall_s=timed.stall_s,
-        flush_s=timed.flush_s,
-        step_s=timed.step_s,
-        steps=steps_of(entry.event, made.step) if made else None,
+        stall_s=cost_s if stall_s is None else stall_s,
+        flush_s=cost_s if flush_s is None else flush_s,
+        step_s=_seconds(event, "step_s"),
+        steps=steps_of(event, made.step) if made else None,
     )
 
 
@@ -177,3 +185,10 @@ def _rolled_back(event: Mapping[str, Any]) -> str:
 
 def _count(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else ""
+
+
+def _seconds(event: Mapping[str, Any], name: str) -> float | None:
+    value = event.get(name)
+    if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
+        return None  # NaN and infinity are written as strings
+    return round(float(value), 6)  # smaller numbers would make infinite rates

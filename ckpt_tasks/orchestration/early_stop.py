@@ -26,8 +26,7 @@ from prefect.states import Cancelled, Suspended
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.ledger.entries import newest_first
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.history import History, newest_first
 from ckpt_tasks.orchestration.endings import end_flow_run
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.reading.reading import run_of

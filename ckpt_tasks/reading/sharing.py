@@ -26,7 +26,7 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.process.processes import NAMELESS, close_descriptor, map_memory, open_descriptor, open_nameless
 from ckpt_tasks.ranks.exchange import Together
 from ckpt_tasks.reading.opening import READ_BYTES
-from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import host_name, system
 
 __all__ = ["Readers", "Share", "divide", "share"]

@@ -24,8 +24,8 @@ from ckpt_tasks.policy.space import CheckpointSize, forecast
 from ckpt_tasks.saving.commit import commit, discard, write_index_and_manifest
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.saving.tenure import Line
+from ckpt_tasks.storage.locations import free_bytes
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.space import free_bytes
 from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Committer"]

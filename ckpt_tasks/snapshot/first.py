@@ -15,7 +15,7 @@ import torch
 from ckpt_tasks.layout.image import ImageLayout
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.snapshot.snapshot import SnapshotPlan, storable
-from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.tensors.memcpy import LARGE_BYTES, THREADS, is_plain
 
 __all__ = ["FirstCopy"]

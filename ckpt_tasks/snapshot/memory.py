@@ -35,7 +35,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, open_descriptor
 from ckpt_tasks.snapshot.room import available_bytes
-from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.storage.local_fs import write_at
 
 __all__ = [
     "SLOTS",

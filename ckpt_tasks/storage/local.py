@@ -31,7 +31,17 @@ from pathlib import Path
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, ConfigError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import is_object_name
-from ckpt_tasks.storage.local_fs import DAMAGED, HINTS, NO_LINKS, Calls, link_above, our_errors, read_again, unlinked
+from ckpt_tasks.storage.local_fs import (
+    DAMAGED,
+    HINTS,
+    NO_LINKS,
+    Calls,
+    fsync_directory,
+    link_above,
+    our_errors,
+    read_again,
+    unlinked,
+)
 from ckpt_tasks.storage.port import OneByOne, Store, moved
 from ckpt_tasks.storage.reserve import Reserve
 
@@ -86,7 +96,7 @@ class LocalStore(OneByOne):
         with our_errors(name, path):
             self._directory(path.parent)
             self._write(path, [memoryview(piece).cast("B") for piece in body])
-            self._fsync_directory(path.parent)
+            fsync_directory(path.parent, self._calls)
 
     def put_if_absent(self, name: str, body: bytes) -> None:
         path = self._path(name)
@@ -120,7 +130,7 @@ class LocalStore(OneByOne):
                     if error.errno in NO_LINKS or isinstance(error, FileExistsError):
                         return False
                     raise
-            self._fsync_directory(path.parent)
+            fsync_directory(path.parent, self._calls)
         return True
 
     @read_again
@@ -210,7 +220,7 @@ class LocalStore(OneByOne):
             with suppress(FileExistsError):
                 self._mkdir(directory)
         try:
-            self._fsync_directory(directory.parent)
+            fsync_directory(directory.parent, self._calls)
         except PermissionError:
             if directory != self.root or not existed:
                 raise  # a directory above an existing run directory need not be readable for us
@@ -329,23 +339,13 @@ class LocalStore(OneByOne):
     def _confirm(self, path: Path, name: str) -> None:
         """Make a new link durable; if that fails, raise CommitUncertainError: the name exists, but may not survive."""
         try:
-            self._fsync_directory(path.parent)
+            fsync_directory(path.parent, self._calls)
         except OSError as error:
             raise CommitUncertainError(
                 f"the name was written and the disk did not confirm it ({error.strerror or error})",
                 key=name,
                 hint="Look at the disk; then start again, and the run goes on from what the ledger says.",
             ) from error
-
-    def _fsync_directory(self, directory: Path) -> None:
-        fd = self._calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._calls.fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
-                raise
-        finally:
-            self._calls.close(fd)
 
     def _unlink(self, path: Path) -> None:
         self._calls.unlink(path)

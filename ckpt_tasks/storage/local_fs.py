@@ -12,15 +12,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ckpt_tasks.errors import CkptError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.system import system
 
-__all__ = ["DAMAGED", "HINTS", "NO_LINKS", "Calls", "link_above", "our_errors", "read_again", "unlinked"]
+__all__ = [
+    "DAMAGED",
+    "HINTS",
+    "NO_LINKS",
+    "Calls",
+    "fsync_directory",
+    "link_above",
+    "our_errors",
+    "read_again",
+    "unlinked",
+    "write_at",
+]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+# The system calls that change or read the disk: the module `os`, or a test's stand-in for it.
+Calls = Any
 
 # Errors of one object, which an older checkpoint does not share; all other errors are the store's.
 # ext4 and xfs return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
@@ -118,26 +132,20 @@ def link_above(root: Path, place: str) -> str | None:
     return None
 
 
-class Calls(Protocol):
-    """The system calls that change or read the disk: the module `os`, or a test's stand-in for it."""
+def fsync_directory(directory: Path, calls: Calls) -> None:
+    """Make the names in a directory durable, where the file system can."""
+    fd = calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        calls.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
+            raise
+    finally:
+        calls.close(fd)
 
-    @property
-    def open(self) -> Any: ...
-    @property
-    def close(self) -> Any: ...
-    @property
-    def pwrite(self) -> Any: ...
-    @property
-    def fsync(self) -> Any: ...
-    @property
-    def link(self) -> Any: ...
-    @property
-    def replace(self) -> Any: ...
-    @property
-    def unlink(self) -> Any: ...
-    @property
-    def mkdir(self) -> Any: ...
-    @property
-    def preadv(self) -> Any: ...
-    @property
-    def scandir(self) -> Any: ...
+
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write a whole buffer at byte `at` of the file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], at + done)

@@ -28,7 +28,7 @@ from ckpt_tasks.storage.local_fs import our_errors
 from ckpt_tasks.storage.port import Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "location_of", "stores_below"]
+__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "free_bytes", "location_of", "stores_below"]
 
 GROUP = "ckpt_tasks.places"
 # None: opening a store sends no request. The command line sets it for the length of one command.
@@ -141,6 +141,22 @@ def stores_below(store: Store) -> dict[str, Store]:
         with suppress(ConfigError):  # not a name that a run can have
             stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
     return stores
+
+
+def free_bytes(store: Store) -> int | None:
+    """Return the bytes free for this user on a local store's disk, also before its directory is made.
+
+    None for a server, which has no limit that it tells, and where the system does not say. Quotas are not seen.
+    """
+    place = unwrapped(store)
+    if not isinstance(place, LocalStore):
+        return None
+    directory = next(path for path in (place.root, *place.root.parents) if path.exists() or path == Path("/"))
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 def _instead_of(file: str) -> str:

@@ -1,4 +1,4 @@
-"""The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block.
+"""The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block; its idioms.
 
 asyncio runs blocking calls (host names, certificates, credentials) in an executor. Python shuts executors down before
 it calls atexit functions, and from 3.12 on it cannot start threads after that. But the last checkpoint is committed at
@@ -8,16 +8,18 @@ that time, so this loop starts its own threads when it is made.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
-__all__ = ["io_loop"]
+__all__ = ["each", "failed", "in_flight", "io_loop", "slices"]
 
 _BLOCKING_THREADS = 6
+_IN_FLIGHT = 8  # requests; of parts of an upload, the memory beside the image is their bytes
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -49,6 +51,73 @@ def io_loop() -> asyncio.AbstractEventLoop:
             threading.Thread(target=loop.run_forever, name="ckpt-io", daemon=True).start()
             _loop = loop
         return _loop
+
+
+async def each(ask: Callable[[str], Awaitable[_T]], keys: Iterable[str]) -> dict[str, _T | BaseException]:
+    """Ask for each key, several at a time, and return the answers and errors by key."""
+    keys, free = [*keys], asyncio.Semaphore(_IN_FLIGHT)
+
+    async def one(key: str) -> _T:
+        async with free:
+            return await ask(key)
+
+    return dict(zip(keys, await asyncio.gather(*map(one, keys), return_exceptions=True), strict=True))
+
+
+def failed(answers: Mapping[str, object]) -> dict[str, BaseException]:
+    """Return the errors among answers."""
+    return {key: answer for key, answer in answers.items() if isinstance(answer, BaseException)}
+
+
+async def in_flight(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run jobs, several at a time, and return their results in order; after an error cancel the others, and raise it.
+
+    A job is made when there is room for it: this bounds the memory.
+    """
+    free, waiting, begun = asyncio.Semaphore(_IN_FLIGHT), iter(jobs), list[asyncio.Task[_T]]()
+
+    async def one(job: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            return await job
+        finally:
+            free.release()
+
+    try:
+        while True:
+            await free.acquire()
+            for task in begun:
+                if task.done() and task.exception():
+                    await task
+            job = next(waiting, None)
+            if job is None:
+                return [await task for task in begun]
+            begun.append(asyncio.ensure_future(one(job)))
+    except BaseException:
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        raise
+
+
+def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
+    """Cut consecutive buffers into copies of `part_bytes` each; the last one has the rest.
+
+    The client needs streams with their own memory: it would copy plain bytes again.
+    """
+    part = io.BytesIO()
+    for piece in body:
+        at = 0
+        while at < piece.nbytes:
+            step = min(part_bytes - part.tell(), piece.nbytes - at)
+            part.write(piece[at : at + step])
+            at += step
+            if part.tell() == part_bytes:
+                part.seek(0)
+                yield part
+                part = io.BytesIO()
+    if part.tell():
+        part.seek(0)
+        yield part
 
 
 def _answer(calls: SimpleQueue[_Call]) -> None:

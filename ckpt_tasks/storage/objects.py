@@ -16,19 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import fsspec
 from fsspec.asyn import sync
 
-from ckpt_tasks.errors import (
-    CkptError,
-    ConfigError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-)
+from ckpt_tasks.errors import CkptError, ConfigError, ObjectExistsError, ObjectNotFoundError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, of_listing
 from ckpt_tasks.storage.loop import io_loop
@@ -56,20 +51,7 @@ _inherited: list[object] = []
 _T = TypeVar("_T")
 
 
-class Requests(Protocol):
-    """The requests to a server, one attempt each."""
-
-    async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None: ...
-    async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool: ...
-    async def get(self, key: str, max_bytes: int) -> bytes: ...
-    async def read(self, key: str, begin: int, into: memoryview) -> None: ...
-    async def size(self, key: str) -> int: ...
-    async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]: ...
-    async def keys(self, prefix: str, enough: Callable[[Iterable[str]], bool], page: int) -> Iterable[str]: ...
-    async def folders(self, prefix: str) -> list[str]: ...
-    async def delete(self, key: str) -> None: ...
-    async def delete_all(self, keys: Sequence[str]) -> dict[str, BaseException]: ...
-    async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None: ...
+Requests = S3Requests | OtherRequests  # one attempt each
 
 
 class ObjectStore:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from ckpt_tasks.errors import IntegrityError, StoreError
-from ckpt_tasks.storage.s3 import each, failed, slices
+from ckpt_tasks.storage.loop import each, failed, slices
 
 __all__ = ["OtherRequests", "drive"]
 

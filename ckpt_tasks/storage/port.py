@@ -26,11 +26,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckpt_tasks.errors import CkptError
 
 __all__ = ["OneByOne", "ReadableStore", "Store", "WatchedStore", "WrappedStore", "moved", "unwrapped", "watching"]
+
+
+_T = TypeVar("_T")
 
 
 class ReadableStore(Protocol):
@@ -146,7 +149,7 @@ class OneByOne:
 
 
 class WrappedStore(OneByOne):
-    """Forward every call to `inner`, what is asked for several objects one by one."""
+    """Forward every call to `inner` by way of `_forward`, what is asked for several objects one by one."""
 
     def __init__(self, inner: Store):
         self.inner = inner
@@ -166,35 +169,38 @@ class WrappedStore(OneByOne):
         """How many unneeded bytes cost less than another request."""
         return self.inner.gap_bytes
 
+    def _forward(self, request: Callable[[], _T]) -> _T:
+        return request()
+
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        self.inner.put(name, body)
+        self._forward(lambda: self.inner.put(name, body))
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        self.inner.put_if_absent(name, body)
+        self._forward(lambda: self.inner.put_if_absent(name, body))
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        return self.inner.adopt(unwrapped(source), name, size_bytes)
+        return self._forward(lambda: self.inner.adopt(unwrapped(source), name, size_bytes))
 
     def replace(self, name: str, body: bytes) -> None:
-        self.inner.replace(name, body)
+        self._forward(lambda: self.inner.replace(name, body))
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        return self.inner.get(name, max_bytes)
+        return self._forward(lambda: self.inner.get(name, max_bytes))
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        self.inner.read(name, begin, into)
+        self._forward(lambda: self.inner.read(name, begin, into))
 
     def size(self, name: str) -> int:
-        return self.inner.size(name)
+        return self._forward(lambda: self.inner.size(name))
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return self.inner.names(prefix, limit)
+        return self._forward(lambda: self.inner.names(prefix, limit))
 
     def delete(self, name: str) -> None:
-        self.inner.delete(name)
+        self._forward(lambda: self.inner.delete(name))
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        self.inner.drop_unfinished(dead)
+        self._forward(lambda: self.inner.drop_unfinished(dead))
 
     def assume_single_writer(self) -> None:
         self.inner.assume_single_writer()

@@ -18,11 +18,10 @@ from typing import TypeVar
 import tenacity
 
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.storage.answers import is_expired
-from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore, unwrapped
+from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore
 from ckpt_tasks.system import system
 
-__all__ = ["RetryingStore", "read_good", "send_part"]
+__all__ = ["RetryingStore", "is_transient", "read_good", "tried_again", "wait_s"]
 
 _T = TypeVar("_T")
 
@@ -32,8 +31,8 @@ _DEADLINE_S = (
 _FIRST_S = 0.2
 _MOST_S = 10.0
 _QUIET_TRIES = 2  # a refusal or two is normal, and not logged
+_TRIES = 5
 _QUIET_S = 60.0  # a store that goes and comes is logged once in so many seconds
-_PART_TRIES = 5
 _LOOK_BYTES = 16 << 20
 _READS = 3
 _PAUSE_S = 0.1
@@ -72,34 +71,13 @@ class RetryingStore(WrappedStore):
                 failed = True
                 raise
 
-        self._again(write)
+        self._forward(write)
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        self._again(lambda: self.inner.put_if_absent(name, body), _was_refused)
-
-    def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        return self._again(lambda: self.inner.adopt(unwrapped(source), name, size_bytes))
-
-    def replace(self, name: str, body: bytes) -> None:
-        self._again(lambda: self.inner.replace(name, body))
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        return self._again(lambda: self.inner.get(name, max_bytes))
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        self._again(lambda: self.inner.read(name, begin, into))
-
-    def size(self, name: str) -> int:
-        return self._again(lambda: self.inner.size(name))
-
-    def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        return self._again(lambda: self.inner.names(prefix, limit))
+        self._forward(lambda: self.inner.put_if_absent(name, body), _was_refused)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return self._again(lambda: self.inner.sizes(names))
-
-    def delete(self, name: str) -> None:
-        self._again(lambda: self.inner.delete(name))
+        return self._forward(lambda: self.inner.sizes(names))
 
     def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
         left, refused = names, dict[str, CkptError]()
@@ -107,19 +85,16 @@ class RetryingStore(WrappedStore):
         def delete() -> None:
             nonlocal left
             failed = self.inner.delete_all(left)
-            left = [name for name, error in failed.items() if _is_transient(error)]
+            left = [name for name, error in failed.items() if is_transient(error)]
             refused.update((name, error) for name, error in failed.items() if name not in left)
             if left:
                 raise failed[left[0]]
 
         try:
-            self._again(delete)
+            self._forward(delete)
         except CkptError as error:
             return refused | dict.fromkeys(left, error)
         return refused
-
-    def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        self._again(lambda: self.inner.drop_unfinished(dead))
 
     def _holds(self, name: str, body: Sequence[bytes | memoryview], *, size_only: bool) -> bool:
         """Say whether an object consists of these buffers in order."""
@@ -137,7 +112,7 @@ class RetryingStore(WrappedStore):
             begin += piece.nbytes
         return True
 
-    def _again(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
+    def _forward(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
         failed_s: float | None = None
         tells = False  # of all requests in an outage one logs its begin and its end
 
@@ -158,9 +133,9 @@ class RetryingStore(WrappedStore):
                 tells, self._told_s = True, math.inf
                 _log.warning("%s: %s; trying again for %.0f s more", self.url, state.outcome.exception(), left_s())
 
-        retry = tenacity.retry_if_exception(worth or _is_transient)
+        retry = tenacity.retry_if_exception(worth or is_transient)
         again = tenacity.Retrying(
-            retry=retry, wait=_wait_s, stop=over, before_sleep=say, sleep=system().sleep, reraise=True
+            retry=retry, wait=wait_s, stop=over, before_sleep=say, sleep=system().sleep, reraise=True
         )
         try:
             result = again(request)
@@ -172,18 +147,19 @@ class RetryingStore(WrappedStore):
         return result
 
 
-async def send_part(request: Callable[[], Awaitable[_T]]) -> _T:
-    """Send one part of a large upload, with retries; the other parts are not sent again for it."""
-    retry = tenacity.retry_if_exception(lambda error: _is_transient(error) and not is_expired(error))
-    stop = tenacity.stop_after_attempt(_PART_TRIES)
-    return await tenacity.AsyncRetrying(retry=retry, wait=_wait_s, stop=stop, reraise=True)(request)
+async def tried_again(request: Callable[[], Awaitable[_T]], worth: Callable[[BaseException], bool]) -> _T:
+    """Make one request on the event loop, five times at most as long as its error is `worth` another one."""
+    retry, stop = tenacity.retry_if_exception(worth), tenacity.stop_after_attempt(_TRIES)
+    return await tenacity.AsyncRetrying(retry=retry, wait=wait_s, stop=stop, reraise=True)(request)
 
 
-def _wait_s(state: tenacity.RetryCallState) -> float:
+def wait_s(state: tenacity.RetryCallState) -> float:
+    """Return how long to wait before the next try."""
     return system().uniform(0, min(_MOST_S, _FIRST_S * 2 ** (state.attempt_number - 1)))
 
 
-def _is_transient(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
+    """Return True if the same request may succeed later."""
     return isinstance(error, StoreError) and error.transient
 
 

@@ -8,27 +8,27 @@ there.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, StoreError
-from ckpt_tasks.storage.answers import answer_of, as_ours
+from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
+from ckpt_tasks.storage.loop import each, failed, in_flight, slices
 from ckpt_tasks.storage.port import moved
-from ckpt_tasks.storage.retrying import send_part
+from ckpt_tasks.storage.retrying import is_transient, tried_again
 
-__all__ = ["S3Requests", "each", "failed", "sending_once", "slices"]
+__all__ = ["S3Requests", "send_part", "sending_once"]
 
 _log = logging.getLogger("ckpt_tasks")
-_T = TypeVar("_T")
 
 PART_BYTES = 16 << 20
 _COPIED_BYTES = 256 << 20  # per request: what a server can copy before the request times out
 _MOST_PARTS = 10_000
-_IN_FLIGHT = 8  # parts; the memory beside the image is their bytes
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
 _UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # answers of stores that cannot list uploads
@@ -53,19 +53,10 @@ class S3Requests:
             data = next(slices(body, size_bytes), io.BytesIO())
             await self._call("put_object", Key=key, Body=data, **condition)
             return
-        started = await self._call("create_multipart_upload", Key=key)
-        upload = {"Key": key, "UploadId": started["UploadId"]}
-        try:
-            parts = await self._put_parts(upload, body, size_bytes)
-            request = {"MultipartUpload": {"Parts": parts}, **upload, **condition}
-            answer = await self._call("complete_multipart_upload", **request)
-            if not answer.get("ETag") and not answer.get(
-                "Key"
-            ):  # the status 200 comes first: only the document says "done"
-                raise _short("the store broke off while it put the parts together", key)
-        except BaseException:
-            await self._abort(upload)
-            raise
+        part_bytes = max(PART_BYTES, -(-size_bytes // _MOST_PARTS))
+        async with self._uploading(key, condition) as (upload, parts):
+            pieces = enumerate(slices(body, part_bytes), 1)
+            parts.extend(await in_flight(self._send(upload, number, data) for number, data in pieces))
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
         """Have the server copy an object, a large one in parallel parts; return False if it cannot copy."""
@@ -200,81 +191,46 @@ class S3Requests:
                 return
             more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
-    async def _put_parts(
-        self, upload: dict[str, str], body: Sequence[memoryview], size_bytes: int
-    ) -> list[dict[str, Any]]:
-        part_bytes = max(PART_BYTES, -(-size_bytes // _MOST_PARTS))
-        free = asyncio.Semaphore(_IN_FLIGHT)
-        numbered = enumerate(slices(body, part_bytes), 1)
-        sent: list[asyncio.Task[dict[str, Any]]] = []
-
-        async def send(number: int, data: io.BytesIO) -> dict[str, Any]:
-            async def once() -> dict[str, Any]:
-                data.seek(0)  # an earlier try has read from it
-                try:
-                    return await self._call("upload_part", PartNumber=number, Body=data, **upload)
-                except Exception as error:
-                    raise as_ours(error, upload["Key"]) from error
-
-            try:
-                answer = await send_part(once)
-            finally:
-                free.release()
-            moved()
-            named = {name: answer[name] for name in ("ETag", "ChecksumCRC32") if answer.get(name)}
-            return {"PartNumber": number, **named}
-
-        try:
-            while True:
-                await free.acquire()  # before the next part is copied: this bounds the memory
-                part = next(numbered, None)
-                if part is None:
-                    return [await task for task in sent]
-                failed = next((task for task in sent if task.done() and task.exception()), None)
-                if failed is not None:
-                    await failed
-                sent.append(asyncio.ensure_future(send(*part)))
-        except BaseException:
-            for task in sent:
-                task.cancel()
-            await asyncio.gather(*sent, return_exceptions=True)
-            raise
-
-    async def _copy_parts(self, key: str, origin: dict[str, Any], size_bytes: int) -> None:
-        part_bytes = max(_COPIED_BYTES, -(-size_bytes // _MOST_PARTS))
+    @asynccontextmanager
+    async def _uploading(
+        self, key: str, condition: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator[tuple[dict[str, str], list[dict[str, Any]]]]:
+        """Begin an upload in parts and complete it with the parts that the block adds; abort it after an error."""
         started = await self._call("create_multipart_upload", Key=key)
-        upload = {"Key": key, "UploadId": started["UploadId"]}
-        free = asyncio.Semaphore(_IN_FLIGHT)
-
-        async def part(number: int, begin: int) -> dict[str, Any]:
-            span = f"bytes={begin}-{min(begin + part_bytes, size_bytes) - 1}"
-
-            async def once() -> dict[str, Any]:
-                try:
-                    return await self._call(
-                        "upload_part_copy", PartNumber=number, CopySourceRange=span, **origin, **upload
-                    )
-                except Exception as error:
-                    if answer_of(error)[1] in _NO_COPIES:
-                        raise
-                    raise as_ours(error, key) from error
-
-            async with free:
-                copied = (await send_part(once))["CopyPartResult"]
-            return {"PartNumber": number, "ETag": copied["ETag"]}
-
-        parts = [asyncio.ensure_future(part(n, at)) for n, at in enumerate(range(0, size_bytes, part_bytes), 1)]
+        upload, parts = {"Key": key, "UploadId": started["UploadId"]}, list[dict[str, Any]]()
         try:
-            request = {"MultipartUpload": {"Parts": [await one for one in parts]}, **upload}
-            answer = await self._call("complete_multipart_upload", **request)
+            yield upload, parts
+            answer = await self._call(
+                "complete_multipart_upload", MultipartUpload={"Parts": parts}, **upload, **condition
+            )
+            # The status 200 comes first: only the document says "done".
             if not answer.get("ETag") and not answer.get("Key"):
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:
-            for one in parts:
-                one.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
             await self._abort(upload)
             raise
+
+    async def _send(self, upload: dict[str, str], number: int, data: io.BytesIO) -> dict[str, Any]:
+        async def once() -> dict[str, Any]:
+            data.seek(0)  # an earlier try has read from it
+            return await self._call("upload_part", PartNumber=number, Body=data, **upload)
+
+        answer = await send_part(upload["Key"], once)
+        moved()
+        named = {name: answer[name] for name in ("ETag", "ChecksumCRC32") if answer.get(name)}
+        return {"PartNumber": number, **named}
+
+    async def _copy_parts(self, key: str, origin: dict[str, Any], size_bytes: int) -> None:
+        part_bytes = max(_COPIED_BYTES, -(-size_bytes // _MOST_PARTS))
+        async with self._uploading(key) as (upload, parts):
+
+            async def part(number: int, begin: int) -> dict[str, Any]:
+                span = f"bytes={begin}-{min(begin + part_bytes, size_bytes) - 1}"
+                request = {"PartNumber": number, "CopySourceRange": span, **origin, **upload}
+                answer = await send_part(key, lambda: self._call("upload_part_copy", **request))
+                return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+            parts.extend(await in_flight(part(n, at) for n, at in enumerate(range(0, size_bytes, part_bytes), 1)))
 
     async def _abort(self, upload: dict[str, str]) -> None:
         try:
@@ -298,22 +254,6 @@ class RefusedKeyError(Exception):
         self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": _STATUS.get(code, 400)}}
 
 
-async def each(ask: Callable[[str], Awaitable[_T]], keys: Iterable[str]) -> dict[str, _T | BaseException]:
-    """Ask for each key, several at a time, and return the answers and errors by key."""
-    keys, free = [*keys], asyncio.Semaphore(_IN_FLIGHT)
-
-    async def one(key: str) -> _T:
-        async with free:
-            return await ask(key)
-
-    return dict(zip(keys, await asyncio.gather(*map(one, keys), return_exceptions=True), strict=True))
-
-
-def failed(answers: Mapping[str, object]) -> dict[str, BaseException]:
-    """Return the errors among answers."""
-    return {key: answer for key, answer in answers.items() if isinstance(answer, BaseException)}
-
-
 def sending_once() -> type:
     """Return the HTTP session class for the client: aiohttp's own resends a PUT after a broken connection."""
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
@@ -325,27 +265,6 @@ def sending_once() -> type:
             return session
 
     return SendingOnce
-
-
-def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
-    """Cut consecutive buffers into copies of `part_bytes` each; the last one has the rest.
-
-    The client needs streams with their own memory: it would copy plain bytes again.
-    """
-    part = io.BytesIO()
-    for piece in body:
-        at = 0
-        while at < piece.nbytes:
-            step = min(part_bytes - part.tell(), piece.nbytes - at)
-            part.write(piece[at : at + step])
-            at += step
-            if part.tell() == part_bytes:
-                part.seek(0)
-                yield part
-                part = io.BytesIO()
-    if part.tell():
-        part.seek(0)
-        yield part
 
 
 async def _receive(body: Any, into: memoryview, key: str) -> None:
@@ -364,3 +283,17 @@ def _short(message: str, key: str) -> StoreError:
     failure = StoreError(message, key=key)
     failure.transient = True
     return failure
+
+
+async def send_part(key: str, request: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """Send one part of a large upload, with retries; the other parts are not sent again for it."""
+
+    async def once() -> dict[str, Any]:
+        try:
+            return await request()
+        except Exception as error:
+            if answer_of(error)[1] in _NO_COPIES:
+                raise
+            raise as_ours(error, key) from error
+
+    return await tried_again(once, lambda error: is_transient(error) and not is_expired(error))

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import TypeVar
 
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 _FAR_REQUESTS = 8
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
                 wrong += verify_run(run, memoryview(data)[run[0].begin : run[-1].end])
         return wrong
 
-    records = opened.manifest.objects
-    if store.near:
-        faults = [*chain.from_iterable(map(faults_of, records))]
-    else:
-        faults = [*chain.from_iterable(in_threads(faults_of, records, _FAR_REQUESTS, "ckpt-verify"))]
+    faults = _each(store, faults_of, opened.manifest.objects)
     runs = [run for here in rows.values() for run in merge_runs(here)]
     return [*faults, *_run_faults(store, runs, check)]
+
+
+def _each(store: Store, faults_of: Callable[[_T], list[str]], items: Iterable[_T]) -> list[str]:
+    """Return the faults of all items in order; several at a time from a server."""
+    threads = 1 if store.near else _FAR_REQUESTS
+    return [*chain.from_iterable(in_threads(faults_of, items, threads, "ckpt-verify"))]
 
 
 def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
@@ -119,9 +124,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
             return [str(error)]
         return verify_run(run, buffers.one[: end - begin])
 
-    if store.near:
-        return [fault for run in runs for fault in faults_of(run)]
-    return [fault for faults in in_threads(faults_of, runs, _FAR_REQUESTS, "ckpt-verify") for fault in faults]
+    return _each(store, faults_of, runs)
 
 
 def verify_run_directory(history: History, *, whole: bool | None = None) -> RunFaults:
@@ -170,8 +173,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
             return [f"{name}: {error.message}"]
         return [] if good else [f"{name}: its bytes have changed"]
 
-    threads = 1 if store.near else _FAR_REQUESTS
-    entries = in_threads(read, wanted, threads, "ckpt-verify")
+    entries = in_threads(read, wanted, 1 if store.near else _FAR_REQUESTS, "ckpt-verify")
     faults += chain.from_iterable(wrong for wrong, _ in entries)
     for before, after in pairwise([-1, *numbers]):
         if after > before + 1:  # numbers are dense, unless somebody has added a name with a high one
@@ -179,7 +181,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
             faults.append(f"{ledger_name(before + 1)}{more}: no such object")
     tables = [table for _, named in entries for table in named]
     tables += [(evaluation.table, evaluation.table_digest) for evaluation in head.state.evaluations]
-    faults += chain.from_iterable(in_threads(changed, tables, threads, "ckpt-verify"))
+    faults += _each(store, changed, tables)
     return faults, len(numbers) - len(wanted)
 
 

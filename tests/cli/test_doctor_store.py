@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tasks.doctor import measuring
+from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
+from ckpt_tasks.doctor.measuring import measure
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.storage import measuring
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.measuring import measure
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store, WrappedStore
-from ckpt_tasks.storage.probe import EXCLUSIVE, Ability, Disk, Findings, Latency, judge, summarize
 from tests.servers.gcs import GcsServer
 from tests.servers.s3 import S3Server
 from tests.support.answers import ACCESS_DENIED, NOT_IMPLEMENTED, SLOW_DOWN

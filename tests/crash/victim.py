@@ -24,8 +24,8 @@ import torch
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.fork import plan_fork, run_fork
-from ckpt_tasks.copying.importing import plan_import
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
+from ckpt_tasks.importing.plan import plan_import
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run

@@ -15,8 +15,7 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name, parse_ledger_name
 from ckpt_tasks.format.manifest import Manifest
-from ckpt_tasks.ledger.entries import newest_first
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.history import History, newest_first
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore

@@ -28,7 +28,7 @@ SMALL = {
     "orchestration.evaluate._RELEASED_S",
     "orchestration.events._AWAY_S",
     "reading.opening.*",
-    "storage.measuring._PATIENCE_S",
+    "doctor.measuring._PATIENCE_S",
     "storage.retrying._LOOK_BYTES",
     "storage.s3.PART_BYTES",
     "storage.s3._COPIED_BYTES",
@@ -46,7 +46,8 @@ BETWEEN = {
     "snapshot.first.FirstCopy.write",
     "storage.local.LocalStore.adopt",
     "storage.objects.ObjectStore.put",
-    "storage.publishing.os",
+    "copying.publishing.os",
+    "storage.local_fs.os",
 }
 # Protections that tests/property/test_protocol.py takes out, to see that it notices.
 TAKEN_OUT = {

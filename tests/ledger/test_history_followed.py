@@ -9,8 +9,7 @@ import pytest
 
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.ledger.entries import newest_first
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.history import History, newest_first
 from ckpt_tasks.storage.port import WrappedStore
 from tests.support.ledgers import commit, owned, steps
 

@@ -13,8 +13,9 @@ from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.ledger.observing import ENTRIES_READ, ledger_event, observe, recent, summarize
+from ckpt_tasks.ledger.observing import ENTRIES_READ, observe, recent, summarize
 from ckpt_tasks.ledger.ownership import acquire, identify
+from ckpt_tasks.ledger.timeline import moment
 from ckpt_tasks.policy.cadence import Observed
 from tests.support.cli_runs import config, flip, save_steps, some_state
 from tests.support.histories import LOST, Told, trained
@@ -221,7 +222,7 @@ def test_what_a_process_appends_is_what_the_next_one_reads(told: Told) -> None:
     trained(told, 3, every_s=60.0, steps=100, **COSTS)
     known = recent(told.history, 4)
     for entry in trained(told, 3, every_s=45.0, steps=100, **COSTS).entries[-3:]:
-        one = ledger_event(entry)
+        one = moment(entry)
         assert one is not None
         known.append(one)
     assert known == recent(told.history, 4)

@@ -22,7 +22,7 @@ from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.process.processes import close_descriptor, open_nameless
 from ckpt_tasks.ranks.exchange import StoreExchange, Together
 from ckpt_tasks.reading.sharing import share
-from ckpt_tasks.storage.publishing import write_at
+from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import host_name
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.storage.locations import free_bytes
 from ckpt_tasks.storage.objects import ObjectStore
-from ckpt_tasks.storage.space import free_bytes
 from tests.support.cli_runs import ckpt, config
 from tests.support.small_disk import small_disk
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tasks.copying.source_file import SourceFile
-from ckpt_tasks.copying.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, parse_json
+from ckpt_tasks.importing.source_file import SourceFile
+from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
 
 __all__ = ["Source", "SourceTensor", "open_source"]

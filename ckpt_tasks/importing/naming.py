@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.copying.sources import SourceTensor
 from ckpt_tasks.errors import UnsupportedStateError
+from ckpt_tasks.importing.sources import SourceTensor
 from ckpt_tasks.objects.names import bare_name
 from ckpt_tasks.tensors.tensors import identity
 

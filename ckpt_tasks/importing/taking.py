@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt_tasks.copying.naming import clean_names, parameter_names
-from ckpt_tasks.copying.sources import Source, SourceTensor
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode, tensor_refs
+from ckpt_tasks.importing.naming import clean_names, parameter_names
+from ckpt_tasks.importing.sources import Source, SourceTensor
 from ckpt_tasks.objects.generators import capture_generator
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack

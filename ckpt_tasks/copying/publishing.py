@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.storage.local_fs import fsync_directory
 
-__all__ = ["check_free", "new_directory", "new_file", "staged_directory", "staged_file", "write_at"]
+__all__ = ["check_free", "new_directory", "new_file", "staged_directory", "staged_file"]
 
 _HINTS = {
     errno.ENOSPC: "Free space there, or choose another disk.",
@@ -48,7 +49,7 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
         finally:
             with suppress(OSError):  # report the error under way; after the rename the name is gone
                 os.unlink(temporary)
-        _fsync_directory(out.parent)
+        fsync_directory(out.parent, os)
 
 
 @contextmanager
@@ -84,30 +85,23 @@ def _staged(out: Path, parent: Path, publish: Callable[[Path], None], *, overwri
         try:
             os.mkdir(staging)
             yield staging
-            _fsync_directory(staging)
+            fsync_directory(staging, os)
             check_free(out, overwrite)
             publish(staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        _fsync_directory(out.parent)
+        fsync_directory(out.parent, os)
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
     """Yield the descriptor of a new file, which is durable when the block ends without an error."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
         yield fd
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write a whole buffer at byte `at` of the file."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], at + done)
 
 
 def _temporary_name() -> str:
@@ -123,27 +117,16 @@ def check_free(out: Path, overwrite: bool) -> None:
 def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(out / index)
-    _fsync_directory(out)
+    fsync_directory(out, os)
     new = {name for name in os.listdir(staging) if name != index}
     for name in new:
         os.replace(staging / name, out / name)
     for name in os.listdir(out):
         if replaces.fullmatch(name) and name not in new:
             os.unlink(out / name)
-    _fsync_directory(out)
+    fsync_directory(out, os)
     os.replace(staging / index, out / index)
-    _fsync_directory(out)
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
-            raise
-    finally:
-        os.close(fd)
+    fsync_directory(out, os)
 
 
 @contextmanager

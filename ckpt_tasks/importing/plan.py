@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.copying.sources import Source, SourceTensor, open_source
-from ckpt_tasks.copying.taking import Taken, take
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError
 from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.parsing import MALFORMED
+from ckpt_tasks.importing.sources import Source, SourceTensor, open_source
+from ckpt_tasks.importing.taking import Taken, take
 from ckpt_tasks.layout.image import TensorSpec
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.tensors.tensors import DTYPES

@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, summarize
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_bytes
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.storage.probe import EXCLUSIVE, Ability, Disk, Findings, Latency, prove, summarize
+from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import RetryingStore
 
 __all__ = ["measure"]

@@ -1,0 +1,1 @@
+"""Files of other tools become a run: opened, read without being executed, and taken apart into groups."""
