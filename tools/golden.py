@@ -37,7 +37,7 @@ from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledg
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.format.versions import FORMAT_VERSION, TYPED_VERSION
+from ckpt_tasks.format.versions import FORMAT_VERSION
 from ckpt_tasks.ledger import history
 from ckpt_tasks.saving import commit, saver
 from ckpt_tasks.storage.local import LocalStore
@@ -246,7 +246,7 @@ def fixed() -> Iterator[None]:
 
 if __name__ == "__main__":
     made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
-    made[HERE / f"v{TYPED_VERSION}" / "kinds"] = make_kinds
+    made[HERE / "v3" / "kinds"] = make_kinds
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

@@ -229,7 +229,7 @@ class Checkpointer(HeldRun):
         self._at.stepped(now)
         self._left_out.at(step, state)
         if taken:
-            keep = ending or self.config.retention_policy.preserves(step)
+            keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state, world=self._ranks.world))

@@ -18,7 +18,7 @@ from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children, encode, words
+from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children, encode, is_leaf, words
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
@@ -223,12 +223,10 @@ class _Walk:
         self.findings.append(Difference(place=place, what=what, a=a, b=b, max_abs=max_abs))
 
     def _count(self, value: Any) -> None:
-        kind = type(value)
-        if kind in MAPPINGS or kind in SEQUENCES or (kind is Typed and value.parts):
-            for _, below in children(value):
-                self._count(below)
-        else:
-            self._counts["tensors" if kind is TensorRef else "values"] += 1
+        if is_leaf(value):
+            self._counts["tensors" if type(value) is TensorRef else "values"] += 1
+        for _, below in children(value):
+            self._count(below)
 
 
 def _apart_in_values(pair: _Pair, far: Distance, opened: Opened) -> Difference:

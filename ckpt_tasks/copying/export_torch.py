@@ -25,6 +25,7 @@ import torch
 from ckpt_tasks.copying.export import ExportedFile, ExportPlan, ExportReport, Shard, check_out, choose_groups
 from ckpt_tasks.copying.placing import lay_out, regions_of
 from ckpt_tasks.errors import ConfigError, StoreError, UnsupportedStateError
+from ckpt_tasks.format.kinds import KINDS
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, TorchName, Typed
 from ckpt_tasks.layout.image import STORED_DTYPES
@@ -33,7 +34,7 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Frame", "frame_of", "live_value", "plan_torch_export"]
 
-_KINDS = ("module", "optimizer", "stateful", "plain")  # random streams are useful only to a restore
+_KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
 _MAX_INT_BYTES = 255  # of the opcodes that torch reads
 _OF_TORCH: dict[str, Callable[[Any], Any]] = {

@@ -1,4 +1,4 @@
-"""Check the tree of each kind of group before anything is made of it.
+"""The kinds of groups as the format has them; the tree of each is checked before anything is made of it.
 
 A restore trusts a tree: it indexes into it, makes tensors with its strides and flags, and sets the position of random
 streams. NumPy would follow a position outside of a stream's numbers out of its memory.
@@ -6,14 +6,14 @@ streams. NumPy would follow a position outside of a stream's numbers out of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import TensorRef
 
-__all__ = ["RNG", "check_group", "check_ref"]
+__all__ = ["KINDS", "RNG", "SavedKind", "check_group", "check_ref"]
 
 
 RNG = "rng"  # the group of the process's streams
@@ -35,10 +35,10 @@ def check_group(name: str, kind: str, tree: Any) -> None:
     """
     if (name == RNG) != (kind == RNG):
         raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
-    check = _CHECKS.get(kind)
+    known = KINDS.get(kind)
     try:
-        if check is not None:
-            check(tree)
+        if known is not None and known.check is not None:
+            known.check(tree)
     except MALFORMED as error:
         raise IntegrityError(f"the tree of kind {kind} is malformed: {error!r:.200}", key=name) from error
 
@@ -108,9 +108,23 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-_CHECKS = {
-    "module": _check_module,
-    "optimizer": _check_optimizer,
-    "generator": _check_generator,
-    RNG: _check_streams,
+class SavedKind(NamedTuple):
+    """A kind of group: the first version of the format that has it, and what raises one of MALFORMED for a bad tree.
+
+    `exports`: a file of torch's can hold it. Random streams are useful to a restore only.
+    """
+
+    since: int
+    check: Callable[[Any], None] | None = None
+    exports: bool = True
+
+
+# One row for each kind; objects/kinds.py says how live objects are captured and restored.
+KINDS = {
+    "module": SavedKind(1, _check_module),
+    "optimizer": SavedKind(1, _check_optimizer),
+    "stateful": SavedKind(1),
+    "generator": SavedKind(1, _check_generator, exports=False),
+    "plain": SavedKind(1),
+    RNG: SavedKind(1, _check_streams, exports=False),
 }

@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
+from ckpt_tasks.format.kinds import KINDS
 from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
+from ckpt_tasks.format.tree import KINDS as VALUES
 from ckpt_tasks.format.tree import since
-from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, TYPED_VERSION, check_version
+from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
 
-__all__ = ["MAX_GROUPS", "MAX_MANIFEST_BYTES", "Manifest", "ObjectRecord"]
+__all__ = ["MAX_GROUPS", "MAX_MANIFEST_BYTES", "NEWEST_VERSION", "Manifest", "ObjectRecord"]
 
 MAX_MANIFEST_BYTES = 256 << 20
+NEWEST_VERSION = max(RANKS_VERSION, *(kind.since for kind in KINDS.values()), *(value.since for value in VALUES))
 MAX_GROUPS = 4096
 
 
@@ -72,7 +75,7 @@ class Manifest:
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
         body = {
-            "version": FORMAT_VERSION if self.world_size == 1 else RANKS_VERSION,
+            "version": _version(b"", self.groups, self.world_size),
             "run_key": self.run_key,
             "step": self.step,
             "attempt": self.attempt,
@@ -84,9 +87,9 @@ class Manifest:
             "objects": [list(record) for record in self.objects],
             "groups": self.groups,
         }
-        data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
-        if since(data) > FORMAT_VERSION:
-            data = json.dumps({**body, "version": since(data)}, separators=(",", ":"), allow_nan=False).encode("ascii")
+        data = _written(body)
+        if (version := _version(data, self.groups, self.world_size)) != body["version"]:
+            data = _written({**body, "version": version})
         try:
             check_json(data)
         except ValueError as error:
@@ -105,7 +108,7 @@ class Manifest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
         try:
             body = parse_json(data)
-            check_version(body["version"], name, newest=TYPED_VERSION)
+            check_version(body["version"], name, newest=NEWEST_VERSION)
             if len(body["groups"]) > MAX_GROUPS:
                 raise ValueError(f"{len(body['groups'])} groups, more than {MAX_GROUPS}")
             manifest = cls(
@@ -120,12 +123,22 @@ class Manifest:
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
             )
-            if body["version"] != max(since(data), RANKS_VERSION if manifest.world_size > 1 else FORMAT_VERSION):
+            if body["version"] != _version(data, manifest.groups, manifest.world_size):
                 raise ValueError(f"version {body['version']} is not that of its trees and {manifest.world_size} ranks")
             _check_objects(manifest)
         except MALFORMED as error:
             raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error
         return manifest
+
+
+def _written(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _version(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
+    """Return the first version of the format that has all of a manifest: its ranks, its kinds of groups and values."""
+    known = [KINDS[group["kind"]].since for group in groups.values() if group["kind"] in KINDS]
+    return max(since(data), RANKS_VERSION if world_size > 1 else FORMAT_VERSION, *known)
 
 
 def _record(value: Any) -> ObjectRecord:

@@ -28,7 +28,7 @@ from ckpt_tasks.format.keys import (
     is_shard,
     parse_attempt,
 )
-from ckpt_tasks.format.parsing import MALFORMED, finite, flag, optional, parse_json, text, whole
+from ckpt_tasks.format.parsing import MALFORMED, finite, flag, optional, parse_json, seconds_of, text, whole
 from ckpt_tasks.format.versions import check_version
 
 __all__ = [
@@ -102,6 +102,11 @@ class Checkpoint:
     abandoned: bool = False
     reuses: tuple[str, ...] = ()
     interim: bool = False
+
+    @property
+    def saved_at_s(self) -> float | None:
+        """`saved_at` in seconds since 1970; None if it is not a time."""
+        return seconds_of(self.saved_at)
 
 
 @dataclass(frozen=True, kw_only=True)

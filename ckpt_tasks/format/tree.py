@@ -29,14 +29,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
 __all__ = [
     "KINDS", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "NumpyScalar", "TensorRef", "TorchName", "Typed",
-    "children", "decode", "encode", "new_ref", "since", "tensor_refs", "words",
+    "children", "decode", "encode", "is_leaf", "new_ref", "since", "tensor_refs", "words",
 ]  # fmt: skip
 
 MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
@@ -45,6 +45,7 @@ MAX_OF_ONE_HASH = 64
 _WORD = 2**32 - 1  # random streams have hundreds of numbers below this, at every save
 
 Json = Any
+_Keys = TypeVar("_Keys", bound=Collection[Any])
 _AS_THEY_ARE = frozenset({type(None), bool, str})
 # NumPy's scalars: the Python type of each one's value, and the range of its whole numbers.
 _NUMBERS: dict[str, type] = {"bool": bool, "complex64": complex, "complex128": complex} | {
@@ -143,6 +144,12 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
     return parts.items()
 
 
+def is_leaf(value: Any) -> bool:
+    """Say whether a value in a tree holds no other values, as an empty container still may."""
+    kind = type(value)
+    return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
+
+
 def tensor_refs(value: Any) -> list[TensorRef]:
     """Return every TensorRef of a tree, in the tree's order."""
     refs: list[TensorRef] = []
@@ -214,7 +221,7 @@ def _instead(value: object) -> str:
 
 
 def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
-    _refuse_alike(value, path)
+    _unlike(value, partial(UnsupportedStateError, key=path or None))
     return [
         [_encode(key, f"{path}/<key {key!r:.60}>", depth + 1), _encode(item, f"{path}/{key}", depth + 1)]
         for key, item in value.items()
@@ -263,20 +270,8 @@ def _encode_typed(value: Typed, path: str, depth: int) -> Json:
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
     # Sorted in written form, so that equal sets give equal bytes whatever the hash seed.
-    _refuse_alike(value, path)
+    _unlike(value, partial(UnsupportedStateError, key=path or None))
     return sorted(_items(value, path, depth), key=json.dumps)
-
-
-def _refuse_alike(keys: Collection[Any], path: str) -> None:
-    if _alike(keys):
-        raise UnsupportedStateError(
-            f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored", key=path or None
-        )
-
-
-def _alike(keys: Collection[Any]) -> bool:
-    """Say whether many keys have the same hash: putting n of them into a dict takes n² steps."""
-    return len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH
 
 
 def _decode(node: Json, depth: int) -> Any:
@@ -310,9 +305,10 @@ def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _unlike(keys: list[Any]) -> list[Any]:
-    if _alike(keys):
-        raise ValueError(f"more than {MAX_OF_ONE_HASH} keys with one hash")
+def _unlike(keys: _Keys, error: Callable[[str], Exception] = ValueError) -> _Keys:
+    """Return keys; raise an error if many have the same hash: putting n of them into a dict takes n² steps."""
+    if len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH:
+        raise error(f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored")
     return keys
 
 
@@ -369,7 +365,10 @@ def _read_typed(body: Json, depth: int, tag: str) -> Typed:
 MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
-_TYPED = ("named", "enum", "array", "sparse", "quantized", "seeds", "time", "text", "path", "range", "bytearray")
+# Kinds of values in parts, each with the first version of the format that has it.
+_TYPED = dict.fromkeys(
+    ("named", "enum", "array", "sparse", "quantized", "seeds", "time", "text", "path", "range", "bytearray"), 3
+)
 _NUMBERS_READ = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
@@ -390,7 +389,7 @@ KINDS = (
     Kind("~numpy", 1, NumpyScalar, lambda v, p, d: [v.dtype, _encode(v.value, p, d)], _read_numpy),
     Kind("~fold", 3, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b).replace(fold=1)),
     Kind("~defaultdict", 3, defaultdict, _encode_default, _read_default),
-    *(Kind(f"~{name}", 3, Typed, _encode_typed, partial(_read_typed, tag=f"~{name}")) for name in _TYPED),
+    *(Kind(f"~{name}", n, Typed, _encode_typed, partial(_read_typed, tag=f"~{name}")) for name, n in _TYPED.items()),
 )
 _WRITERS: dict[type, Any] = {row.type: (row.tag, row.write) for row in reversed(KINDS)}
 _READERS = {row.tag: row.read for row in KINDS}

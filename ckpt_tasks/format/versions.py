@@ -6,12 +6,13 @@ from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 
-__all__ = ["FORMAT_VERSION", "RANKS_VERSION", "TYPED_VERSION", "check_version"]
+__all__ = ["FORMAT_VERSION", "RANKS_VERSION", "check_version"]
 
 
 FORMAT_VERSION = 1
-RANKS_VERSION = 2  # of manifests of more than one rank, and of ledger objects with folded names
-TYPED_VERSION = 3  # of manifests with an entry of the tree that version 1 lacks (`since` in tree.py)
+# A manifest of more than one rank, and a ledger object with folded names, is of version 2. Later ones follow from the
+# rows of values (tree.py) and groups (kinds.py).
+RANKS_VERSION = 2
 
 
 def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:

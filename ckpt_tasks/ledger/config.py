@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from ckpt_tasks.errors import ConfigError
@@ -140,22 +140,12 @@ class CheckpointConfig:
     @property
     def save_policy(self) -> SavePolicy:
         """The options that say when to save."""
-        return SavePolicy(
-            step_interval=self.step_interval,
-            epoch_interval=self.epoch_interval,
-            save_interval_secs=self.save_interval_secs,
-        )
+        return SavePolicy(**{option.name: getattr(self, option.name) for option in fields(SavePolicy)})
 
     @property
     def retention_policy(self) -> RetentionPolicy:
         """The options that say what to keep."""
-        return RetentionPolicy(
-            max_num_checkpoints=self.max_num_checkpoints,
-            keep_every_n_steps=self.keep_every_n_steps,
-            keep_best=self.keep_best,
-            best_metric=self.best_metric,
-            best_mode=self.best_mode,
-        )
+        return RetentionPolicy(**{option.name: getattr(self, option.name) for option in fields(RetentionPolicy)})
 
 
 def option_texts() -> dict[str, str]:

@@ -1,37 +1,130 @@
-"""The kinds of groups of a state."""
+"""The kinds of groups as live objects: which objects are of a kind, how they are captured and restored.
+
+format/kinds.py has the same kinds as the format knows them. Random streams of the process are a group, and no object.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tasks.objects.modules import takes_part
-from ckpt_tasks.objects.names import unwrapped
-from ckpt_tasks.objects.optimizers import is_ordinary
+from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.objects.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
+from ckpt_tasks.objects.modules import ModulePart, capture_module, takes_part
+from ckpt_tasks.objects.names import named_parameters, parameter_names, unwrapped
+from ckpt_tasks.objects.optimizers import OptimizerPart, capture_optimizer, is_ordinary
+from ckpt_tasks.objects.parts import RestorePart
+from ckpt_tasks.objects.plain import PlainPart, refuse_copies_of_state
+from ckpt_tasks.objects.stateful import StatefulPart
+from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.streams import GENERATORS
-from ckpt_tasks.tensors.values import has_state
+from ckpt_tasks.tensors.tensors import Rule, TensorSet
+from ckpt_tasks.tensors.values import has_state, pack
 
-__all__ = ["kind_of", "may_draw"]
+__all__ = ["KINDS", "GroupKind", "Scope", "kind_of", "may_draw"]
 
 
-def may_draw(value: Any) -> bool:
-    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
-    kind = kind_of(value)
-    if kind == "module":
-        return any(takes_part(module) for module in unwrapped(value).modules())
-    if kind == "optimizer":
-        return not is_ordinary(value)
-    return kind == "stateful" and type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
+class Scope:
+    """What a group has around it: the state without containers, its modules, and the names of all parameters."""
+
+    def __init__(self, state: Mapping[str, Any], modules: Mapping[str, nn.Module], can_assign: Callable[[str], bool]):
+        self.state = state
+        self.modules = modules
+        self.can_assign = can_assign
+        self.parameters = named_parameters(modules)
+        self.names = parameter_names(self.parameters)
+
+    @cached_property
+    def full_keys(self) -> frozenset[str]:
+        """The full keys of all parameters, each under each of its names."""
+        return frozenset(name for name, _ in self.parameters)
+
+
+class GroupKind(NamedTuple):
+    """A kind of group.
+
+    `has` says whether an object is of it. `capture(value, name, scope, tensors, draws)` returns the tree;
+    `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` is
+    what its plain tensors are among many ranks. `draws`: reading the state runs code that is neither torch's nor ours,
+    and may draw numbers. `resizes`: what each rank saved as its own another number of ranks can restore.
+    """
+
+    has: Callable[[Any], bool]
+    capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
+    part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
+    rule: Rule
+    draws: Callable[[Any], bool] = lambda value: False
+    resizes: bool = False
 
 
 def kind_of(value: Any) -> str:
     """Say how a value is captured: as a module, optimizer, generator, stateful object or plain value."""
-    if isinstance(value, nn.Module):
-        return "module"
-    if isinstance(value, Optimizer):
-        return "optimizer"
-    if isinstance(value, GENERATORS):
-        return "generator"
-    return "stateful" if has_state(value) else "plain"
+    return next(name for name, kind in KINDS.items() if kind.has(value))
+
+
+def may_draw(value: Any) -> bool:
+    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
+    return KINDS[kind_of(value)].draws(value)
+
+
+def _is_foreign(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
+
+
+def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draws: bool) -> Any:
+    tree = pack(value, name, tensors)
+    refuse_copies_of_state(value, name)
+    return tree
+
+
+# In the order of capture: memory that two groups share belongs to the first of them, so that a module is restored from
+# its own files. A data loader may draw from a generator in its state_dict(), so generators come after it.
+KINDS = {
+    "module": GroupKind(
+        lambda v: isinstance(v, nn.Module),
+        lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
+        lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
+        Rule.REPLICATED,  # of its parameters; capture_module knows more
+        draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
+    ),
+    "optimizer": GroupKind(
+        lambda v: isinstance(v, Optimizer),
+        lambda v, name, at, to, draws: capture_optimizer(v, name, at.names, to, at.modules),
+        lambda v, name, tree, at, copies, kept: OptimizerPart(
+            v, name, tree, at.names, copies, modules=at.modules, kept=kept
+        ),
+        Rule.REPLICATED,
+        draws=lambda v: not is_ordinary(v),
+    ),
+    "stateful": GroupKind(
+        lambda v: has_state(v) and not isinstance(v, GENERATORS),
+        lambda v, name, at, to, draws: pack(v.state_dict(), name, to),
+        lambda v, name, tree, at, copies, kept: StatefulPart(v, name, tree),
+        Rule.ONE,
+        draws=_is_foreign,
+    ),
+    "generator": GroupKind(
+        lambda v: isinstance(v, GENERATORS),
+        lambda v, name, at, to, draws: capture_generator(v, name, to),
+        lambda v, name, tree, at, copies, kept: GeneratorPart(v, name, tree),
+        Rule.BY_RANK,
+        resizes=True,
+    ),
+    RNG: GroupKind(
+        lambda v: False,
+        lambda streams, name, at, to, draws: capture_streams(streams, to),
+        lambda v, name, tree, at, copies, kept: StreamsPart(tree),
+        Rule.BY_RANK,
+        resizes=True,
+    ),
+    "plain": GroupKind(
+        lambda v: True,
+        _capture_plain,
+        lambda v, name, tree, at, copies, kept: PlainPart(at.state, name, tree, copies, can_assign=at.can_assign(name)),
+        Rule.ONE,
+    ),
+}

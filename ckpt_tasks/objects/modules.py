@@ -53,14 +53,14 @@ def capture_module(
     `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
     involved, so live tensors are used: detaching a DTensor takes longer than all else that is done here.
     """
-    many = tensors.world is not None and tensors.world.size > 1
     # A rank's running statistics are of its own batches.
-    buffers = {bare_name(name) for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)} if many else ()
+    live = unwrapped(module).named_buffers(remove_duplicate=False) if tensors.many else ()
+    buffers = {bare_name(name) for name, _ in live}
     tree = {}
     for name, value in module_state(module, group, live=is_plain).items():
         key = f"{group}/{name}"
         is_tensor = isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
-        if is_tensor and (not many or key in parameters):
+        if is_tensor and (not tensors.many or key in parameters):
             tree[name] = tensors.add(value, key, exact=False)
             continue
         with tensors.by(Rule.BUFFER if is_tensor and name in buffers else Rule.ONE):

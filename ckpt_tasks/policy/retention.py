@@ -8,11 +8,11 @@ execute) follows restic's forget.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Candidate", "RetentionPolicy", "Verdict", "plan_retention", "rank_best"]
+__all__ = ["RULES", "Candidate", "RetentionPolicy", "Save", "Verdict", "plan_retention", "rank_best"]
 
 
 class Candidate(Protocol):
@@ -21,6 +21,8 @@ class Candidate(Protocol):
     @property
     def step(self) -> int: ...
     @property
+    def saved_at_s(self) -> float | None: ...
+    @property
     def manifest_digest(self) -> str: ...
     @property
     def metrics(self) -> Mapping[str, float]: ...
@@ -28,6 +30,28 @@ class Candidate(Protocol):
     def abandoned(self) -> bool: ...
     @property
     def interim(self) -> bool: ...
+
+
+class Save(NamedTuple):
+    """A save as a rule sees it, which need not be committed yet: its step, and its time in seconds since 1970."""
+
+    step: int
+    at_s: float | None
+
+
+class Rule(NamedTuple):
+    """A rule that keeps checkpoints for ever: the option that sets it, what it keeps, and the reason it gives.
+
+    `keeps(value, save, before)`: `value` is the option's, `before` the save before this one, if there is one.
+    """
+
+    option: str
+    keeps: Callable[[Any, Save, Save | None], bool]
+    reason: str
+
+
+# The option of a rule is a field of RetentionPolicy and of CheckpointConfig; None switches it off.
+RULES = (Rule("keep_every_n_steps", lambda n, save, before: save.step % n == 0, "every {} steps"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +68,25 @@ class RetentionPolicy:
     best_metric: str | None = None
     best_mode: str = "min"
 
-    def preserves(self, step: int) -> bool:
-        """Say whether a checkpoint of this step is kept for ever."""
-        return self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
+    @property
+    def grows(self) -> bool:
+        """Whether the policy keeps ever more checkpoints."""
+        return self.max_num_checkpoints is None or any(getattr(self, rule.option) is not None for rule in RULES)
+
+    def preserves(self, save: Save, before: Save | None) -> tuple[str, ...]:
+        """Return why a save is kept for ever, as one reason for each rule; `before` is the save before it."""
+        values = ((rule, getattr(self, rule.option)) for rule in RULES)
+        return tuple(
+            rule.reason.format(value) for rule, value in values if value is not None and rule.keeps(value, save, before)
+        )
+
+    def preserved(self, newest_first: Sequence[Candidate]) -> dict[str, tuple[str, ...]]:
+        """Return the checkpoints that are kept for ever, by identity, each with the reasons."""
+        again = _saved_again(newest_first)
+        line = [one for one in newest_first if not one.abandoned and one.manifest_digest not in again]
+        saves = [Save(one.step, one.saved_at_s) for one in line]
+        reasons = map(self.preserves, saves, [*saves[1:], None])
+        return {one.manifest_digest: why for one, why in zip(line, reasons, strict=True) if why}
 
 
 @dataclass(frozen=True)
@@ -76,7 +116,7 @@ def plan_retention(
     the order is that of the commits.
     """
     best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
-    limit, again = policy.max_num_checkpoints, _saved_again(newest_first)
+    limit, again, preserved = policy.max_num_checkpoints, _saved_again(newest_first), policy.preserved(newest_first)
     first = sorted(newest_first, key=lambda c: c.interim or c.manifest_digest in again)
     counted = {c.manifest_digest for c in first[:limit]}
     newest_verified = next((c.manifest_digest for c in newest_first if c.manifest_digest in verified), None)
@@ -87,10 +127,7 @@ def plan_retention(
             (place == 0, "newest"),
             (limit is None, "all are kept"),
             (limit is not None and digest in counted, f"one of the newest {limit}"),
-            (
-                policy.preserves(step) and not candidate.abandoned and digest not in again,
-                f"every {policy.keep_every_n_steps} steps",
-            ),
+            *((True, reason) for reason in preserved.get(digest, ())),
             (digest in best, f"number {best.get(digest)} by {policy.best_metric}"),
             (digest in pins, f"pinned: {pins.get(digest)}"),
             (digest in leased, f"leased by {leased.get(digest)}"),

@@ -71,11 +71,10 @@ def forecast(
 
     Without a policy the run is taken to keep as many as it has.
     """
-    grows = policy is not None and (policy.max_num_checkpoints is None or policy.keep_every_n_steps is not None)
     most = max(_most(policy, live, pinned), len(live) + 1)
     return Forecast(
         most=most,
-        grows=grows,
+        grows=policy is not None and policy.grows,
         own_bytes=size.own_bytes,
         needed_bytes=(most - len(live)) * size.own_bytes + (0 if live else size.shared_bytes),
         free_bytes=free_bytes,
@@ -85,7 +84,7 @@ def forecast(
 def _most(policy: RetentionPolicy | None, live: Sequence[Candidate], pinned: Collection[str]) -> int:
     if policy is None or policy.max_num_checkpoints is None:
         return len(live) + 1
-    stay = sum(one.manifest_digest in pinned or policy.preserves(one.step) for one in live)
+    stay = len({one.manifest_digest for one in live} & {*pinned, *policy.preserved(live)})
     best = policy.keep_best if policy.best_metric else 0
     return policy.max_num_checkpoints + stay + best + 1
 

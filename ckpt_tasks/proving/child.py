@@ -20,7 +20,7 @@ from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children
+from ckpt_tasks.format.tree import TensorRef, Typed, children, is_leaf
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.session.local import LocalSession
@@ -84,7 +84,7 @@ def _values(state: Mapping[str, Any], *, rng: bool = True) -> dict[str, str]:
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
     if type(tree) is Typed:
         yield path, repr((tree.tag, tree.head))
-    if not isinstance(tree, TensorRef | Typed) and type(tree) not in (*MAPPINGS, *SEQUENCES):
+    elif is_leaf(tree) and type(tree) is not TensorRef:
         yield path, repr(tree)
     for key, item in children(tree):
         yield from _leaves(item, f"{path}/{key}".lstrip("/"))

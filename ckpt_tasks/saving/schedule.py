@@ -15,6 +15,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
+from ckpt_tasks.policy.retention import Save
 from ckpt_tasks.system import system
 
 __all__ = ["Position", "SaveSchedule", "check_epoch", "check_step", "point"]
@@ -52,6 +53,11 @@ class Position:
         """Continue from a checkpoint, or from the beginning."""
         self.step = self.saved_step = step
         self.last = point(step, epoch)
+
+    def saves(self, now: SavePoint) -> tuple[Save, Save]:
+        """Return a save at `now` and the one before it, as a rule of retention sees them."""
+        at_s = system().time()
+        return Save(now.step, at_s), Save(self.last.step, at_s - now.clock_s + self.last.clock_s)
 
     def stepped(self, now: SavePoint) -> None:
         """Note a completed step."""

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.generators import GeneratorPart, StreamsPart
-from ckpt_tasks.objects.kinds import kind_of, may_draw
-from ckpt_tasks.objects.modules import ModulePart
-from ckpt_tasks.objects.names import named_parameters, parameter_names
-from ckpt_tasks.objects.optimizers import OptimizerPart
+from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of, may_draw
 from ckpt_tasks.objects.parts import RestorePart, Rollback, Saved
 from ckpt_tasks.objects.plain import PlainPart
-from ckpt_tasks.objects.stateful import StatefulPart
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
 from ckpt_tasks.state.selection import Chosen, Selection, choose
@@ -34,9 +30,6 @@ from ckpt_tasks.tensors.sources import Maker, Stored, TensorSource, needed_keys
 from ckpt_tasks.tensors.streams import preserved_rng
 
 __all__ = ["RestorePlan", "plan_restore"]
-
-
-_KINDS = ("module", "optimizer", "stateful", "generator", "plain", "rng")
 
 
 class RestorePlan:
@@ -153,9 +146,9 @@ def plan_restore(
     wanted, differences.groups = chosen.groups, tuple(chosen.groups)
     own, foreign = by_rank_of(state), list[str]()
     for name, group in wanted.items():
-        if group.kind not in _KINDS:
+        if group.kind not in KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
-        if of_ranks is not None and (name in own or (group.by_rank and group.kind not in ("generator", RNG))):
+        if of_ranks is not None and (name in own or (group.by_rank and not KINDS[group.kind].resizes)):
             differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
             foreign.append(name)
             differences.hint = f"To begin it anew: restore(state, leave={foreign})"
@@ -198,26 +191,15 @@ def _wanted(
 def _parts(
     state: Mapping[str, Any], chosen: Chosen, differences: Differences, copies: Copies
 ) -> dict[str, RestorePart]:
-    modules = modules_of(state)
-    names = parameter_names(named_parameters(modules))
+    scope = Scope(state, modules_of(state), partial(can_assign, state))
     parts: dict[str, RestorePart] = {}
     for name, group in chosen.groups.items():
-        kept = chosen.kept.get(name, frozenset())
-        if name == RNG:
-            parts[RNG] = StreamsPart(group.tree)
-            continue
-        value, kind = state[name], kind_of(state[name])
+        value = state.get(name)
+        kind = RNG if name == RNG else kind_of(value)
         if kind != group.kind:
             why = f"{kind} ({type(value).__qualname__}) here, {group.kind} in the checkpoint"
             differences.differ(name, why)
-        elif kind == "module":
-            parts[name] = ModulePart(value, name, group.tree, copies, kept=kept)
-        elif kind == "optimizer":
-            parts[name] = OptimizerPart(value, name, group.tree, names, copies, modules=modules, kept=kept)
-        elif kind == "stateful":
-            parts[name] = StatefulPart(value, name, group.tree)
-        elif kind == "generator":
-            parts[name] = GeneratorPart(value, name, group.tree)
-        else:
-            parts[name] = PlainPart(state, name, group.tree, copies, can_assign=can_assign(state, name))
+            continue
+        kept = chosen.kept.get(name, frozenset())
+        parts[name] = KINDS[kind].part(value, name, group.tree, scope, copies, kept)
     return parts

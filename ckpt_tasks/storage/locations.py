@@ -25,7 +25,7 @@ from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
-from ckpt_tasks.storage.port import Store, unwrapped
+from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "free_bytes", "location_of", "stores_below"]
@@ -35,7 +35,6 @@ GROUP = "ckpt_tasks.places"
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
 _BELOW_S = 10.0  # of requests to a directory below a store; a person waits
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-_SCHEMES = frozenset({"s3", "s3a", "az", "abfs", "gs", "gcs", "memory"})  # of storage/objects.py, without its imports
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Location:
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")
-        if not separator or scheme == "file" or scheme in _SCHEMES:
+        if not separator or scheme == "file" or scheme in SCHEMES:
             return self
         for known in entry_points(group=GROUP, name=scheme):
             if self.storage_options:
@@ -170,7 +169,7 @@ def _check_slashes(name: str) -> None:
     scheme, colon, rest = name.partition(":")
     if not colon or rest.startswith("//"):
         return
-    if scheme == "file" or scheme in _SCHEMES or entry_points(group=GROUP, name=scheme):
+    if scheme == "file" or scheme in SCHEMES or entry_points(group=GROUP, name=scheme):
         name, rest = without_secrets(name), without_secrets(rest)
         do = f"Write {scheme}://{rest.lstrip('/')}, or ./{name} if it is a directory."
         if scheme == "file":

@@ -28,13 +28,12 @@ from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, of_listing
 from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.others import OtherRequests, drive
-from ckpt_tasks.storage.port import Store, moved
+from ckpt_tasks.storage.port import SCHEMES, Store, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
-__all__ = ["SCHEMES", "ObjectStore"]
+__all__ = ["ObjectStore"]
 
-SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
 # Notice a stalled connection within seconds; no retries in the client: they hide failures and repeat commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}

@@ -24,7 +24,7 @@ from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedSta
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import Typed
 
-__all__ = ["KINDS", "LiveKind", "build", "kind_of_value"]
+__all__ = ["KINDS", "ValueKind", "build", "kind_of_value"]
 
 _PATHS: dict[str, type[PurePath]] = {
     "PosixPath": Path,
@@ -46,28 +46,27 @@ Head = tuple[Any, ...]
 Taken = tuple[Head, dict[str, Any]]
 
 
-class LiveKind(NamedTuple):
+class ValueKind(NamedTuple):
     """A kind of value: how it is taken apart into a head and live parts, and built of a tree and made parts.
 
-    `place`: the parts show the value's own memory or items, so a restore can go into them. `reads`: what is built
-    depends on the values in the parts, which are read first.
+    `types` are its exact types; a kind of many types says by `has` whether a value is one. `place`: the parts show the
+    value's own memory or items, so a restore can go into them. `reads`: what is built depends on the values in the
+    parts, which are read first. `key`: it can be a key or an element of a set.
     """
 
     take: Callable[[Any], Taken]
     build: Callable[[Head, dict[str, Any], Any], Any]
+    types: tuple[type, ...] = ()
+    has: Callable[[Any], bool] | None = None
     place: bool = False
     reads: bool = False
+    key: bool = False
 
 
 def kind_of_value(value: Any) -> str | None:
     """Return the tag of a value that is taken apart, None for any other."""
-    kind = type(value)
-    tag = _TAGS.get(kind)
-    if tag is None and isinstance(value, torch.Tensor):
-        return "~quantized" if value.dtype in _QUANTIZED else "~sparse" if value.layout in _INDICES else None
-    if tag is None and issubclass(kind, tuple):
-        return "~named" if hasattr(kind, "_fields") else None
-    return "~enum" if tag is None and isinstance(kind, EnumMeta) else tag
+    tag = _TAGS.get(type(value))
+    return tag or next((tag for tag, has in _FAMILIES if has(value)), None)
 
 
 def build(tree: Typed, parts: dict[str, Any], live: Any) -> Any:
@@ -220,26 +219,38 @@ def _build_seeds(head: Head, parts: dict[str, Any], live: Any) -> Any:
     return np.random.SeedSequence(entropy, **spawned)
 
 
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout in _INDICES and value.dtype not in _QUANTIZED
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _QUANTIZED
+
+
+# One row for each kind, in the order in which `has` is asked; format/tree.py has its tag, and since which version.
 KINDS = {
-    "~named": LiveKind(_take_named, _build_named, place=True),
-    "~enum": LiveKind(_take_enum, _build_enum),
-    "~time": LiveKind(lambda v: ((v.dtype.str, int(v.astype(np.int64))), {}), _build_time),
-    "~array": LiveKind(_take_array, _build_array, place=True),
-    "~sparse": LiveKind(_take_sparse, _build_sparse, reads=True),
-    "~quantized": LiveKind(_take_quantized, _build_quantized, reads=True),
-    "~seeds": LiveKind(_take_seeds, _build_seeds),
-    "~path": LiveKind(lambda v: ((type(v).__name__, str(v)), {}), lambda h, p, _: _PATHS[h[0]](text(h[1]))),
-    "~range": LiveKind(lambda v: ((v.start, v.stop, v.step), {}), lambda h, p, _: range(*h)),
-    "~bytearray": LiveKind(lambda v: ((bytes(v),), {}), lambda h, p, _: bytearray(*h)),
-    "~text": LiveKind(lambda v: (("".join(v),), {}), lambda h, p, _: np.str_(text(*h))),
+    "~quantized": ValueKind(_take_quantized, _build_quantized, has=_is_quantized, reads=True),
+    "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),
+    "~named": ValueKind(_take_named, _build_named, has=_is_named, place=True, key=True),
+    "~enum": ValueKind(_take_enum, _build_enum, has=lambda v: isinstance(type(v), EnumMeta), key=True),
+    "~time": ValueKind(
+        lambda v: ((v.dtype.str, int(v.astype(np.int64))), {}), _build_time, (np.datetime64, np.timedelta64), key=True
+    ),
+    "~array": ValueKind(_take_array, _build_array, (np.ndarray,), place=True),
+    "~seeds": ValueKind(_take_seeds, _build_seeds, (np.random.SeedSequence,)),
+    "~path": ValueKind(
+        lambda v: ((type(v).__name__, str(v)), {}),
+        lambda h, p, _: _PATHS[h[0]](text(h[1])),
+        (type(Path()), PurePosixPath, PureWindowsPath),
+        key=True,
+    ),
+    "~range": ValueKind(lambda v: ((v.start, v.stop, v.step), {}), lambda h, p, _: range(*h), (range,)),
+    "~bytearray": ValueKind(lambda v: ((bytes(v),), {}), lambda h, p, _: bytearray(*h), (bytearray,)),
+    "~text": ValueKind(lambda v: (("".join(v),), {}), lambda h, p, _: np.str_(text(*h)), (np.str_,), key=True),
 }
-_TAGS: dict[type, str] = {
-    np.ndarray: "~array",
-    np.datetime64: "~time",
-    np.timedelta64: "~time",
-    np.str_: "~text",
-    np.random.SeedSequence: "~seeds",
-    range: "~range",
-    bytearray: "~bytearray",
-    **dict.fromkeys((type(Path()), PurePosixPath, PureWindowsPath), "~path"),
-}
+_TAGS = {kind: tag for tag, row in KINDS.items() for kind in row.types}
+_FAMILIES = tuple((tag, row.has) for tag, row in KINDS.items() if row.has is not None)

@@ -86,11 +86,16 @@ class TensorSet:
         self._alone = world is not None and world.size == 1
         self._shares = Shares(world) if world is not None else None
 
+    @property
+    def many(self) -> bool:
+        """Whether there are many ranks."""
+        return self.world is not None and self.world.size > 1
+
     @contextmanager
     def by(self, rule: Rule) -> Iterator[None]:
         """Treat tensors added in the block by this rule; tensors of a part that is by rank stay so."""
         before = self._rule
-        if self.world is not None and self.world.size > 1 and before is not Rule.BY_RANK:
+        if self.many and before is not Rule.BY_RANK:
             self._rule = rule
         try:
             yield

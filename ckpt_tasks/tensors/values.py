@@ -50,7 +50,6 @@ __all__ = [
 
 SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
 REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # these stay the same objects and get new contents
-_AS_KEYS = ("~named", "~enum", "~path", "~text", "~time")  # equal hashes of these are seen in a tree as well
 _SETS = (set, frozenset)
 _SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _ARRAY_DTYPES = frozenset(
@@ -148,7 +147,7 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    if (tag := kind_of_value(key)) in _AS_KEYS:
+    if (tag := kind_of_value(key)) is not None and KINDS[tag].key:  # equal hashes are seen in a tree as well
         head, parts = _taken(tag, key, path)
         return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
     return _pack_leaf(key, f"{path}/<{key!r:.60}>")
@@ -280,7 +279,7 @@ def unpack_key(tree: Any) -> Any:
     kind = type(tree)
     if kind in (tuple, set, frozenset):
         return kind(unpack_key(item) for item in tree)
-    if kind is Typed and tree.tag in _AS_KEYS:
+    if kind is Typed and KINDS[tree.tag].key:
         return build(tree, {name: unpack_key(part) for name, part in tree.parts.items()}, None)
     if kind is NumpyScalar and tree.dtype in _ARRAY_DTYPES:
         return np.dtype(tree.dtype).type(tree.value)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.manifest import MAX_GROUPS, Manifest, ObjectRecord
+from ckpt_tasks.format.manifest import MAX_GROUPS, NEWEST_VERSION, Manifest, ObjectRecord
 from ckpt_tasks.format.tree import KINDS
-from ckpt_tasks.format.versions import TYPED_VERSION
 
 MANIFEST = Manifest(
     run_key="lm",
@@ -80,7 +79,7 @@ def test_an_entry_of_a_later_version_is_said_by_the_manifest() -> None:
     """P59: a manifest whose trees version 1 cannot hold says version 3, and one that says less is damage."""
     groups = {"it": {"kind": "plain", "tree": {"~path": ["PosixPath", "a", {}]}}}
     data = replace(MANIFEST, groups=groups).to_bytes()
-    assert json.loads(data)["version"] == TYPED_VERSION == max(row.since for row in KINDS)
+    assert json.loads(data)["version"] == NEWEST_VERSION == max(row.since for row in KINDS)
     assert read(data).groups == groups
     for version in (1, 2):
         with pytest.raises(IntegrityError, match="not that of its trees"):
@@ -90,7 +89,7 @@ def test_an_entry_of_a_later_version_is_said_by_the_manifest() -> None:
 def test_a_newer_version_is_refused_with_what_to_do() -> None:
     """P59: a manifest of a newer format says so and what to do, whatever else is in it."""
     with pytest.raises(FormatVersionError, match="Upgrade"):
-        read(changed(lambda body: body.update(version=TYPED_VERSION + 1)))
+        read(changed(lambda body: body.update(version=NEWEST_VERSION + 1)))
     with pytest.raises(FormatVersionError):
         read(json.dumps({"version": 99, "everything": "else"}).encode())
 

@@ -29,8 +29,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.orchestration.blocks import CheckpointStore, resolve
-from ckpt_tasks.storage.locations import _SCHEMES, GROUP, Location
-from ckpt_tasks.storage.objects import SCHEMES
+from ckpt_tasks.storage.locations import GROUP, Location
 from tests.servers.prefect import PREFECT
 from tests.servers.s3 import S3Server
 from tests.support.tiny import Tiny
@@ -69,7 +68,6 @@ def test_the_package_says_what_it_brings() -> None:
     collections = {one.name: one.value for one in entry_points(group="prefect.collections")}
     assert collections["ckpt_tasks"] == "ckpt_tasks.orchestration.blocks"
     assert [(one.name, one.load()) for one in entry_points(group=GROUP)] == [("block", resolve)]
-    assert {*SCHEMES} == _SCHEMES
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Fact:
     metrics: Mapping[str, float] = field(default_factory=dict)
     abandoned: bool = False
     interim: bool = False
+    saved_at_s: float | None = None
 
 
 def plan(

@@ -23,6 +23,7 @@ class One:
     metrics: Mapping[str, float] = field(default_factory=dict)
     abandoned: bool = False
     interim: bool = False
+    saved_at_s: float | None = None
 
     @property
     def manifest_digest(self) -> str:
