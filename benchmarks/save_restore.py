@@ -77,6 +77,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                 starts = found.setdefault(f"kill -9, then start to first new step, page cache {cache}", {})
                 starts.setdefault(name, []).append(report["stepped_at"] - born)
     with reborn.opened(directory, memory=True) as ckpt:
+        ckpt.acquire()
         ckpt.prune()  # what the last one that was killed left in memory
     shutil.rmtree(directory)
     cells = {row: {name: _summary(times) for name, times in by_name.items()} for row, by_name in found.items()}
