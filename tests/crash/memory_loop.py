@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.local_fs import Calls
+from ckpt_tasks.testing import located
 from tests.support.calls import WatchedCalls
 
 
@@ -55,13 +58,16 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--delay-s", type=float, default=0.0)
     options = parser.parse_args()
+    calls: Calls = SlowWrites(options.delay_s) if options.delay_s else os
+    location = located(LocalStore(options.directory, calls=calls))
     ckpt = Checkpointer(
         CheckpointConfig(
-            checkpoint_dir=options.directory, memory_dir=options.memory_dir, step_interval=1, max_num_checkpoints=3
+            checkpoint_dir=location,
+            memory_dir=options.memory_dir,
+            step_interval=1,
+            max_num_checkpoints=3,
         )
     )
-    if options.delay_s:
-        ckpt._history.store._calls = SlowWrites(options.delay_s)  # type: ignore[attr-defined]
     with ckpt:
         state = state_of(0, options.size)
         step = ckpt.restore(state)

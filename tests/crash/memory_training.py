@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,9 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.local_fs import Calls
+from ckpt_tasks.testing import located
 from tests.crash.memory_loop import SlowWrites
 
 WIDTH = 512  # of the model; a weight is 1 MiB, so it and its moments take most of a copy's time
@@ -76,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delay-s", type=float, default=0.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    calls: Calls = SlowWrites(options.delay_s) if options.delay_s else os
+    location = located(LocalStore(options.directory, calls=calls))
     ckpt = Checkpointer(
         CheckpointConfig(
-            checkpoint_dir=options.directory, memory_dir=options.memory_dir, step_interval=1, max_num_checkpoints=3,
+            checkpoint_dir=location, memory_dir=options.memory_dir, step_interval=1, max_num_checkpoints=3,
         )
     )  # fmt: skip
-    if options.delay_s:
-        ckpt._history.store._calls = SlowWrites(options.delay_s)  # type: ignore[attr-defined]
     with ckpt:
         state = training()
         step = ckpt.restore(state)

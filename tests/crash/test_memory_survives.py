@@ -24,9 +24,10 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.testing import die
+from ckpt_tasks.storage.local_fs import Calls
+from ckpt_tasks.testing import FaultyStore, die, located
 from tests.crash.memory_loop import state_of, step_of
-from tests.support.calls import FailingCalls, WatchedCalls
+from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import flip
 from tests.support.pipelines import committed
 from tests.support.small_disk import small_disk
@@ -63,8 +64,9 @@ def _loop(run_dir: Path, memory: Path, *options: str, status: int = 0) -> str:
     return done.stdout
 
 
-def _config(run_dir: Path, memory: Path) -> CheckpointConfig:
-    return CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory), step_interval=1, max_num_checkpoints=3)
+def _config(run_dir: Path, memory: Path, calls: Calls = os) -> CheckpointConfig:
+    location = located(LocalStore(run_dir, calls=calls))
+    return CheckpointConfig(checkpoint_dir=location, memory_dir=str(memory), step_interval=1, max_num_checkpoints=3)
 
 
 def _train(run_dir: Path, memory: Path, steps: int) -> tuple[int, str, list[str]]:
@@ -81,16 +83,12 @@ def _train(run_dir: Path, memory: Path, steps: int) -> tuple[int, str, list[str]
 
 def _died(run_dir: Path, memory: Path, step: int, calls: Any = os) -> None:
     """Train up to a step and leave everything as a killed process does; with `Stuck` calls, storage has none of it."""
-    ckpt = Checkpointer(_config(run_dir, memory))
-    store = ckpt._history.store
-    assert isinstance(store, LocalStore)
+    ckpt = Checkpointer(_config(run_dir, memory, calls))
     ckpt.restore(state_of(0, SIZE))
-    store._calls = calls
     while ckpt.position < step:
         ckpt.step(ckpt.position + 1, state_of(ckpt.position + 1, SIZE))
         if calls is os:
             ckpt.wait()
-    assert ckpt._saver._pipeline._last is not None
     die(ckpt)
 
 
@@ -153,9 +151,8 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
     """P71: step 3 is sealed while step 2 is written; step 2 lands; killed then, the run goes on from 3, not from 2."""
     calls = InTurn()
     _train(run_dir, memory, 1)
-    ckpt = Checkpointer(_config(run_dir, memory))
+    ckpt = Checkpointer(_config(run_dir, memory, calls))
     ckpt.restore(state_of(0, SIZE))
-    ckpt._history.store._calls = calls  # type: ignore[attr-defined]
     ckpt.step(2, state_of(2, SIZE))
     ckpt.step(3, state_of(3, SIZE))
     last = ckpt._saver._pipeline._last
@@ -227,9 +224,8 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(
 ) -> None:
     """P31: at every moment after the first snapshot one slot is complete, also right after a restore from memory."""
     _died(run_dir, memory, 7, stuck)
-    ckpt = Checkpointer(_config(run_dir, memory))
-    store, state = ckpt._history.store, state_of(0, SIZE)
-    store._calls = stuck  # type: ignore[attr-defined]
+    ckpt = Checkpointer(_config(run_dir, memory, stuck))
+    state = state_of(0, SIZE)
     assert ckpt.restore(state) == 7
     restored = ckpt._saver._pipeline._last
     assert restored is not None
@@ -273,9 +269,10 @@ def test_memory_is_cleaned_when_the_run_ends(run_dir: Path, memory: Path) -> Non
 
 def test_a_close_that_fails_leaves_what_storage_lacks(run_dir: Path, memory: Path) -> None:
     """P72: where the last snapshot could not be committed, closing says so and keeps it in memory."""
-    ckpt = Checkpointer(_config(run_dir, memory))
+    store = FaultyStore(LocalStore(run_dir))
+    ckpt = Checkpointer(replace(_config(run_dir, memory), checkpoint_dir=located(store)))
     ckpt.save(1, state_of(1, SIZE))
-    ckpt._history.store._calls = FailingCalls(1, "refused", below="/checkpoint_")  # type: ignore[attr-defined]
+    store.on("refused", verb="put", name="^checkpoint_", times=1)
     ckpt.step(2, state_of(2, SIZE))
     with pytest.raises(StoreError):
         ckpt.close()

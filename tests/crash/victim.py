@@ -7,12 +7,11 @@ where it never came to it. Forked, because importing torch takes a hundred times
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,17 +20,14 @@ from typing import cast
 import pytest
 import torch
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.fork import plan_fork, run_fork
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
 from ckpt_tasks.importing.plan import plan_import
-from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
-from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import die, located
 from tests.support.calls import FailingCalls, Mode
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, fingerprint, head_of, opened, options, state_of, train
@@ -163,16 +159,6 @@ OPERATIONS = {
     "fork to another disk": Operation(partial(fork, linked=False), _FORK.stands, half_is_none, finish_fork),
     "import": Operation(import_file, _FORK.stands, lambda root: None, finish_import),
 }
-
-
-def save_fourth(arguments: Sequence[str]) -> None:
-    """Restore and save in an object store, of which URL and options in JSON are given; whoever kills is outside."""
-    url, storage_options = arguments
-    location = Location(url, storage_options=json.loads(storage_options))
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=location, memory_dir=None, max_num_checkpoints=2))
-    assert ckpt.restore(state_of(UNTOUCHED)) == 3
-    ckpt.save(4, state_of(4))
-    ckpt.close()
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.testing import located, settle
 from tests.support.calls import WatchedCalls
 from tests.support.runs import UNTOUCHED, fingerprint, state_of
 
@@ -71,16 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stop-before", type=json.loads, help="[name of a call, in its path, which one]")
     options = parser.parse_args(arguments)
     logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)  # it begins with a state that looks trained
+    location = Location(options.directory, storage_options=options.storage_options)
+    if options.stop_before:
+        location = located(LocalStore(options.directory, calls=StopBefore(*options.stop_before)))
     ckpt = Checkpointer(
         CheckpointConfig(
-            checkpoint_dir=Location(options.directory, storage_options=options.storage_options),
+            checkpoint_dir=location,
             memory_dir=None,
             max_num_checkpoints=2,
             owner_timeout_s=options.owner_timeout_s,
         )
     )
-    if options.stop_before:
-        ckpt._history.store = LocalStore(options.directory, calls=StopBefore(*options.stop_before))
     with ckpt if options.entered else nullcontext():
         train(ckpt, options.steps, options.ballast_bytes)
     ckpt.close()
@@ -96,7 +98,7 @@ def train(ckpt: Checkpointer, steps: int, size_bytes: int) -> None:
         said = attempt(ckpt.save, step, laden(step, size_bytes))
         sys.stdout.write(said or f"saved {step}\n")
         sys.stdout.flush()
-        ckpt._pruner.finish(60)  # what is stopped in a prune is stopped there, not in a later save
+        settle(ckpt)  # what is stopped in a prune is stopped there, not in a later save
         if said:
             for verb, *given in [
                 (ckpt.save, step, laden(step, size_bytes)),
