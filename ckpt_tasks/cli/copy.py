@@ -25,8 +25,9 @@ from ckpt_tasks.errors import ConfigError, OwnedError
 from ckpt_tasks.report.words import age, count, size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.fork import ForkPlan, Moved
+    from ckpt_tasks.copying.fork import ForkPlan
     from ckpt_tasks.copying.syncing import SyncReport
+    from ckpt_tasks.copying.transfer import Moved
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store

@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import add
-from typing import Any, NamedTuple, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_tasks.copying.syncing import check_apart
-from ckpt_tasks.copying.transfer import OnProgress, Transfer
-from ckpt_tasks.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    ObjectExistsError,
-    StateError,
-)
+from ckpt_tasks.copying.transfer import Moved, OnProgress, Transfer
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ObjectExistsError, StateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
 from ckpt_tasks.format.ledger import State
@@ -42,7 +36,7 @@ from ckpt_tasks.reading.opening import Opened, by_object, check_header, open_che
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["ForkPlan", "Moved", "checked_params", "find_source", "plan_fork", "run_fork"]
+__all__ = ["ForkPlan", "checked_params", "find_source", "plan_fork", "run_fork"]
 
 _HOLDER = "ckpt fork"
 
@@ -67,15 +61,6 @@ class ForkPlan:
     def records(self) -> tuple[ObjectRecord, ...]:
         """The objects that are copied unchanged: all but the manifest, which names the run."""
         return (self.opened.manifest.index, *self.opened.manifest.objects)
-
-
-class Moved(NamedTuple):
-    """How many bytes were linked, copied by the store, sent by this process, or found at the target already."""
-
-    linked_bytes: int = 0
-    copied_bytes: int = 0
-    sent_bytes: int = 0
-    found_bytes: int = 0
 
 
 def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
@@ -157,19 +142,25 @@ def run_fork(
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
-    history = History(target)
-    with renewed_lease(source, plan.source, _HOLDER) as renew, _Bringing(source, target, plan, on_progress) as bringing:
+    history, moved, rows = History(target), Moved(), by_object(plan.opened.rows)
+    with (
+        renewed_lease(source, plan.source, _HOLDER) as renew,
+        Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer,
+    ):
         for record in plan.opened.manifest.objects:  # before anything is written
             check_header(source.history.store, record)
         for record in plan.records:  # the index first: from now on no process can begin a run here
             renew()
-            bringing.bring(record)
+            more = transfer.bring(record, rows.get(record.name, ()))
+            if more.sent_bytes or more.found_bytes:
+                transfer.check([record])
+            moved = moved.plus(more)
         history.create(plan.run_key, single_writer=single_writer)
         history.check(plan.run_key)
         _put_manifest(target, plan)
         open_checkpoint(target, plan.checkpoint)
         _commit(history, plan, source.head().state)
-    return bringing.moved
+    return moved
 
 
 def checked_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,40 +183,6 @@ def without_user(url: str) -> str:
         return url
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-class _Bringing:
-    """Copy objects to a fork in the cheapest way possible: a hard link, the store's own copy, or sent bytes."""
-
-    def __init__(self, source: Run, target: Store, plan: ForkPlan, on_progress: OnProgress):
-        self.moved = Moved()
-        self._source, self._target, self._on_progress = source.history.store, target, on_progress
-        self._rows = by_object(plan.opened.rows)
-        self._stack = ExitStack()
-        self._transfer: Transfer | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def bring(self, record: ObjectRecord) -> None:
-        """Bring an object to the target."""
-        if self._target.adopt(self._source, record.name, record.size_bytes):
-            if record.name in self._rows and not self._target.near:
-                check_header(self._target, record)
-            self._add(Moved(record.size_bytes) if self._target.near else Moved(0, record.size_bytes))
-            return
-        if self._transfer is None:
-            transfer = Transfer(self._source, self._target, State(), self._on_progress)
-            self._transfer = self._stack.enter_context(transfer)
-        sent, there = self._transfer.bring(record, self._rows.get(record.name, ()))
-        self._transfer.check([record])
-        self._add(Moved(0, 0, sent, there))
-
-    def _add(self, more: Moved) -> None:
-        self.moved = Moved(*map(add, self.moved, more))
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.copying.sync_diff import SyncDiff, find_sync_diff
-from ckpt_tasks.copying.transfer import OnProgress, Transfer
+from ckpt_tasks.copying.transfer import Moved, OnProgress, Transfer
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
+    CkptError,
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
@@ -136,28 +137,18 @@ def run_sync(
         return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
     history = History(target)
     history.create(plan.run_key, single_writer=single_writer)
-    with (
-        _owned(source, history, plan) as (owner, owned_plan),
-        _Copy(source, history, owner, owned_plan, on_progress) as copy,
-    ):
-        return copy.run()
+    with _owned(source, history, plan) as (owner, owned_plan):
+        given_up = owned_plan.diff.given_up
+        with Transfer(source.history.store, target, history.head().state, on_progress, given_up) as objects:
+            return _Copy(source, history, owner, owned_plan, objects).run()
 
 
 class _Copy:
     """One copy under way, by the target's owner."""
 
-    def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, on_progress: OnProgress):
-        self._source, self._target, self._owner, self._plan = source, target, owner, plan
-        state, given_up = target.head().state, plan.diff.given_up
-        self._objects = Transfer(source.history.store, target.store, state, on_progress, given_up)
+    def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, objects: Transfer):
+        self._source, self._target, self._owner, self._plan, self._objects = source, target, owner, plan, objects
         self._faults: list[str] = []
-
-    def __enter__(self) -> Self:
-        self._objects.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._objects.__exit__(*error)
 
     def run(self) -> SyncReport:
         """Copy and commit in order; then record evaluations, pins, and the note of how far this copy has come."""
@@ -188,26 +179,25 @@ class _Copy:
 
     def _copy(self, checkpoint: Checkpoint) -> tuple[Row, int | None]:
         store = self._source.history.store
-        copied = reused = 0
+        moved = Moved()
         try:
             with renewed_lease(self._source, checkpoint, _HOLDER) as renew:
                 records = []
                 for record, rows in _contents(store, checkpoint, self._plan.run_key):
                     renew()
-                    over, there = self._objects.bring(record, rows)
-                    copied, reused = copied + over, reused + there
+                    moved = moved.plus(self._objects.bring(record, rows))
                     records.append(record)
         except CheckpointNotFoundError:
             return Row(checkpoint, "pruned meanwhile"), None
         except StateError as error:
-            return Row(checkpoint, "refused", copied, reused, f"step {checkpoint.step}: {error}"), None
+            return _moved(checkpoint, "refused", moved, error), None
         except (IntegrityError, ObjectNotFoundError) as error:
             if all(c.manifest_digest != checkpoint.manifest_digest for c in self._source.checkpoints()):
-                return Row(checkpoint, "pruned meanwhile", copied, reused), None
-            return Row(checkpoint, "damaged", copied, reused, f"step {checkpoint.step}: {error}"), None
+                return _moved(checkpoint, "pruned meanwhile", moved), None
+            return _moved(checkpoint, "damaged", moved, error), None
         self._objects.check(records)
         n = self._commit(self._source.history, checkpoint)
-        return Row(checkpoint, "copied", copied, reused), n
+        return _moved(checkpoint, "copied", moved), n
 
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
         """Put the ledger entry and return its number; what the entry in `history` says of the save is copied."""
@@ -362,6 +352,11 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
     with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync") as threads:
         list(threads.map(look, missing))
     return sum(size_bytes for name, size_bytes in sizes.items() if not there.keeps(name))
+
+
+def _moved(checkpoint: Checkpoint, outcome: str, moved: Moved, error: CkptError | None = None) -> Row:
+    fault = None if error is None else f"step {checkpoint.step}: {error}"
+    return Row(checkpoint, outcome, moved.sent_bytes, moved.found_bytes, fault)
 
 
 def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:

@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Self, cast
+from operator import add
+from typing import IO, NamedTuple, Self, cast
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.digests import digest_hex
@@ -24,21 +25,35 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.reading.opening import READ_BYTES, by_object, open_checkpoint, verify_run
+from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["OnProgress", "Transfer", "changes"]
+__all__ = ["Moved", "OnProgress", "Transfer", "changes"]
 
 OnProgress = Callable[[int], None]  # gets the size in bytes of every read
+
+
+class Moved(NamedTuple):
+    """How many bytes were linked, copied by the store, sent by this process, or found at the target already."""
+
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+    sent_bytes: int = 0
+    found_bytes: int = 0
+
+    def plus(self, more: Moved) -> Moved:
+        """Return the sums."""
+        return Moved(*map(add, self, more))
+
 
 _IN_FLIGHT = 8
 
 
 class Transfer:
-    """Copy objects from one store to another, one at a time; each is wholly in memory before it is put.
+    """Copy objects from one store to another, one at a time; each that is sent is wholly in memory before it is put.
 
-    The memory is a file without a name in TMPDIR: the kernel can write its pages to disk if memory is short, and a
-    killed copy leaves nothing.
+    `adopts`: the target takes an object by a hard link or by its own copy, where it can. The memory is a file without a
+    name in TMPDIR: the kernel can write its pages to disk if memory is short, and a killed copy leaves nothing.
     """
 
     def __init__(
@@ -48,10 +63,13 @@ class Transfer:
         state: State,
         on_progress: OnProgress,
         given_up: frozenset[str] = frozenset(),
+        *,
+        adopts: bool = False,
     ):
         self._source, self._target, self._state, self._on_progress = source, target, state, on_progress
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync")
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
+        self._adopts = adopts
+        self._file: IO[bytes] | None = None
         self._memory = memoryview(b"")
         self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
@@ -66,19 +84,24 @@ class Transfer:
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(cancel_futures=True)
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> tuple[int, int]:
-        """Bring an object to the target, verified; return (bytes copied, bytes found there).
+    def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> Moved:
+        """Bring an object to the target; bytes that are sent or found there are verified.
 
         Raises IntegrityError or ObjectNotFoundError if the source's object is damaged or missing, and StateError if the
         target has other bytes under this name, or has given the name up: its deletion may still be under way.
         """
         if record.name in self._good:
-            return 0, 0
+            return Moved()
         if self._is_committed(record, rows):
             self._good.add(record.name)
-            return 0, 0  # verified when the checkpoint that names it was committed
+            return Moved()  # verified when the checkpoint that names it was committed
+        if self._adopts and self._target.adopt(self._source, record.name, record.size_bytes):
+            if rows and not self._target.near:
+                check_header(self._target, record)
+            return Moved(linked_bytes=record.size_bytes) if self._target.near else Moved(copied_bytes=record.size_bytes)
         if record.name in self._given_up:
             hint = "Copy to another directory."
             raise StateError(
@@ -88,7 +111,7 @@ class Transfer:
         if not is_there:
             self._put(record.name, self._verified(self._source, record, rows))
         self._good.add(record.name)
-        return (0, record.size_bytes) if is_there else (record.size_bytes, 0)
+        return Moved(found_bytes=record.size_bytes) if is_there else Moved(sent_bytes=record.size_bytes)
 
     def check(self, records: Iterable[ObjectRecord]) -> None:
         """Raise StoreError if an object is missing at the target, or has another size."""
@@ -180,10 +203,11 @@ class Transfer:
     def _room(self, size_bytes: int) -> memoryview:
         if self._memory.nbytes < size_bytes:
             self._memory = memoryview(b"")
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
             try:
-                os.posix_fallocate(
-                    self._file.fileno(), 0, size_bytes
-                )  # a mapped file cannot report a full disk otherwise
+                # A mapped file cannot report a full disk otherwise.
+                os.posix_fallocate(self._file.fileno(), 0, size_bytes)
             except OSError as error:
                 raise StoreError(
                     f"no room for an object of {size_bytes} bytes in {tempfile.gettempdir()} ({error.strerror})",

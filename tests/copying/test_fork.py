@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork, without_user
+from ckpt_tasks.copying.fork import plan_fork, run_fork, without_user
 from ckpt_tasks.copying.syncing import plan_sync, run_sync
+from ckpt_tasks.copying.transfer import Moved
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, RunMismatchError, StateError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage.local import LocalStore

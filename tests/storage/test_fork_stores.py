@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork
+from ckpt_tasks.copying.fork import plan_fork, run_fork
+from ckpt_tasks.copying.transfer import Moved
 from ckpt_tasks.errors import CheckpointNotFoundError, IntegrityError, StoreError
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.session.forked import fork_run

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.copying.fork import Moved, plan_fork, run_fork
+from ckpt_tasks.copying.fork import plan_fork, run_fork
+from ckpt_tasks.copying.transfer import Moved
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.storage.local import LocalStore
